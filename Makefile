@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := pdserve devices engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
+.PHONY: help install demo docs test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,7 +17,7 @@ install: $(INSTALLED)  ## make .venv with everything in it
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED)  ## serve the tiny model on a local Ray, 1 prefill + 1 decode worker, and show what the hand-off costs
@@ -46,13 +46,14 @@ floors: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m 'not soak and not cluster'
 
-test-cluster: $(INSTALLED)  ## `ray up` and what follows, on hosts made of namespaces (root; about 15 minutes)
+test-cluster: $(INSTALLED)  ## `ray up` and what follows, on hosts made of namespaces, and the wheel elsewhere (root; about 20 minutes)
 	scripts/cluster_test_tools.sh
 	$(BIN)/python -m pytest -m cluster --timeout 300 -rA --durations 10 tests
 
 soak: $(INSTALLED)  ## long tests, run by hand
 	$(BIN)/python -m pytest -m soak --timeout 3600 --log-cli-level INFO
 
+# `python -m benchmarks.NAME --quick` is the smallest form of each: does it run? Tests run all of them.
 bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of this machine, on one core (about 10 minutes)
 	$(BIN)/python -m benchmarks.engine
 
@@ -62,7 +63,7 @@ bench-sampling: $(INSTALLED)  ## sampling a batch of 32 rows over a vocabulary o
 bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP, NIXL and Mooncake (about 8 minutes)
 	$(BIN)/python -m benchmarks.transfer
 
-bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a burst of streams gets (about 9 minutes)
+bench-abuse: $(INSTALLED)  ## what abuse of one client, and of strangers, costs others; fairness; a burst of streams (about 20 minutes)
 	$(BIN)/python -m benchmarks.abuse
 
 bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and beside a busy decode (about 4 minutes)
@@ -88,6 +89,9 @@ bench-strangers: $(INSTALLED)  ## what 1,000 connections of strangers cost reque
 
 bench-served: $(INSTALLED)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (12 to 15 minutes)
 	$(BIN)/python -m benchmarks.served --vllm "$(VLLM)"
+
+docs: $(INSTALLED)  ## the documentation as a site with search in out/site (`python -m http.server -d out/site` serves it)
+	$(BIN)/python scripts/docs_site.py
 
 proto:  ## regenerate pb/ from proto/pdserve/pb/
 	scripts/gen_proto.sh

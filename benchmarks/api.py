@@ -12,25 +12,37 @@ import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quick import HELP
 from experiments.statistics import mean_interval
 from ops.launch.detach import start_detached, stop_detached
-from ops.launch.ports import free_port
 from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
+from tests.local_cluster import free_port
 
-REQUESTS = 200
-STREAMS, TOKENS, ROUNDS = 8, 256, 5
 PROMPT = list(range(5, 21))
 Send = Callable[[int], Awaitable[float]]
 """Sends a request for that many tokens; returns the seconds to the first one, after the last one has come."""
+
+
+class Sizes(NamedTuple):
+    """``requests`` that are sent alone over each API, then ``rounds`` of ``streams`` at once with so many tokens."""
+
+    requests: int = 200
+    rounds: int = 5
+    streams: int = 8
+    tokens: int = 256
+
+
+QUICK = Sizes(requests=3, rounds=1, streams=4, tokens=128)
 
 
 class HttpClient:
@@ -48,7 +60,10 @@ class HttpClient:
             {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
              "cache_salt": str(time.monotonic_ns())}
         ).encode()  # fmt: skip
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        ).encode()
         begun_s = time.perf_counter()
         writer.write(head + body)
         status = await reader.readline()
@@ -81,10 +96,10 @@ def grpc_sender(client: AsyncClient) -> Send:
     return send
 
 
-async def first_tokens(senders: dict[str, Send]) -> dict[str, list[float]]:
-    """Milliseconds to the first token of `REQUESTS` requests each, in alternation."""
+async def first_tokens(senders: dict[str, Send], sizes: Sizes) -> dict[str, list[float]]:
+    """Milliseconds to the first token of single requests, in alternation."""
     taken_ms: dict[str, list[float]] = {name: [] for name in senders}
-    for number in range(REQUESTS + 5):
+    for number in range(sizes.requests + 5):
         for name in senders if number % 2 else reversed(senders):
             took_s = await senders[name](2)
             if number >= 5:  # warm-up
@@ -92,35 +107,39 @@ async def first_tokens(senders: dict[str, Send]) -> dict[str, list[float]]:
     return taken_ms
 
 
-async def cpu_per_token(senders: dict[str, Send], gateway: psutil.Process) -> dict[str, list[float]]:
+async def cpu_per_token(senders: dict[str, Send], gateway: psutil.Process, sizes: Sizes) -> dict[str, list[float]]:
     """Microseconds of CPU time of the gateway per token, of each round."""
     taken_us: dict[str, list[float]] = {name: [] for name in senders}
-    for number in range(ROUNDS):
+    for number in range(sizes.rounds):
         for name in senders if number % 2 else reversed(senders):
             before = gateway.cpu_times()
-            await asyncio.gather(*(senders[name](TOKENS) for _ in range(STREAMS)))
+            await asyncio.gather(*(senders[name](sizes.tokens) for _ in range(sizes.streams)))
             after = gateway.cpu_times()
             used_s = after.user + after.system - before.user - before.system
-            taken_us[name].append(used_s * 1e6 / (STREAMS * TOKENS))
+            taken_us[name].append(used_s * 1e6 / (sizes.streams * sizes.tokens))
     return taken_us
 
 
-async def measure(target: str, url: str, pid: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+async def measure(
+    target: str, url: str, pid: int, sizes: Sizes
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Both figures over both APIs."""
     http = HttpClient(url)
     async with AsyncClient(target) as client:
         senders = {"grpc": grpc_sender(client), "http": http.send}
-        ttft_ms = await first_tokens(senders)
-        cpu_us = await cpu_per_token(senders, psutil.Process(pid))
+        ttft_ms = await first_tokens(senders, sizes)
+        cpu_us = await cpu_per_token(senders, psutil.Process(pid), sizes)
     http.close()
     return ttft_ms, cpu_us
 
 
 def main() -> None:
     """Measure, and print."""
-    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=HELP)
+    sizes = QUICK if parser.parse_args().quick else Sizes()
     console = Console(stderr=True, highlight=False)
-    http_port = free_port("127.0.0.1", 0)
+    http_port = free_port()
     config = PdserveConfig.load(None, {"gateway.port": 0, "gateway.http_port": http_port, "gateway.host": "127.0.0.1"})
     with console.status("starting the service"):
         port = start_detached(config)
@@ -130,7 +149,7 @@ def main() -> None:
         with Client(state.operator) as operator:
             pid = operator.status().pid
         with console.status("measuring, about two minutes"):
-            ttft_ms, cpu_us = asyncio.run(measure(f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", pid))
+            ttft_ms, cpu_us = asyncio.run(measure(f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", pid, sizes))
     finally:
         stop_detached(port, 0.0)
     differences = [http - grpc for grpc, http in zip(ttft_ms["grpc"], ttft_ms["http"], strict=True)]
@@ -149,8 +168,8 @@ def main() -> None:
                 "added_ttft_mean_ms": None if added is None else added.to_dict(),
                 "gateway_cpu_us_per_token": cpu,
                 "cpu_ratio": statistics.median(ratios),
-                "requests": REQUESTS,
-                "tokens": ROUNDS * STREAMS * TOKENS,
+                "requests": sizes.requests,
+                "tokens": sizes.rounds * sizes.streams * sizes.tokens,
             }
         )
     )

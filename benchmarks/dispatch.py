@@ -13,24 +13,38 @@ import json
 import random
 import statistics
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quick import HELP
 from ops.launch.detach import start_detached, stop_detached
 from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client, Generation
 from pdserve.core.address import target_of
 from pdserve.core.config import PdserveConfig
 
-PAIRS = 200
 PROMPT_TOKENS = 64
-BUSY_STREAMS = 16
-BUSY_CONTEXT = 1024
-BUSY_PAIRS = 24
 VOCABULARY = 256
+
+
+class Sizes(NamedTuple):
+    """``pairs`` of requests on the idle service, ``streams`` of so many ``tokens`` at once, and in each of
+    ``busy_rounds`` some ``busy_pairs`` beside ``busy_streams`` that decode ``busy_tokens`` after ``busy_context``."""
+
+    pairs: int = 200
+    streams: int = 8
+    tokens: int = 400
+    busy_rounds: int = 4
+    busy_pairs: int = 6
+    busy_streams: int = 16
+    busy_context: int = 1024
+    busy_tokens: int = 1500
+
+
+QUICK = Sizes(2, 2, 64, busy_rounds=1, busy_pairs=1, busy_streams=2, busy_context=64)
 
 
 @contextlib.contextmanager
@@ -51,7 +65,7 @@ def prompt(draw: random.Random, tokens: int) -> list[int]:
 # --- idle ------------------------------------------------------------------------------------------------------------
 
 
-def idle(target: str, pairs: int = PAIRS) -> dict[str, float]:
+def idle(target: str, pairs: int) -> dict[str, float]:
     """Pairs of the same prompt, disaggregated and colocated, one request at a time. Differences of the pairs in ms,
     and the CPU time that worker processes and gateway spent per token."""
     draw = random.Random(1)
@@ -103,7 +117,7 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 # --- streaming -------------------------------------------------------------------------------------------------------
 
 
-async def streaming(target: str, streams: int = 8, tokens: int = 400) -> dict[str, float]:
+async def streaming(target: str, streams: int, tokens: int) -> dict[str, float]:
     """CPU time of gateway and worker processes per token while several requests stream."""
     processes = _processes(target)
     async with AsyncClient(target) as client_:
@@ -123,7 +137,7 @@ async def streaming(target: str, streams: int = 8, tokens: int = 400) -> dict[st
 # --- decode busy -----------------------------------------------------------------------------------------------------
 
 
-async def busy(target: str) -> dict[str, float]:
+async def busy(target: str, sizes: Sizes) -> dict[str, float]:
     """TTFT of new requests while decode has nothing else to do, and while it runs others, alternately. Colocated
     requests, which then run on the prefill worker alone, are the control: what they lose to a busy decode engine is the
     machine's (shared caches, memory bandwidth, hardware threads)."""
@@ -134,7 +148,7 @@ async def busy(target: str) -> dict[str, float]:
     async with AsyncClient(target) as client:
 
         async def probe(state: str) -> None:
-            for number in range(BUSY_PAIRS // 4):
+            for number in range(sizes.busy_pairs):
                 for mode in ("pd", "colocated")[:: 1 if number % 2 else -1]:
                     ids = prompt(draw, PROMPT_TOKENS)
                     stream = client.generate(ids, max_tokens=2, ignore_eos=True, mode=mode, timeout_s=120)
@@ -143,11 +157,17 @@ async def busy(target: str) -> dict[str, float]:
         await probe("idle")
         for values in ttft_ms.values():
             values.clear()
-        for _ in range(4):
+        for _ in range(sizes.busy_rounds):
             await probe("idle")
             running = [
-                client.generate(prompt(draw, BUSY_CONTEXT), max_tokens=1500, ignore_eos=True, mode="pd", timeout_s=600)
-                for _ in range(BUSY_STREAMS)
+                client.generate(
+                    prompt(draw, sizes.busy_context),
+                    max_tokens=sizes.busy_tokens,
+                    ignore_eos=True,
+                    mode="pd",
+                    timeout_s=600,
+                )
+                for _ in range(sizes.busy_streams)
             ]
             for stream in running:
                 for _ in range(2):
@@ -165,24 +185,31 @@ async def busy(target: str) -> dict[str, float]:
     }
 
 
+def _idle_parts(target: str, sizes: Sizes, result: dict[str, Any]) -> None:
+    result["idle"] = idle(target, sizes.pairs)
+    result["streaming"] = asyncio.run(streaming(target, sizes.streams, sizes.tokens))
+
+
 def main() -> None:
     """Measure, print a table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", help="measure the idle part of this service alone")
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--pairs", type=int, default=Sizes().pairs)
     parser.add_argument("--no-busy", action="store_true", help="leave the part with a busy decode out")
+    parser.add_argument("--quick", action="store_true", help=HELP)
     asked = parser.parse_args()
+    sizes = QUICK if asked.quick else Sizes(pairs=asked.pairs)
     result: dict[str, Any] = {}
     if asked.target:
-        result["idle"] = idle(asked.target, asked.pairs)
-        result["streaming"] = asyncio.run(streaming(asked.target))
+        _idle_parts(asked.target, sizes, result)
     else:
         with service() as target:
-            result["idle"] = idle(target, asked.pairs)
-            result["streaming"] = asyncio.run(streaming(target))
-        if not asked.no_busy:
+            _idle_parts(target, sizes, result)
+            if asked.quick and not asked.no_busy:
+                result["decode_busy"] = asyncio.run(busy(target, sizes))
+        if not asked.quick and not asked.no_busy:
             with service(**{"model.path": "dummy:135m"}) as target:
-                result["decode_busy"] = asyncio.run(busy(target))
+                result["decode_busy"] = asyncio.run(busy(target, sizes))
     console = Console(stderr=False, highlight=False)
     table = Table("part", "figure", "value")
     for part, figures in result.items():

@@ -1,5 +1,5 @@
 """The upper bound for a front door: a bare `grpc.aio` server that streams messages back at once (`python -m
-benchmarks.echo_server`). It prints its port. A request's first two bytes are the number of messages."""
+benchmarks.echo_server`). A request's first two bytes are the number of messages."""
 
 from __future__ import annotations
 

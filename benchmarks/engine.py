@@ -19,20 +19,23 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.quick import Quick
+
 ROOT = Path(__file__).resolve().parents[1]
 _CORES = "PDSERVE_BENCH_CORES"  # set: this process is bound already; these are all cores it might have used
 
 
 def main(
     cuda: Annotated[bool, typer.Option(help="on a GPU, with the 8b shape")] = False,
-    quick: Annotated[bool, typer.Option(help="a few small cases, once: does it run?")] = False,
+    quick: Quick = False,
     rounds: Annotated[int, typer.Option(min=1, help="how often each case is measured")] = 5,
-    model: Annotated[str | None, typer.Option(help="dummy:135m, dummy:8b or dummy:PATH/config.json")] = None,
+    model: Annotated[str | None, typer.Option(help="tiny, dummy:135m, dummy:8b or dummy:PATH/config.json")] = None,
     core: Annotated[int | None, typer.Option(help="the core to run on; default: the first allowed one")] = None,
 ) -> None:
     """Measure the engine."""
     _pin(core, cuda)
-    run(model or ("dummy:8b" if cuda else "dummy:135m"), "cuda" if cuda else "cpu", quick, 1 if quick else rounds)
+    default = "tiny" if quick else "dummy:8b" if cuda else "dummy:135m"
+    run(model or default, "cuda" if cuda else "cpu", quick, 1 if quick else rounds)
 
 
 def run(model: str, device: str, quick: bool, rounds: int) -> None:
@@ -49,6 +52,7 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
     from benchmarks.engine_transformers import TransformersSide
     from benchmarks.isolation import measure_isolation
     from engine.model.source import resolve_model
+    from experiments.engine_alone.ceilings import QUICK_SIZES, Ceilings
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -56,11 +60,13 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
     shape = resolve_model(model).shape
     bound = () if device == "cuda" else tuple(sorted(os.sched_getaffinity(0)))
     console.print(f"{model} in bfloat16 on {torch.cuda.get_device_name() if device == 'cuda' else f'core {bound[0]}'}")
-    costs = [asyncio.run(process_costs(model, shape, bound, device)) for _ in range(1 if quick else 3)]
+    prompt_tokens = 64 if quick else 2048
+    costs = [asyncio.run(process_costs(model, shape, bound, device, prompt_tokens)) for _ in range(1 if quick else 3)]
     cases = QUICK_CASES if quick else CUDA_CASES if device == "cuda" else CPU_CASES
     sides: dict[str, Any] = {"ours": PdserveSide(model, device, cases)}
     sides["transformers"] = TransformersSide(shape, device)
-    sides["floor"] = Floor(shape, device, sides["ours"].chunk)
+    ceilings = Ceilings(torch.device(device), sizes=QUICK_SIZES) if quick and device == "cpu" else None
+    sides["floor"] = Floor(shape, device, sides["ours"].chunk, ceilings)
     times: dict[tuple[str, str], list[float]] = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=(rounds + 1) * len(cases))
@@ -84,7 +90,7 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
     )
     cores = [int(core) for core in os.environ[_CORES].split(",")]
     if device == "cpu" and len(cores) > 1:
-        isolation = measure_isolation(model, cores, turns=1 if quick else 8, turn_s=2.0 if quick else 4.0)
+        isolation = measure_isolation(model, cores, turns=1 if quick else 8, turn_s=1.0 if quick else 4.0)
         result["isolation"] = isolation._asdict()
         console.print(
             f"step time under {isolation.pings_per_s:.0f} pings/s to the control server: p99 "

@@ -15,7 +15,6 @@ from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 
 _TIMEOUT_S = 300.0
-_PROMPT_TOKENS = 2048
 _OUTPUT_TOKENS = 4
 _REQUESTS = 4
 
@@ -29,8 +28,10 @@ class ProcessCosts(NamedTuple):
     weights_and_kv_bytes: int
 
 
-async def process_costs(model: str, shape: ModelShape, cores: tuple[int, ...], device: str) -> ProcessCosts:
-    """Start an engine as a worker does, have it work, and end it."""
+async def process_costs(
+    model: str, shape: ModelShape, cores: tuple[int, ...], device: str, prompt_tokens: int
+) -> ProcessCosts:
+    """Start an engine as a worker does, have it work on prompts of so many tokens, and end it."""
     engine = EngineClient()
     started_s = time.perf_counter()
     ready = await engine.start(EngineSpec(model=model, dtype="bfloat16", cores=cores, device=device), _TIMEOUT_S)
@@ -41,7 +42,7 @@ async def process_costs(model: str, shape: ModelShape, cores: tuple[int, ...], d
                 Submit(
                     Request(
                         f"r{i}",
-                        (1 + i,) * _PROMPT_TOKENS,
+                        (1 + i,) * prompt_tokens,
                         SamplingParams(max_tokens=_OUTPUT_TOKENS, seed=0, ignore_eos=True),
                         attempt_id=f"r{i}",
                     ),

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = ("b1", "b4", "b16", "b32", "loop of 1", "loop of 8")
 _SERVE = "PDSERVE_BENCH_SERVE"
 _CONTEXT, _LOOP_STEPS = 64, 120
+T = TypeVar("T")
 
 
 def main(
@@ -63,6 +64,7 @@ class _Side:
 
     def __init__(self, folder: Path, core: int) -> None:
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", _SERVE: str(core)}
+        self._name = f"the engine of {folder}"
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],
             cwd=folder,
@@ -71,24 +73,24 @@ class _Side:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._read()
+        self._read(str)
 
     def measure_s(self, case: str) -> float:
         """Seconds of a step."""
         assert self._process.stdin is not None
         self._process.stdin.write(case + "\n")
         self._process.stdin.flush()
-        return float(self._read())
+        return self._read(float)
 
     def close(self) -> None:
         """End it."""
         self._process.communicate(timeout=30)
 
-    def _read(self) -> str:
+    def _read(self, expected: type[T]) -> T:
+        from experiments.messages import message_of  # the other checkout, which runs this file too, may not have it
+
         assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"an engine ended with status {self._process.wait()}")
-        return line
+        return message_of(self._process.stdout.readline().encode(), expected, self._name)
 
 
 async def _serve(core: int) -> None:
@@ -108,18 +110,21 @@ async def _serve(core: int) -> None:
     spec = EngineSpec("tiny", dtype="bfloat16", cores=(core,), num_blocks=256, prefix_caching=False)
     await engine.start(spec, 120.0)
     try:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
+        _say("ready")
         for number, line in enumerate(sys.stdin):
             case = line.strip()
             if case in decodes:
                 taken_s = side.measure_s(decodes[case])
             else:
                 taken_s = await _loop_s(engine, int(case.rpartition(" ")[2]), f"{number}")
-            sys.stdout.write(f"{taken_s}\n")
-            sys.stdout.flush()
+            _say(taken_s)
     finally:
         await engine.stop(5.0)
+
+
+def _say(value: str | float) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
 
 
 async def _loop_s(engine: EngineClient, batch: int, name: str) -> float:

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import os
 import random
-from dataclasses import asdict
-from typing import Any
 
+from experiments.messages import Message, message_of
 from experiments.pairs.buffer import Buffer
+from experiments.pairs.endpoint import Expecting
 from experiments.pairs.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
@@ -62,6 +62,12 @@ class BlockBuffer(Buffer):
         return digest.hexdigest()
 
 
+class Address(Message):
+    """The target's endpoints; the source has none."""
+
+    endpoints: tuple[KVEndpoint, ...]
+
+
 class HandoffEndpoint(LoopEndpoint):
     """The target receives, the source sends. Connecting makes the handshake, measuring included."""
 
@@ -97,30 +103,29 @@ class HandoffEndpoint(LoopEndpoint):
         return await self._receiver.start("127.0.0.1")
 
     @property
-    def address(self) -> dict[str, Any]:
-        """The target's endpoints; the source has none."""
-        return {"endpoints": [asdict(each) for each in self._endpoints]}
+    def address(self) -> Address:
+        """Where it listens."""
+        return Address(self._endpoints)
 
-    def connect(self, address: dict[str, Any]) -> None:
+    def connect(self, address: bytes) -> None:
         """The source shakes hands; the target waits for it anyway."""
         if self.role == "source":
-            self._peer = KVPeer("target", "e", tuple(KVEndpoint(**each) for each in address["endpoints"]))
+            self._peer = KVPeer("target", "e", message_of(address, Address, "the target").endpoints)
             self.on_loop(self._sender.connect(self._peer.worker_id, self._peer.epoch, self._peer.endpoints))
 
     def transfer(self, num_bytes: int) -> float:
-        """One hand-off, which the source begins once the target has announced it. Returns when the source started, or
-        when the target had verified everything, on the host's clock."""
+        """One hand-off, which the target announces over the link before the source begins. Returns when the source
+        started, or when the target had verified everything, on the host's clock."""
         self._count += 1
         blocks = self.buffer.blocks(num_bytes)
         if self.role == "target":
             return self.on_loop(self._receive(blocks))
-        self.told()
         return self.on_loop(self._send(blocks))
 
     async def _receive(self, blocks: list[int]) -> float:
         name = str(self._count)
         self._receiver.announce(name, "source", blocks, 0, self._clock.now() + TIMEOUT_S)
-        self.say(announced=name)
+        self.answer(Expecting())
         received = await self._receiver.wait(name)
         expected = len(blocks) * self.buffer.pool.layout.block_bytes
         if received.proof.kv_bytes != expected:

@@ -1,11 +1,10 @@
 """Does a busy control server slow the engine down? `python -m benchmarks.isolation` (and a part of `bench-engine`).
 
-A real worker decodes one long request, on a core of its engine's own. In turns the other cores are quiet, or compute
-something that has nothing to do with it, or a client there sends it pings over several control streams as fast as they
-are answered. The times are the engine's own, of every step. What busy neighbours cost (caches, memory, the host's own
-sharing) shows in the second kind of turn; what the control server costs beside that, in the third.
-``python -m benchmarks.isolation worker SPEC`` is the worker: it prints its control address, and at the end of its input
-the steps.
+A real worker decodes one long request after another, on a core of its engine's own. In turns the other cores are quiet,
+or compute something that has nothing to do with it, or a client there sends it pings over several control streams as
+fast as they are answered. The times are the engine's own, of every step. What busy neighbours cost (caches, memory, the
+host's own sharing) shows in the second kind of turn; what the control server costs beside that, in the third.
+``python -m benchmarks.isolation worker SPEC`` is the worker: it says `Serving`, and at the end of its input `Steps`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ import numpy as np
 import worker.incarnation
 from decode_worker.receive import HANDLERS
 from engine.messages import EngineEvent, Step
+from engine.model.source import resolve_model
 from engine.process.client import EngineClient
+from experiments.messages import Message, message_of, say
 from pdserve.core.config import PdserveConfig
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
@@ -45,8 +46,22 @@ ROOT = Path(__file__).resolve().parents[1]
 STREAMS = 4
 PINGS_IN_FLIGHT = 16  # of one stream
 SETTLE_S = 0.5
+_PROMPT_TOKENS, _MOST_TOKENS = 64, 8000  # of a request
 _START_S = 120.0
 _KINDS = ("quiet", "busy", "hammered")
+_WORKER = "the worker"
+
+
+class Serving(Message):
+    """The worker can be reached."""
+
+    control_address: str
+
+
+class Steps(Message):
+    """Begin and end of every step, in the host's monotonic seconds."""
+
+    times_s: list[tuple[float, float]]
 
 
 class Isolation(NamedTuple):
@@ -68,6 +83,7 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
     """Run it on ``cores``, of which the first becomes the engine's; ValueError if there is only one."""
     if len(cores) < 2:
         raise ValueError("a second core is needed: the engine has one of its own, worker and client take the rest")
+    tokens = min(_MOST_TOKENS, resolve_model(model).shape.max_position_embeddings - _PROMPT_TOKENS)
     spec = WorkerSpec(
         worker_id="decode-0",
         role=Role.DECODE,
@@ -86,21 +102,18 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         env={**os.environ, **secret.environment()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
     assert process.stdout is not None
     try:
-        address = process.stdout.readline().strip()
-        if not address:
-            raise RuntimeError("the worker did not start; its log tells why")
+        address = message_of(process.stdout.readline(), Serving, _WORKER).control_address
         mine = os.sched_getaffinity(0)
         os.sched_setaffinity(0, set(cores[1:]))
         try:
-            windows, pings = asyncio.run(_drive(address, secret, turns, turn_s))
+            windows, pings = asyncio.run(_drive(address, secret, tokens, turns, turn_s))
         finally:
             os.sched_setaffinity(0, mine)
-        steps: list[tuple[float, float]] = json.loads(process.communicate(timeout=30)[0])
+        steps = message_of(process.communicate(timeout=30)[0], Steps, _WORKER).times_s
     finally:
         process.kill()
         process.wait()
@@ -122,22 +135,26 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
 
 
 def _steps_within(steps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]]) -> list[float]:
-    """Milliseconds of the steps that ran wholly within one of the windows."""
-    return [
+    """Milliseconds of the steps that ran wholly within one of the windows. RuntimeError if there are none."""
+    within = [
         (ended_s - started_s) * 1e3
         for started_s, ended_s in steps
         if any(begin_s <= started_s and ended_s <= end_s for begin_s, end_s in windows)
     ]
+    if not within:
+        raise RuntimeError(f"none of {len(steps)} steps was wholly within a turn: turns have to be longer")
+    return within
 
 
 async def _drive(
-    address: str, secret: ServiceSecret, turns: int, turn_s: float
+    address: str, secret: ServiceSecret, tokens: int, turns: int, turn_s: float
 ) -> tuple[list[tuple[float, float]], int]:
     """The turns' windows (in the order of `_KINDS`) in the host's monotonic seconds, and the pings answered."""
     windows: list[tuple[float, float]] = []
     pings = 0
     async with stream_channel(address, MAX_CONTROL_BYTES) as channel:
-        request = asyncio.create_task(_decode_for_ever(partial(open_stream, channel, CONTROL, secret, address)))
+        decoding = _decode_for_ever(partial(open_stream, channel, CONTROL, secret, address), tokens)
+        request = asyncio.create_task(decoding)
         await asyncio.sleep(2.0)
         for kind in _KINDS * turns:
             begin_s = time.monotonic()
@@ -164,16 +181,25 @@ def _compute(until_s: float) -> None:
         numbers = np.sqrt(numbers + 1)
 
 
-async def _decode_for_ever(open_with: Callable[[AsyncIterator[bytes]], Awaitable[Stream]]) -> None:
+async def _decode_for_ever(open_with: Callable[[AsyncIterator[bytes]], Awaitable[Stream]], tokens: int) -> None:
+    """Requests of so many tokens, each followed by the next."""
+    ended = asyncio.Event()
+
     async def calls() -> AsyncIterator[bytes]:
-        sampling = SamplingParams(max_tokens=8000, seed=0, ignore_eos=True)
-        yield encode(Run(Request("long", (1,) * 64, sampling, timeout_s=3600.0, attempt_id="long")))
-        await asyncio.Event().wait()
+        sampling = SamplingParams(max_tokens=tokens, seed=0, ignore_eos=True)
+        for number in itertools.count():
+            name = f"long-{number}"
+            yield encode(Run(Request(name, (1,) * _PROMPT_TOKENS, sampling, timeout_s=3600.0, attempt_id=name)))
+            await ended.wait()
+            ended.clear()
 
     async for data in await open_with(calls()):
         message = TO_GATEWAY.decode(data)
-        if isinstance(message, Outputs) and message.failures:
-            raise RuntimeError(message.failures[0][1].message)
+        if isinstance(message, Outputs):
+            if message.failures:
+                raise RuntimeError(message.failures[0][1].message)
+            if any(output.finish_reason is not None for _, output in message.outputs):
+                ended.set()
 
 
 async def _hammer(address: str, secret: ServiceSecret, until_s: float) -> int:
@@ -212,11 +238,10 @@ def _serve(spec: WorkerSpec) -> None:
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     leave_engine_cores(spec)
     thread = WorkerThread(spec, HANDLERS, ServiceSecret.from_environment())
-    sys.stdout.write(thread.wait_ready(_START_S).control_address + "\n")
-    sys.stdout.flush()
+    say(Serving(thread.wait_ready(_START_S).control_address))
     sys.stdin.read()
     thread.stop()
-    sys.stdout.write(json.dumps(_RecordingClient.steps))
+    say(Steps(_RecordingClient.steps))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -17,25 +17,31 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.core.config import PdserveConfig
 from pdserve.core.timeline import Figure
 
-PROMPT_TOKENS = 2048
-ROUNDS = 7
-OVERLAPS = ("layer", "chunk", "none")
-_VOCABULARY = 49152
+
+class Sizes(NamedTuple):
+    """``rounds`` of prompts, for each way to overlap, each of which is a service."""
+
+    model: str = "dummy:135m"
+    prompt_tokens: int = 2048
+    rounds: int = 7
+    overlaps: tuple[str, ...] = ("layer", "chunk", "none")
 
 
-async def measure_overlap(console: Console) -> dict[str, Any]:
+QUICK = Sizes("tiny", 128, 1, ("layer",))
+
+
+async def measure_overlap(console: Console, *, quick: bool) -> dict[str, Any]:
     """For each way to overlap: prefill with and without a hand-off, what is exposed of it, in ms and in percent."""
+    sizes = QUICK if quick else Sizes()
     columns = ("prefill, ms", "without hand-off", "exposed, ms", "wire, ms")
-    table = Table(f"{PROMPT_TOKENS} tokens of dummy:135m, 1P1D", *columns)
+    table = Table(f"{sizes.prompt_tokens} tokens of {sizes.model}, 1P1D", *columns)
     result: dict[str, Any] = {}
-    for overlap in OVERLAPS:
+    for overlap in sizes.overlaps:
         console.print(f"a service with overlap: {overlap}")
-        settings = PdserveConfig.load(
-            None, {"model.path": "dummy:135m", "gateway.port": 0, "transfer.overlap": overlap}
-        )
+        settings = PdserveConfig.load(None, {"model.path": sizes.model, "gateway.port": 0, "transfer.overlap": overlap})
         port = start_detached(settings, lambda stage: None)
         try:
-            result[overlap] = figures = await _rounds(f"localhost:{port}")
+            result[overlap] = figures = await _rounds(f"localhost:{port}", sizes)
         finally:
             stop_detached(port)
         table.add_row(
@@ -49,13 +55,14 @@ async def measure_overlap(console: Console) -> dict[str, Any]:
     return result
 
 
-async def _rounds(target: str) -> dict[str, float]:
+async def _rounds(target: str, sizes: Sizes) -> dict[str, float]:
     draw = random.Random(7)
     pushed: list[Any] = []
     alone: list[Any] = []
     async with AsyncClient(target) as client:
-        for turn in range(ROUNDS + 1):
-            prompt = [draw.randrange(_VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        vocabulary = (await client.status()).vocab_size
+        for turn in range(sizes.rounds + 1):
+            prompt = [draw.randrange(vocabulary) for _ in range(sizes.prompt_tokens)]
             for max_tokens, into in ((3, pushed), (1, alone))[:: 1 if turn % 2 else -1]:
                 salt = f"{turn}/{max_tokens}"
                 request = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, mode="pd", salt=salt)

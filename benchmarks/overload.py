@@ -22,13 +22,14 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quick import Quick
 from benchmarks.request_states import State, dummy_model, held, is_free, settings, until
 from ops.launch.detach import start_detached, stop_detached
 from ops.launch.state import ServiceState
@@ -37,14 +38,25 @@ from pdserve import AsyncClient
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import CapacityExceeded, PdserveError
 
-PROMPT_TOKENS, OUTPUTS = 64, 32
-DEADLINE_S = 10.0
-WARM_UP_S = 15.0
+PROMPT_TOKENS = 64
 SHARES = (0.9, 1.1, 1.4)
 OVERLOAD = 2.0
 CLIENTS = 8
 PROBES_PER_S = 5.0
 TARGET_MS = 50.0
+
+
+class Sizes(NamedTuple):
+    """Lengths of windows in seconds; ``outputs`` tokens per request, which are due within ``deadline_s``."""
+
+    window_s: float
+    overload_s: float
+    warm_up_s: float = 15.0
+    outputs: int = 32
+    deadline_s: float = 10.0
+
+
+QUICK = Sizes(window_s=1.0, overload_s=2.0, warm_up_s=1.0, outputs=4, deadline_s=60.0)
 
 
 @dataclass
@@ -75,10 +87,14 @@ def main(
     ] = "tiny",
     max_queue: Annotated[int, typer.Option(min=1, help="router.max_queue")] = 32,
     seqs: Annotated[int, typer.Option(min=1, help="engine.max_num_seqs")] = 32,
+    quick: Quick = False,
 ) -> None:
     """Measure."""
     console = Console(highlight=False)
-    result = _overload(console, window_s, overload_s, model, max_queue, seqs)
+    sizes = Sizes(window_s, overload_s)
+    if quick:
+        sizes, cancels, model, max_queue, seqs = QUICK, 1, "tiny", 1, 2
+    result = _overload(console, sizes, model, max_queue, seqs)
     if cancels:
         result["cancel_to_free_ms"] = _cancels(console, cancels)
     print(json.dumps(result))  # noqa: T201 - the last line is for programs
@@ -87,14 +103,12 @@ def main(
 # --- overload --------------------------------------------------------------------------------------------------------
 
 
-def _overload(
-    console: Console, window_s: float, overload_s: float, model: str, max_queue: int, seqs: int
-) -> dict[str, Any]:
+def _overload(console: Console, sizes: Sizes, model: str, max_queue: int, seqs: int) -> dict[str, Any]:
     config = {"model.path": model, "model.dtype": "float32", "gateway.port": 0, "engine.max_num_seqs": seqs}
     port = start_detached(PdserveConfig.load(None, {**config, "router.max_queue": max_queue}))
     try:
         operator = ServiceState.read(port).operator
-        figures, windows = asyncio.run(_measure(f"localhost:{port}", operator, window_s, overload_s, seqs + seqs // 4))
+        figures, windows = asyncio.run(_measure(f"localhost:{port}", operator, sizes, seqs + seqs // 4))
     finally:
         stop_detached(port)
     table = Table("load", "sent/s", "goodput/s", "refused", "other errors", "first token p50, ms", "p99, ms", box=None)
@@ -105,25 +119,22 @@ def _overload(
             f"{window.goodput:.1f}",
             str(len(window.refused_ms)),
             str(dict(window.errors) or ""),
-            f"{_quantile(window.first_ms, 0.5):.0f}",
-            f"{_quantile(window.first_ms, 0.99):.0f}",
+            *("" if (ms := _quantile(window.first_ms, share)) is None else f"{ms:.0f}" for share in (0.5, 0.99)),
         )
     console.print(table)
     return figures
 
 
-async def _measure(
-    target: str, operator: str, window_s: float, overload_s: float, closed: int
-) -> tuple[dict[str, Any], dict[str, Window]]:
+async def _measure(target: str, operator: str, sizes: Sizes, closed: int) -> tuple[dict[str, Any], dict[str, Window]]:
     async with AsyncClient(operator) as inside:
         gateway = psutil.Process((await inside.status()).pid)
     async with AsyncClient(target) as client:
-        await _closed(client, WARM_UP_S, closed)
+        await _closed(client, sizes.warm_up_s, closed, sizes)
         before = await settled(client)
-        windows = {f"closed loop of {closed}": await _closed(client, window_s, closed)}
-        capacity = windows[f"closed loop of {closed}"].goodput
+        windows = {f"closed loop of {closed}": await _closed(client, sizes.window_s, closed, sizes)}
+        capacity = _capacity(windows[f"closed loop of {closed}"])
         for share in SHARES:
-            windows[f"open loop, {share:g} of that"] = await _open([client], share * capacity, window_s)
+            windows[f"open loop, {share:g} of that"] = await _open([client], share * capacity, sizes.window_s, sizes)
             await settled(client)
         peak = max(window.goodput for window in windows.values())
         clients = [AsyncClient(target) for _ in range(CLIENTS)]
@@ -132,12 +143,13 @@ async def _measure(
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
             rate = OVERLOAD * peak
             probe_rate = min(PROBES_PER_S, rate / 4)
-            probing = asyncio.get_running_loop().run_in_executor(apart, _probe, target, probe_rate, overload_s)
+            probing = asyncio.get_running_loop().run_in_executor(apart, _probe, target, probe_rate, sizes)
             overloaded = windows[f"open loop, {OVERLOAD:g} of the peak"] = await _open(
-                clients, rate - probe_rate, overload_s
+                clients, rate - probe_rate, sizes.overload_s, sizes
             )
             probed = await probing
         sampling.cancel()
+        memory.append(gateway.memory_info().rss)
         for each in clients:
             await each.close()
         leaked = await leaked_blocks(client, before)
@@ -146,7 +158,7 @@ async def _measure(
     grown = statistics.mean(memory[-quarter:]) - statistics.mean(memory[quarter : 2 * quarter])
     return {
         "peak_goodput_per_s": round(peak, 2),
-        "overload_sent_per_s": round((overloaded.sent + probed.sent) / overload_s, 2),
+        "overload_sent_per_s": round((overloaded.sent + probed.sent) / sizes.overload_s, 2),
         "overload_goodput_per_s": round(overloaded.goodput + probed.goodput, 2),
         "goodput_ratio": round((overloaded.goodput + probed.goodput) / peak, 3),
         "answered": overloaded.answered + probed.answered,
@@ -159,12 +171,19 @@ async def _measure(
     }, windows
 
 
-def _probe(target: str, rate: float, seconds: float) -> Window:
+def _capacity(window: Window) -> float:
+    """Its goodput. SystemExit if nothing was answered, because the rates of the other windows are shares of it."""
+    if not window.goodput:
+        raise SystemExit(f"no request was answered within {window.seconds:g} s: give a longer --window-s")
+    return window.goodput
+
+
+def _probe(target: str, rate: float, sizes: Sizes) -> Window:
     """``rate`` requests per second, from a process that does nothing else."""
 
     async def ask() -> Window:
         async with AsyncClient(target) as client:
-            return await _open([client], rate, seconds)
+            return await _open([client], rate, sizes.overload_s, sizes)
 
     return asyncio.run(ask())
 
@@ -172,7 +191,7 @@ def _probe(target: str, rate: float, seconds: float) -> Window:
 def _refusals(window: Window) -> dict[str, Any]:
     refused = window.refused_ms
     within = sum(ms <= TARGET_MS for ms in refused) / max(1, len(refused))
-    quantiles = {f"p{100 * q:g}_ms": round(_quantile(refused, q), 1) for q in (0.5, 0.9, 0.99, 1.0)}
+    quantiles = {f"p{100 * q:g}_ms": _quantile(refused, q) for q in (0.5, 0.9, 0.99, 1.0)}
     return {"count": len(refused), **quantiles, f"within_{TARGET_MS:g}_ms": round(within, 4)}
 
 
@@ -182,11 +201,11 @@ async def _sample(process: psutil.Process, memory: list[int]) -> None:
         memory.append(process.memory_info().rss)
 
 
-async def _request(client: AsyncClient, window: Window) -> None:
+async def _request(client: AsyncClient, window: Window, sizes: Sizes) -> None:
     window.sent += 1
     prompt = [random.randrange(5, 1000) for _ in range(PROMPT_TOKENS)]
     begin_s = time.monotonic()
-    stream = client.generate(prompt, max_tokens=OUTPUTS, ignore_eos=True, timeout_s=DEADLINE_S)
+    stream = client.generate(prompt, max_tokens=sizes.outputs, ignore_eos=True, timeout_s=sizes.deadline_s)
     try:
         await anext(stream)
         first_ms = (time.monotonic() - begin_s) * 1e3
@@ -201,19 +220,19 @@ async def _request(client: AsyncClient, window: Window) -> None:
         window.first_ms.append(first_ms)
 
 
-async def _closed(client: AsyncClient, seconds: float, count: int) -> Window:
+async def _closed(client: AsyncClient, seconds: float, count: int, sizes: Sizes) -> Window:
     """So many requests at a time."""
     window = Window(seconds)
 
     async def ask() -> None:
         while time.monotonic() < window.begin_s + seconds:
-            await _request(client, window)
+            await _request(client, window, sizes)
 
     await asyncio.gather(*(ask() for _ in range(count)))
     return window
 
 
-async def _open(clients: list[AsyncClient], rate: float, seconds: float) -> Window:
+async def _open(clients: list[AsyncClient], rate: float, seconds: float, sizes: Sizes) -> Window:
     """So many requests per second, at random times."""
     window, draw = Window(seconds), random.Random(1)
     asking: set[asyncio.Task[None]] = set()
@@ -223,16 +242,17 @@ async def _open(clients: list[AsyncClient], rate: float, seconds: float) -> Wind
         if at_s > window.begin_s + seconds:
             break
         await asyncio.sleep(max(0.0, at_s - time.monotonic()))
-        task = asyncio.create_task(_request(clients[number % len(clients)], window))
+        task = asyncio.create_task(_request(clients[number % len(clients)], window, sizes))
         asking.add(task)
         task.add_done_callback(asking.discard)
     await asyncio.gather(*asking)
     return window
 
 
-def _quantile(values: list[float], share: float) -> float:
+def _quantile(values: list[float], share: float) -> float | None:
+    """The value at ``share``, to a tenth; None without values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1) if ordered else None
 
 
 # --- cancels ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """The lower bound for a refusal: a gRPC server that refuses every request at once (`python -m
-benchmarks.refusing_server`). It prints its port."""
+benchmarks.refusing_server`)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quick import Quick
 from ops.launch.detach import start_detached, stop_detached
 from ops.launch.operator import OperatorClient
 from ops.launch.state import ServiceState
@@ -35,20 +36,23 @@ from pdserve.core.worker import Role
 TTFT_MS = 1500.0
 TIMEOUT_S = 120.0
 HOLD_S = 4.0
-CLIENTS = {"prompts": 8, "outputs": 16}
-"""Of the closed loops that measure what a service bears."""
 
 
 class Kind(NamedTuple):
-    """Requests of one kind."""
+    """Requests of one kind. So many ``clients`` send them in the closed loops that measure what a service bears."""
 
     prompt_tokens: int
     outputs: int
+    clients: int
+
+
+Kinds = Mapping[str, Kind]
 
 
 LOAD_OF_OUTPUTS = 0.6
 """Rate of long outputs, as a share of what the service bears."""
-KINDS = {"prompts": Kind(1200, 4), "outputs": Kind(16, 120)}
+KINDS: Kinds = {"prompts": Kind(1200, 4, 8), "outputs": Kind(16, 120, 16)}
+QUICK_KINDS: Kinds = {"prompts": Kind(32, 2, 2), "outputs": Kind(16, 4, 2)}
 
 
 class Sent(NamedTuple):
@@ -76,11 +80,15 @@ class Trace:
 def main(
     measure_s: Annotated[float, typer.Option(min=2.0, help="length of a measurement of what a service bears")] = 8.0,
     phase_s: Annotated[float, typer.Option(min=5.0, help="length of each of the phases of the load")] = 30.0,
+    quick: Quick = False,
 ) -> None:
     """Measure."""
     console = Console(highlight=False)
+    kinds, warm_up_s = KINDS, 3.0
+    if quick:
+        kinds, warm_up_s, measure_s, phase_s = QUICK_KINDS, 0.5, 0.5, 0.6
     with service() as (target, state):
-        bears = asyncio.run(_bears(target, state, measure_s))
+        bears = asyncio.run(_bears(target, state, kinds, measure_s))
     _show_bears(console, bears)
     one, two = bears["1P2D"], bears["2P1D"]
     itl_ms = round(3 * max(one["itl_ms"], two["itl_ms"]), 1)
@@ -93,7 +101,7 @@ def main(
     for name in ("off", "roles"):
         scaling = {"controller": name, "ttft_ms": TTFT_MS, "itl_ms": itl_ms, "interval_s": 0.5, "hold_s": HOLD_S}
         with service({"scaling": scaling}) as (target, _):
-            trace = asyncio.run(run_trace(target, rates, phase_s))
+            trace = asyncio.run(run_trace(target, rates, phase_s, kinds, warm_up_s))
         result[name] = summary(trace, phase_s, itl_ms)
         _show(console, name, result[name], phase_s)
     print(json.dumps(result))  # noqa: T201 - the last line is for programs
@@ -118,18 +126,18 @@ def service(changes: dict[str, Any] | None = None) -> Iterator[tuple[str, Servic
 # --- what a service bears --------------------------------------------------------------------------------------------
 
 
-async def _bears(target: str, state: ServiceState, measure_s: float) -> dict[str, dict[str, float]]:
+async def _bears(target: str, state: ServiceState, kinds: Kinds, measure_s: float) -> dict[str, dict[str, float]]:
     """Closed loops of both kinds, as 1P2D and as 2P1D."""
     found: dict[str, dict[str, float]] = {}
     async with AsyncClient(target) as client:
-        for kind in KINDS:
+        for kind in kinds.values():
             await closed_loop(client, kind, measure_s / 2)  # warm-up
         for prefill, decode in ((1, 2), (2, 1)):
             if prefill == 2:
                 scale = OperatorClient(state.socket).scale
                 wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
                 await asyncio.to_thread(scale, wanted, 30.0, 120.0, lambda stage: None)
-            prompts, outputs = [await closed_loop(client, kind, measure_s) for kind in KINDS]
+            prompts, outputs = [await closed_loop(client, kind, measure_s) for kind in kinds.values()]
             found[f"{prefill}P{decode}D"] = {
                 "prompts_per_s": round(len(prompts) / measure_s, 2),
                 "ttft_ms": round(statistics.median(each.ttft_ms for each in prompts), 1),
@@ -139,43 +147,48 @@ async def _bears(target: str, state: ServiceState, measure_s: float) -> dict[str
     return found
 
 
-async def closed_loop(client: AsyncClient, kind: str, seconds: float) -> list[Sent]:
-    """The requests that so many clients have answered in this time."""
+async def closed_loop(client: AsyncClient, kind: Kind, seconds: float) -> list[Sent]:
+    """The requests that were answered in this time, or the first one, however long it takes. RuntimeError if one fails:
+    then the rate says nothing."""
     end_s = time.monotonic() + seconds
     done: list[Sent] = []
 
     async def ask() -> None:
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s or not done:
             sent = await _request(client, kind, 0.0)
-            if time.monotonic() < end_s:
+            if sent.error:
+                raise RuntimeError(f"a request of the closed loop failed: {sent.error}")
+            if time.monotonic() < end_s or not done:
                 done.append(sent)
 
-    await asyncio.gather(*(ask() for _ in range(CLIENTS[kind])))
+    await asyncio.gather(*(ask() for _ in range(kind.clients)))
     return done
 
 
 # --- the load step ---------------------------------------------------------------------------------------------------
 
 
-async def run_trace(target: str, rates: dict[str, float], phase_s: float) -> Trace:
+async def run_trace(
+    target: str, rates: dict[str, float], phase_s: float, kinds: Kinds = KINDS, warm_up_s: float = 3.0
+) -> Trace:
     """Long outputs for a phase, long prompts for two, long outputs again for one."""
     trace, draws = Trace(), random.Random(1)
     async with AsyncClient(target) as client:
-        for kind in KINDS:
-            await closed_loop(client, kind, 3.0)  # warm-up
+        for kind in kinds.values():
+            await closed_loop(client, kind, warm_up_s)
         began_s = time.monotonic()
         watching = asyncio.create_task(_watch(client, trace, began_s))
         tasks: list[asyncio.Task[None]] = []
 
-        async def ask(kind: str, at_s: float) -> None:
+        async def ask(kind: Kind, at_s: float) -> None:
             trace.requests.append(await _request(client, kind, at_s))
 
         at_s = 0.0
-        for kind, phases in (("outputs", 1), ("prompts", 2), ("outputs", 1)):
+        for name, phases in (("outputs", 1), ("prompts", 2), ("outputs", 1)):
             end_s = at_s + phases * phase_s
-            while (at_s := at_s + draws.expovariate(rates[kind])) < end_s:
+            while (at_s := at_s + draws.expovariate(rates[name])) < end_s:
                 await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
-                tasks.append(asyncio.create_task(ask(kind, at_s)))
+                tasks.append(asyncio.create_task(ask(kinds[name], at_s)))
             at_s = end_s
         await asyncio.gather(*tasks)
         watching.cancel()
@@ -197,12 +210,11 @@ async def _watch(client: AsyncClient, trace: Trace, began_s: float) -> None:
 _numbers = itertools.count(1)
 
 
-async def _request(client: AsyncClient, kind: str, at_s: float) -> Sent:
-    tokens, outputs = KINDS[kind]
+async def _request(client: AsyncClient, kind: Kind, at_s: float) -> Sent:
     number = next(_numbers)
-    prompt = [(number + 31 * i) % 4000 + 1 for i in range(tokens)]
+    prompt = [(number + 31 * i) % 4000 + 1 for i in range(kind.prompt_tokens)]
     try:
-        stream = client.generate(prompt, max_tokens=outputs, ignore_eos=True, mode="pd", timeout_s=TIMEOUT_S)
+        stream = client.generate(prompt, max_tokens=kind.outputs, ignore_eos=True, mode="pd", timeout_s=TIMEOUT_S)
         done = await stream.result()
     except PdserveError as error:
         return Sent(at_s, 0.0, 0.0, 0, type(error).__name__)

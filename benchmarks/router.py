@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import grpc
 import psutil
@@ -34,7 +34,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ops.launch.ports import free_port
+from benchmarks.bare_server import started
+from benchmarks.quick import Quick
+from benchmarks.router_client import Finished
+from experiments.messages import message_of
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
@@ -42,6 +45,7 @@ from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from pdserve.version import VERSION
+from tests.local_cluster import free_port
 from worker.spec import WorkerSpec
 
 GENERATE = "/pdserve.v1.Inference/Generate"
@@ -49,12 +53,26 @@ ECHO = "/echo/Generate"
 PROMPT = tuple(range(10, 74))
 SHAPES = {"s4": 4, "s128": 128}
 STREAMS = 32
-FEW, MANY = 2, 200
-WAITING = 10_000
+FEW = 2
 STEP_MS = 2.0
 SCRAPE_S = 5.0
+_LOG_LINES = 12
 OBSERVED_MESSAGES, SERVICE_STREAMS = 33, 4
 CORES = sorted(os.sched_getaffinity(0))
+
+
+class Sizes(NamedTuple):
+    """``rounds`` windows of each kind, after a warm-up. ``many`` workers and ``waiting`` requests are what few of them
+    are compared with."""
+
+    rounds: int
+    window_s: float
+    warm_up_s: float = 1.0
+    many: int = 200
+    waiting: int = 10_000
+
+
+QUICK = Sizes(rounds=1, window_s=0.3, warm_up_s=0.0, many=8, waiting=100)
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 5,
     window_s: Annotated[float, typer.Option(min=0.5, help="length of a window, seconds")] = 4.0,
     part: Annotated[list[Part] | None, typer.Option(help="only this part; may be given several times")] = None,
+    quick: Quick = False,
 ) -> None:
     """Measure."""
     console = Console(highlight=False)
@@ -115,17 +134,17 @@ def main(
     measures = {Part.SHAPES: _shapes, Part.LATENCY: _latency, Part.FLAT: _flat, Part.OBSERVED: _observed}
     result: dict[str, Any] = {}
     for each in part or Part:
-        result |= measures[each](console, CORES[0], rounds, window_s)
+        result |= measures[each](console, CORES[0], QUICK if quick else Sizes(rounds, window_s))
     print(json.dumps(result))  # noqa: T201 - the last line is for programs
 
 
-def _shapes(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+def _shapes(console: Console, core: int, sizes: Sizes) -> dict[str, Any]:
     """The rate on one core, beside the echo's, for short and long streams."""
     table = Table("", "gateway", "bare echo", "ratio", box=None)
     result: dict[str, Any] = {}
     with _echo(core) as echo, _gateway(core, FEW, STEP_MS) as gateway:
         for name, messages in SHAPES.items():
-            found = _alternate({"gateway": gateway, "echo": echo}, messages, STREAMS, rounds, window_s)
+            found = _alternate({"gateway": gateway, "echo": echo}, messages, STREAMS, sizes)
             per_stream = _medians_us(found)
             wall = {
                 which: statistics.median(each.finished / each.wall_s for each in windows)
@@ -152,43 +171,43 @@ def _shapes(console: Console, core: int, rounds: int, window_s: float) -> dict[s
     return result
 
 
-def _latency(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+def _latency(console: Console, core: int, sizes: Sizes) -> dict[str, Any]:
     """The time to the first message of one request at a time."""
     with _echo(core) as echo, _gateway(core, FEW, 0.0) as gateway:
-        found = _alternate({"gateway": gateway, "echo": echo}, SHAPES["s4"], 1, rounds, window_s)
+        found = _alternate({"gateway": gateway, "echo": echo}, SHAPES["s4"], 1, sizes)
     p50 = {which: statistics.median(ms for each in windows for ms in each.first_ms) for which, windows in found.items()}
     console.print(f"first message, idle, p50: gateway {p50['gateway']:.2f} ms, bare echo {p50['echo']:.2f} ms")
     return {"added_latency_p50_ms": round(p50["gateway"] - p50["echo"], 3)}
 
 
-def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+def _flat(console: Console, core: int, sizes: Sizes) -> dict[str, Any]:
     """The gateway's CPU time per request with few and many workers, and with few and many waiting requests."""
     table = Table("CPU per request, µs", "few", "many", "ratio", box=None)
     result: dict[str, Any] = {}
-    with _gateway(core, FEW, STEP_MS) as few, _gateway(core, MANY, STEP_MS) as many:
-        found = _alternate({"few": few, "many": many}, SHAPES["s4"], STREAMS, rounds, window_s)
-        idle = {which: _idle_cpu_share(server, window_s) for which, server in (("few", few), ("many", many))}
+    with _gateway(core, FEW, STEP_MS) as few, _gateway(core, sizes.many, STEP_MS) as many:
+        found = _alternate({"few": few, "many": many}, SHAPES["s4"], STREAMS, sizes)
+        idle = {which: _idle_cpu_share(server, sizes.window_s) for which, server in (("few", few), ("many", many))}
     cost = {
         which: statistics.median((each.cpu_s - idle[which] * each.wall_s) * 1e6 / each.finished for each in windows)
         for which, windows in found.items()
     }
-    result["workers"] = {"few": FEW, "many": MANY, "us": cost, "ratio": round(cost["many"] / cost["few"], 3)}
+    result["workers"] = {"few": FEW, "many": sizes.many, "us": cost, "ratio": round(cost["many"] / cost["few"], 3)}
     table.add_row(
-        f"{FEW} and {MANY} workers",
+        f"{FEW} and {sizes.many} workers",
         *(f"{cost[each]:.0f}" for each in ("few", "many")),
         f"{cost['many'] / cost['few']:.2f}",
     )
     # Prompts of which only one at a time is taken: all others of the open streams wait.
-    settings = {"router.max_queue": 4 * WAITING, "router.prefill_backlog_tokens": 1}
+    settings = {"router.max_queue": 4 * sizes.waiting, "router.prefill_backlog_tokens": 1}
     with _gateway(core, FEW, STEP_MS, settings) as gateway:
         waits = {
-            "few": [_load(gateway, 4, 8, window_s) for _ in range(rounds)],
-            "many": [_load(gateway, 4, WAITING, 3 * window_s)],
+            "few": [_load(gateway, 4, 8, sizes.window_s) for _ in range(sizes.rounds)],
+            "many": [_load(gateway, 4, sizes.waiting, 3 * sizes.window_s)],
         }
     cost = _medians_us(waits)
-    result["waiting"] = {"few": 8, "many": WAITING, "us": cost, "ratio": round(cost["many"] / cost["few"], 3)}
+    result["waiting"] = {"few": 8, "many": sizes.waiting, "us": cost, "ratio": round(cost["many"] / cost["few"], 3)}
     table.add_row(
-        f"8 and {WAITING} streams, one prompt at a time",
+        f"8 and {sizes.waiting} streams, one prompt at a time",
         *(f"{cost[each]:.0f}" for each in ("few", "many")),
         f"{cost['many'] / cost['few']:.2f}",
     )
@@ -196,7 +215,7 @@ def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str
     return {"flat": result}
 
 
-def _observed(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+def _observed(console: Console, core: int, sizes: Sizes) -> dict[str, Any]:
     """The gateway's CPU time per request, as it is for metrics, live view and a scrape every five seconds, with traces
     in addition, and without all of them; and what a whole service with engines takes for such a request."""
     with _collector() as endpoint, contextlib.ExitStack() as stack:
@@ -208,11 +227,11 @@ def _observed(console: Console, core: int, rounds: int, window_s: float) -> dict
         servers = {
             kind: stack.enter_context(_gateway(core, FEW, STEP_MS, **settings)) for kind, settings in kinds.items()
         }
-        found = _alternate(servers, OBSERVED_MESSAGES, STREAMS, rounds, window_s)
+        found = _alternate(servers, OBSERVED_MESSAGES, STREAMS, sizes)
     cost_us = _medians_us(found)
     os.sched_setaffinity(0, set(CORES))
     with _gateway(None, 0, 0.0, module="benchmarks.unobserved_gateway") as service:
-        windows = [_load(service, OBSERVED_MESSAGES, SERVICE_STREAMS, 2 * window_s) for _ in range(3)]
+        windows = [_load(service, OBSERVED_MESSAGES, SERVICE_STREAMS, 2 * sizes.window_s) for _ in range(3)]
     service_us = statistics.median(each.cpu_us for each in windows[1:])  # after a warm-up
     os.sched_setaffinity(0, set(CORES[1:]))
     table = Table(f"CPU per request of {OBSERVED_MESSAGES} messages, µs", *kinds, "service with engines", box=None)
@@ -233,15 +252,13 @@ def _observed(console: Console, core: int, rounds: int, window_s: float) -> dict
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def _alternate(
-    servers: dict[str, Server], messages: int, streams: int, rounds: int, window_s: float
-) -> dict[str, list[Window]]:
+def _alternate(servers: dict[str, Server], messages: int, streams: int, sizes: Sizes) -> dict[str, list[Window]]:
     found: dict[str, list[Window]] = {name: [] for name in servers}
-    for server in servers.values():  # warm-up
-        _load(server, messages, streams, 1.0)
-    for number in range(rounds):
+    for server in servers.values() if sizes.warm_up_s else ():
+        _load(server, messages, streams, sizes.warm_up_s)
+    for number in range(sizes.rounds):
         for name in list(servers) if number % 2 == 0 else list(servers)[::-1]:
-            found[name].append(_load(servers[name], messages, streams, window_s))
+            found[name].append(_load(servers[name], messages, streams, sizes.window_s))
     return found
 
 
@@ -254,11 +271,11 @@ def _load(server: Server, messages: int, streams: int, window_s: float) -> Windo
     command = [server.target, server.method, request, str(messages), str(streams), str(window_s)]
     before_s, begun_s = server.cpu_s(), time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.router_client", *command], check=True, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.router_client", *command], check=True, stdout=subprocess.PIPE
     )
     cpu_s, wall_s = server.cpu_s() - before_s, time.monotonic() - begun_s
-    answer = json.loads(done.stdout)
-    return Window(answer["finished"], cpu_s, wall_s, answer["first_ms"])
+    answer = message_of(done.stdout, Finished, "benchmarks.router_client")
+    return Window(answer.streams, cpu_s, wall_s, answer.first_ms)
 
 
 def _idle_cpu_share(server: Server, window_s: float) -> float:
@@ -273,15 +290,9 @@ def _idle_cpu_share(server: Server, window_s: float) -> float:
 
 @contextlib.contextmanager
 def _echo(core: int) -> Iterator[Server]:
-    command = [sys.executable, "-m", "benchmarks.echo_server"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline())
-            _pin(process.pid, core)
-            yield Server(f"127.0.0.1:{port}", ECHO, (psutil.Process(process.pid),))
-        finally:
-            process.terminate()
+    with started("benchmarks.echo_server") as (port, pid):
+        _pin(pid, core)
+        yield Server(f"127.0.0.1:{port}", ECHO, (psutil.Process(pid),))
 
 
 @contextlib.contextmanager
@@ -294,8 +305,7 @@ def _gateway(
     module: str = "gateway",
     scraped: bool = False,
 ) -> Iterator[Server]:
-    secret, port, http_port = ServiceSecret.new(), free_port("127.0.0.1", 0), free_port("127.0.0.1", 0)
-    registry = f"127.0.0.1:{free_port('127.0.0.1', 0)}"
+    secret, port, http_port, registry = ServiceSecret.new(), free_port(), free_port(), f"127.0.0.1:{free_port()}"
     config = PdserveConfig.load(
         None,
         {
@@ -309,7 +319,8 @@ def _gateway(
     environment = {**os.environ, **secret.environment()}
     stopped = threading.Event()
     with contextlib.ExitStack() as stack, TemporaryDirectory(prefix="pdserve-bench-") as folder:
-        log = stack.enter_context(Path(folder, "log").open("wb"))
+        log_path = Path(folder, "log")
+        log = stack.enter_context(log_path.open("wb"))
         processes = []
         for arguments in (*_workers(config, workers, registry, step_ms), [module, config.model_dump_json(), registry]):
             command = [sys.executable, "-m", *arguments]
@@ -320,7 +331,7 @@ def _gateway(
             _pin(process.pid, core)
             processes = processes[-1:]
         target = f"127.0.0.1:{port}"
-        _wait_ready(target, workers or 2, process)
+        _wait_ready(target, workers or 2, process, log_path)
         if scraped:
             scraper = threading.Thread(target=_scrape, args=(f"http://127.0.0.1:{http_port}/metrics", stopped))
             scraper.start()
@@ -350,19 +361,25 @@ def _workers(config: PdserveConfig, stubs: int, registry: str, step_ms: float) -
     return commands
 
 
-def _wait_ready(target: str, workers: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_ready(target: str, workers: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for a gateway and its workers, which write to ``log``. SystemExit has the end of that if they do not come
+    up."""
     until_s = time.monotonic() + 60.0
     with Client(target) as client:
         while time.monotonic() < until_s:
             if process.poll() is not None:
-                raise SystemExit("the gateway has ended")
+                raise SystemExit(f"the gateway has ended{_end_of(log)}")
             with contextlib.suppress(PdserveError):
                 status = client.status()
                 linked = [worker for worker in status.workers if len(worker.links) == workers // 2]
                 if len(status.workers) == workers and len(linked) == workers // 2:
                     return
             time.sleep(0.1)
-    raise SystemExit("the workers were not ready within 60 s")
+    raise SystemExit(f"the workers were not ready within 60 s{_end_of(log)}")
+
+
+def _end_of(log: Path) -> str:
+    return "; the log ends with:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 def _scrape(url: str, stopped: threading.Event) -> None:

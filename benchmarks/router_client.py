@@ -1,26 +1,33 @@
 """Loads one gRPC server for `benchmarks.router`, with as little work per message as a client can do.
 
 `python -m benchmarks.router_client TARGET METHOD REQUEST_HEX MESSAGES STREAMS SECONDS` keeps STREAMS streams open for
-SECONDS, each followed by the next, counts those that have at least MESSAGES messages, and prints one line of JSON with
-the number of finished streams and the milliseconds until the first message of each.
+SECONDS, each followed by the next, counts those that have at least MESSAGES messages, and says `Finished`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from typing import Any
 
 import grpc
 
+from experiments.messages import Message, say
+
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 CONNECTIONS = 4
 
 
+class Finished(Message):
+    """The number of finished streams, and the milliseconds until the first message of each that was begun."""
+
+    streams: int
+    first_ms: list[float]
+
+
 async def main(target: str, method: str, request: bytes, messages: int, streams: int, seconds: float) -> None:
-    """Load the server, and print."""
+    """Load the server, and say what came of it."""
     channels = [grpc.aio.insecure_channel(target, options=OPTIONS) for _ in range(min(CONNECTIONS, streams))]
     calls: list[Any] = [channel.unary_stream(method) for channel in channels]
     first_ms: list[float] = []
@@ -43,7 +50,7 @@ async def main(target: str, method: str, request: bytes, messages: int, streams:
     await asyncio.gather(*(stream(number) for number in range(streams)))
     for channel in channels:
         await channel.close()
-    print(json.dumps({"finished": finished, "first_ms": first_ms}))  # noqa: T201 - for the process that has started it
+    say(Finished(finished, first_ms))
 
 
 if __name__ == "__main__":

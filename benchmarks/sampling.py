@@ -7,33 +7,43 @@ Both are taken under the allocator settings of an engine process. A table, then 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from benchmarks.quick import Quick
+
+if TYPE_CHECKING:
+    from engine.model.structures import Structures
 
 ROOT = Path(__file__).resolve().parents[1]
 _SET_UP = "PDSERVE_BENCH_SAMPLING"  # set: this process has its settings already
 _VOCABULARY = 128_256
+_END = 0  # the id of the tiny model's end of a sequence
 _HISTORY = 1000  # distinct tokens of a request with penalties
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """``rows`` rows of normal logits with the standard deviation ``spread`` (0: a flat distribution), sampled with
-    ``options`` (fields of `SamplingParams`)."""
+    ``options`` (fields of `SamplingParams`). With ``schema`` each row is an output of its own that matches
+    `_SCHEMA`."""
 
     name: str
     options: dict[str, float | int]
     spread: float = 1.0
     rows: int = 32
+    schema: bool = False
 
 
 CASES = (
@@ -51,11 +61,20 @@ CASES = (
         "penalties, top-p 0.9", {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5}
     ),
     Case("greedy, 5 logprobs", {"logprobs": 5}),
+    Case("greedy, batch 16", {}, rows=16),
+    Case("JSON schema, batch 16", {}, rows=16, schema=True),
 )
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}}},
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
 
 
 def main(
     cuda: Annotated[bool, typer.Option(help="on a GPU")] = False,
+    quick: Quick = False,
     rounds: Annotated[int, typer.Option(min=1, help="how often each case is measured")] = 21,
     core: Annotated[int | None, typer.Option(help="the core to run on; default: the first allowed one")] = None,
 ) -> None:
@@ -66,6 +85,7 @@ def main(
     from rich.table import Table
 
     torch.set_num_threads(1)
+    rounds = 1 if quick else rounds
     device = torch.device("cuda" if cuda else "cpu")
     steps = {case: _step(case, device) for case in CASES}
     logits = torch.randn(32, _VOCABULARY, device=device)
@@ -94,21 +114,52 @@ def _step(case: Case, device: object) -> Callable[[], None]:
 
     from engine.model.sampler import sample
     from engine.scheduling.sequence import TokenHistory
-    from pdserve.core.sampling import SamplingParams
+    from pdserve.core.sampling import SamplingParams, StructuredOutputs
 
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(case.rows, _VOCABULARY, generator=generator) * case.spread).to(device)  # type: ignore[call-overload]
     params = [SamplingParams(**{"seed": row, **case.options}) for row in range(case.rows)]  # type: ignore[arg-type]
     history = TokenHistory(torch.randperm(_VOCABULARY, generator=generator)[:_HISTORY].tolist(), _HISTORY // 2)
+    wanted = StructuredOutputs("json", json.dumps(_SCHEMA))
+    structures = _structures() if case.schema else None
+    if structures is not None:
+        params = [SamplingParams(structured_outputs=wanted) for _ in params]
+    # Others at each step, so that outputs reach every part of the schema.
+    variants = [logits.roll(7919 * shift, 1) for shift in range(8 if case.schema else 1)]
+    histories: list[TokenHistory | None] = [None if structures else history] * case.rows
     position = 0
 
     def step() -> None:
         nonlocal position
+        if structures is not None:
+            for row, each in enumerate(histories):
+                if each is None or _END in each.output_ids:
+                    histories[row] = TokenHistory((), 0, structures.match(wanted, ()).result())
         position += 1
         with torch.inference_mode():
-            sample(logits, params, [position] * case.rows, [history] * case.rows)
+            tokens = sample(variants[position % len(variants)], params, [position] * case.rows, histories)
+        if structures is not None:
+            for each, token in zip(histories, tokens, strict=True):
+                if each is not None:
+                    each.append(token.token_id)
 
     return step
+
+
+def _structures() -> Structures:
+    """Structured outputs over the tiny model's vocabulary, made as large as the benchmark's by pairs of its tokens."""
+    from engine.model.structures import Structures
+
+    data = json.loads((ROOT / "models" / "tiny" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = data["model"]["vocab"]
+    for pair in itertools.product([text for text in vocabulary if len(text) > 1], repeat=2):
+        vocabulary.setdefault("".join(pair), len(vocabulary))
+        if len(vocabulary) == _VOCABULARY:
+            break
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        json.dump(data, file)
+        file.flush()
+        return Structures(Path(file.name), _VOCABULARY, [_END], lambda: None)
 
 
 def _set_up(core: int | None, cuda: bool) -> None:

@@ -3,10 +3,10 @@ the other: pdserve, vLLM, vLLM, pdserve. vLLM (CPU build) moves the KV over NIXL
 chooses itself.
 
 `python -m benchmarks.served --vllm VENV` needs a virtual environment with vLLM's CPU build, NIXL, and nothing else that
-runs on the machine. For each prompt length the same prompts are sent disaggregated and colocated in turn, one request
-at a time. vLLM's first token comes from its decode instance, so its ``ttft`` contains the hand-off; pdserve's ``ttft``
-is prefill's token, and ``ttft_decode`` the first token that has waited for the hand-off. What was measured so
-far is printed after each phase. A table, then one JSON line."""
+runs on the machine. Without ``--vllm`` pdserve is measured alone. For each prompt length the same prompts are sent
+disaggregated and colocated in turn, one request at a time. vLLM's first token comes from its decode instance, so its
+``ttft`` contains the hand-off; pdserve's ``ttft`` is prefill's token, and ``ttft_decode`` the first token that has
+waited for the hand-off. What was measured so far is printed after each phase. A table, then one JSON line."""
 
 from __future__ import annotations
 
@@ -23,30 +23,50 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quick import HELP
+from experiments.messages import message_of
 from ops.launch.detach import start_detached, stop_detached
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.version import VERSION
 
-LENGTHS = (128, 512, 2048)
-OUTPUT_TOKENS = 24
-REQUESTS = 4
 PORTS = {"prefill": 8100, "decode": 8200}
 START_TIMEOUT_S = 600.0
 KV_CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+MEASURED = ("ttft", "ttft_decode", "itl", "added_ttft", "added_ttft_decode")
 Sample = dict[str, float]
 """Figures of one request, in milliseconds."""
 
 
-def save_model(folder: Path, dtype: str) -> None:
-    """Llama of 135 million random weights with a tokenizer of bytes, as a Hugging Face folder."""
+class Sizes(NamedTuple):
+    """In each phase ``requests`` prompts of each of ``lengths``, with so many ``output_tokens``. The model is a Llama
+    with heads of 64."""
+
+    lengths: tuple[int, ...] = (128, 512, 2048)
+    requests: int = 4
+    output_tokens: int = 24
+    vocabulary: int = 49_152
+    hidden: int = 576
+    inner: int = 1536
+    layers: int = 30
+    heads: int = 9
+    kv_heads: int = 3
+
+
+QUICK = Sizes((16,), 1, 4, vocabulary=512, hidden=128, inner=256, layers=2, heads=2, kv_heads=1)
+
+
+def save_model(folder: Path, dtype: str, sizes: Sizes) -> None:
+    """Random weights (135 million by default) with a tokenizer of bytes, as a Hugging Face folder."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -56,12 +76,12 @@ def save_model(folder: Path, dtype: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=256,
@@ -73,10 +93,10 @@ def save_model(folder: Path, dtype: str) -> None:
     fast.save_pretrained(folder)
 
 
-def prompts(length: int, phase: int) -> list[list[int]]:
+def prompts(length: int, phase: int, count: int) -> list[list[int]]:
     """The prompts of a phase: new ones each time, so that no cache knows them."""
     draw = random.Random(f"{length}/{phase}")
-    return [[draw.randrange(250) for _ in range(length)] for _ in range(REQUESTS)]
+    return [[draw.randrange(250) for _ in range(length)] for _ in range(count)]
 
 
 # --- pdserve ---------------------------------------------------------------------------------------------------------
@@ -94,9 +114,9 @@ def pdserve(model: Path, dtype: str) -> Iterator[tuple[str, float]]:
         stop_detached(port)
 
 
-def ask_pdserve(client: Client, prompt: list[int], mode: str) -> Sample:
+def ask_pdserve(client: Client, prompt: list[int], mode: str, output_tokens: int) -> Sample:
     """One request's figures."""
-    done = client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True, mode=mode, timeout_s=300).result()
+    done = client.generate(prompt, max_tokens=output_tokens, ignore_eos=True, mode=mode, timeout_s=300).result()
     assert done.mode == mode
     assert done.kv_bytes == done.kv_bytes_expected
     assert done.ttft_decode_ms is not None
@@ -166,7 +186,13 @@ def _healthy(port: int) -> bool:
         return False
 
 
-def ask_vllm(model: Path, prompt: list[int], mode: str) -> Sample:
+class Prefilled(msgspec.Struct):
+    """What vLLM's prefill instance answers that its decode instance needs."""
+
+    kv_transfer_params: dict[str, Any]
+
+
+def ask_vllm(model: Path, prompt: list[int], mode: str, output_tokens: int) -> Sample:
     """One request's figures. Disaggregated: prefill makes one token, then decode fetches the KV and streams."""
     body: dict[str, Any] = {"model": str(model), "prompt": prompt, "temperature": 0, "ignore_eos": True}
     started_s = time.perf_counter()
@@ -175,11 +201,12 @@ def ask_vllm(model: Path, prompt: list[int], mode: str) -> Sample:
         remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         ask = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
         answer = _post(port, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": ask})
-        body["kv_transfer_params"] = json.loads(answer.read())["kv_transfer_params"]
+        body["kv_transfer_params"] = message_of(answer.read(), Prefilled, "vLLM's prefill instance").kv_transfer_params
         port = PORTS["decode"]
-    stream = _post(port, {**body, "max_tokens": OUTPUT_TOKENS, "stream": True})
+    stream = _post(port, {**body, "max_tokens": output_tokens, "stream": True})
     times_s = [time.perf_counter() for line in stream if line.startswith(b"data: {")]
-    assert len(times_s) >= OUTPUT_TOKENS
+    if len(times_s) < output_tokens:
+        raise SystemExit(f"vLLM streamed {len(times_s)} chunks instead of {output_tokens}")
     gaps_s = [b - a for a, b in itertools.pairwise(times_s)]
     return {
         "ttft": (times_s[0] - started_s) * 1e3,
@@ -201,12 +228,12 @@ def _post(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
 # --- the comparison --------------------------------------------------------------------------------------------------
 
 
-def measure(ask: Any, phase: int, samples: dict[tuple[int, str], list[Sample]]) -> None:
+def measure(ask: Any, phase: int, sizes: Sizes, samples: dict[tuple[int, str], list[Sample]]) -> None:
     """One phase: all lengths, both modes in turn."""
     for mode in ("pd", "colocated"):
         ask([1, 2, 3] * 40, mode)
-    for length in LENGTHS:
-        for number, prompt in enumerate(prompts(length, phase)):
+    for length in sizes.lengths:
+        for number, prompt in enumerate(prompts(length, phase, sizes.requests)):
             for mode in ("pd", "colocated")[:: 1 if number % 2 == 0 else -1]:
                 samples.setdefault((length, mode), []).append(ask(prompt, mode))
 
@@ -214,7 +241,7 @@ def measure(ask: Any, phase: int, samples: dict[tuple[int, str], list[Sample]]) 
 def figures(samples: dict[tuple[int, str], list[Sample]]) -> dict[str, dict[str, float]]:
     """Medians by length, and the median of the paired differences of ``ttft`` (for pdserve of ``ttft_decode`` too)."""
     result = {}
-    for length in LENGTHS:
+    for length in dict.fromkeys(length for length, _ in samples):
         pd, colocated = samples[length, "pd"], samples[length, "colocated"]
         medians = {key: statistics.median(sample[key] for sample in pd) for key in ("ttft", "ttft_decode", "itl")}
         for key in ("ttft", "ttft_decode"):
@@ -227,49 +254,67 @@ def figures(samples: dict[tuple[int, str], list[Sample]]) -> dict[str, dict[str,
 def main() -> None:
     """Measure, print a table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, help="virtual environment with vLLM")
+    parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM")
     parser.add_argument("--dtype", default="bfloat16", help="float32 where the CPU has no bfloat16 instructions")
     parser.add_argument("--logs", type=Path, default=Path("out"), help="folder of vLLM's logs")
+    parser.add_argument("--quick", action="store_true", help=HELP)
     asked = parser.parse_args()
-    asked.logs.mkdir(parents=True, exist_ok=True)
+    if asked.vllm is not None and not (asked.vllm / "bin/vllm").is_file():
+        parser.error(
+            f"--vllm: {str(asked.vllm)!r} has no bin/vllm; give the virtual environment with vLLM's CPU build "
+            "(make bench-served VLLM=VENV), or leave --vllm out to measure pdserve alone"
+        )
+    sizes = QUICK if asked.quick else Sizes()
     console = Console(stderr=True, highlight=False)
     ours: dict[tuple[int, str], list[Sample]] = {}
     theirs: dict[tuple[int, str], list[Sample]] = {}
     ready_s: dict[str, list[float]] = {"pdserve": [], "vllm": []}
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "llama-135m"
-        save_model(model, asked.dtype)
+        model = Path(folder) / "llama"
+        save_model(model, asked.dtype, sizes)
 
         def run_pdserve(phase: int) -> None:
             console.print(f"pdserve, phase {phase}")
             with pdserve(model, asked.dtype) as (target, start_s), Client(target) as client:
                 ready_s["pdserve"].append(start_s)
-                measure(lambda prompt, mode: ask_pdserve(client, prompt, mode), phase, ours)
+                ask = partial(ask_pdserve, client, output_tokens=sizes.output_tokens)
+                measure(ask, phase, sizes, ours)
             console.print(json.dumps({"pdserve so far": figures(ours)}), soft_wrap=True)
 
         run_pdserve(0)
-        console.print("vLLM, phases 1 and 2")
-        with vllm(asked.vllm, model, asked.dtype, asked.logs) as start_s:
-            ready_s["vllm"].append(start_s)
-            for phase in (1, 2):
-                measure(lambda prompt, mode: ask_vllm(model, prompt, mode), phase, theirs)
-                console.print(json.dumps({"vLLM so far": figures(theirs)}), soft_wrap=True)
-        run_pdserve(3)
+        if asked.vllm is None:
+            console.print("vLLM is not measured: no --vllm was given")
+        else:
+            console.print("vLLM, phases 1 and 2")
+            asked.logs.mkdir(parents=True, exist_ok=True)
+            with vllm(asked.vllm, model, asked.dtype, asked.logs) as start_s:
+                ready_s["vllm"].append(start_s)
+                ask = partial(ask_vllm, model, output_tokens=sizes.output_tokens)
+                for phase in (1, 2):
+                    measure(ask, phase, sizes, theirs)
+                    console.print(json.dumps({"vLLM so far": figures(theirs)}), soft_wrap=True)
+            run_pdserve(3)
     result = {"pdserve": figures(ours), "vllm": figures(theirs)}
     ratios = {
-        length: {key: round(result["pdserve"][length][key] / result["vllm"][length][key], 3)
-                 for key in ("ttft", "ttft_decode", "itl", "added_ttft", "added_ttft_decode")}
-        for length in result["pdserve"]
-    }  # fmt: skip
-    table = Table("prompt", "figure", "pdserve, ms", "vLLM, ms", "ratio")
-    for length, row in ratios.items():
-        for key, ratio in row.items():
-            cells = (result[name][length][key] for name in ("pdserve", "vllm"))
-            table.add_row(length, key, *(f"{value:.1f}" for value in cells), f"{ratio:.3f}")
+        length: {key: round(result["pdserve"][length][key] / row[key], 3) for key in MEASURED}
+        for length, row in result["vllm"].items()
+    }
+    table = Table("prompt", "figure", "pdserve, ms", *(("vLLM, ms", "ratio") if ratios else ()))
+    for length in result["pdserve"]:
+        for key in MEASURED:
+            cells = [f"{rows[length][key]:.1f}" for rows in result.values() if rows]
+            table.add_row(length, key, *cells, *([f"{ratios[length][key]:.3f}"] if ratios else []))
     Console(highlight=False).print(table)
-    versions = {"pdserve": VERSION, "vllm": _version(asked.vllm), "python": platform.python_version()}
-    about = {"dtype": asked.dtype, "requests": 2 * REQUESTS, "output_tokens": OUTPUT_TOKENS, "versions": versions}
-    ready = {name: round(statistics.median(values), 1) for name, values in ready_s.items()}
+    versions = {"pdserve": VERSION, "python": platform.python_version()}
+    if asked.vllm is not None:
+        versions["vllm"] = _version(asked.vllm)
+    about = {
+        "dtype": asked.dtype,
+        "requests": len(ready_s["pdserve"]) * sizes.requests,
+        "output_tokens": sizes.output_tokens,
+        "versions": versions,
+    }
+    ready = {name: round(statistics.median(values), 1) for name, values in ready_s.items() if values}
     print(json.dumps({"benchmark": "served", **about, "ready_s": ready, "ratios": ratios, **result}))  # noqa: T201
 
 

@@ -28,12 +28,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quick import Quick
+from benchmarks.strangers_client import Opened
+from experiments.messages import message_of
 from gateway.token_file import digest_of, new_token
 from ops.launch.detach import start_detached, stop_detached
-from ops.launch.ports import free_port
 from ops.launch.state import ServiceState
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
+from tests.local_cluster import free_port
 
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n" * 8
 WINDOWS = ("without", "elsewhere", "with")
@@ -43,8 +46,12 @@ def main(
     connections: Annotated[int, typer.Option(min=1, help="connections of strangers")] = 1000,
     rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 2,
     window_s: Annotated[float, typer.Option(min=1.0, help="length of a window, seconds")] = 60.0,
+    quick: Quick = False,
 ) -> None:
     """Measure."""
+    pace_s = 5.0
+    if quick:
+        connections, rounds, window_s, pace_s = 20, 1, 1.0, 1.0
     console = Console(highlight=False)
     with _service() as (target, token, processes), _closing_server() as elsewhere:
         addresses = sorted({address for each in processes for address in _listening(each)})
@@ -54,7 +61,7 @@ def main(
             for number in range(rounds):
                 for name in WINDOWS if number % 2 == 0 else WINDOWS[::-1]:
                     attacked = {"without": [], "elsewhere": [elsewhere], "with": addresses}[name]
-                    with _strangers(connections, attacked) as opened:
+                    with _strangers(connections, pace_s, attacked) as opened:
                         before_s = _cpu_s(processes)
                         window = _window(client, window_s)
                         window["cpu_ms_per_s"] = round((_cpu_s(processes) - before_s) * 1e3 / window_s, 1)
@@ -89,7 +96,7 @@ def _service() -> Iterator[tuple[str, str, list[psutil.Process]]]:
         path = Path(folder) / "tokens.yaml"
         path.write_text(f"tokens:\n- name: bench\n  sha256: {digest_of(token).hex()}\n")
         path.chmod(0o600)
-        settings = {"gateway.port": 0, "gateway.http_port": free_port("127.0.0.1", 0), "gateway.tokens": str(path)}
+        settings = {"gateway.port": 0, "gateway.http_port": free_port(), "gateway.tokens": str(path)}
         config = PdserveConfig.load(None, {**settings, "model.path": "tiny", "transfer.transport": "tcp"})
         port = start_detached(config, lambda stage: None)
         try:
@@ -129,20 +136,22 @@ def _window(client: Client, window_s: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _strangers(count: int, addresses: list[str]) -> Iterator[list[int]]:
-    """Keep connections of strangers open. The list that is yielded gets the number of those that were opened."""
+def _strangers(count: int, pace_s: float, addresses: list[str]) -> Iterator[list[int]]:
+    """Keep connections of strangers open, each opened again ``pace_s`` later if it was closed. The list that is yielded
+    gets the number of those that were opened."""
     opened: list[int] = []
     if not addresses:
         yield opened
         return
-    command = [sys.executable, "-m", "benchmarks.strangers_client", str(count), *addresses]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as strangers:
+    command = [sys.executable, "-m", "benchmarks.strangers_client", str(count), str(pace_s), *addresses]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as strangers:
         try:
-            time.sleep(5.0)  # until all are connected
+            time.sleep(pace_s)  # until all are connected
             yield opened
         finally:
             strangers.terminate()
-            opened.append(int(strangers.communicate(timeout=30)[0]))
+            said = strangers.communicate(timeout=30)[0]
+            opened.append(message_of(said, Opened, "benchmarks.strangers_client").connections)
 
 
 @contextlib.contextmanager

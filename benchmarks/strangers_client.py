@@ -1,8 +1,8 @@
-"""Connections of strangers, until it is ended: `python -m benchmarks.strangers_client COUNT ADDRESS...`.
+"""Connections of strangers, until it is ended: `python -m benchmarks.strangers_client COUNT PACE_S ADDRESS...`.
 
 Each connection sends nothing, or random bytes, after the opening of one of the service's protocols or none, and stays
-open. One that the server closes is opened again, `PACE_S` after it was opened. The process gets the time that others
-leave (SCHED_IDLE), because it stands for other machines. When it is ended, it prints how many connections it opened.
+open. One that the server closes is opened again, PACE_S after it was opened. The process gets the time that others
+leave (SCHED_IDLE), because it stands for other machines. When it is ended, it says `Opened`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,27 @@ import signal
 import sys
 import time
 
+from experiments.messages import Message, say
 from kv_transfer.transports.socket_proof import MAGIC
 
-PACE_S = 5.0
 BYTES = 4096
 OPENINGS = (b"", MAGIC, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n")
-
 
 opened = 0
 
 
-async def stranger(address: str, seed: int) -> None:
+class Opened(Message):
+    """How many connections were opened."""
+
+    connections: int
+
+
+async def stranger(address: str, pace_s: float, seed: int) -> None:
     """Keep one connection."""
     global opened
     chance = random.Random(seed)
     host, _, port = address.rpartition(":")
-    await asyncio.sleep(chance.uniform(0.0, PACE_S))
+    await asyncio.sleep(chance.uniform(0.0, pace_s))
     while True:
         began_s = time.monotonic()
         with contextlib.suppress(OSError):
@@ -43,20 +48,22 @@ async def stranger(address: str, seed: int) -> None:
                     continue
             finally:
                 writer.transport.abort()
-        await asyncio.sleep(max(0.0, began_s + PACE_S - time.monotonic()))
+        await asyncio.sleep(max(0.0, began_s + pace_s - time.monotonic()))
 
 
-async def main(count: int, addresses: list[str]) -> None:
+async def main(count: int, pace_s: float, addresses: list[str]) -> None:
     """Keep ``count`` connections, spread over the addresses, until SIGTERM."""
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    strangers = [asyncio.create_task(stranger(addresses[number % len(addresses)], number)) for number in range(count)]
+    strangers = [
+        asyncio.create_task(stranger(addresses[number % len(addresses)], pace_s, number)) for number in range(count)
+    ]
     await ended.wait()
     for task in strangers:
         task.cancel()
-    print(opened)  # noqa: T201 - for the benchmark
+    say(Opened(opened))
 
 
 if __name__ == "__main__":
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))
+    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

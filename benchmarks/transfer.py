@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -26,8 +26,10 @@ from rich.text import Text
 
 from benchmarks.overlap import measure_overlap
 from benchmarks.peers.environment import PeerEnvironment
+from benchmarks.peers.library_pair import LibraryPair
 from benchmarks.peers.mooncake import MooncakeTcp
 from benchmarks.peers.nixl import Nixl
+from benchmarks.quick import Quick
 from benchmarks.transfer_pair import HandoffPair
 from experiments.pairs.memcpy import Memcpy
 from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
@@ -35,14 +37,26 @@ from experiments.pairs.raw_tcp import RawTcp
 from experiments.pairs.transport_pair import TransportPair
 
 MB = 2**20
-MEGABYTES = (1, 16, 128)
 TRANSPORTS = {"shm": "host", "tcp": "network", "grpc_stream": "network", "torch_dist": "network"}
 if importlib.util.find_spec("nixl") is not None:
     TRANSPORTS["nixl"] = "host"  # UCX reads the other process's memory
-SHAPES = ("135m", "8b")
-TOKENS = (512, 2048, 8192)
 HANDOFF_TRANSPORTS = ("shm", "tcp")
-HANDOFFS = 100  # of which the first and the last are compared
+
+
+class Sizes(NamedTuple):
+    """``rounds`` of transfers of so many ``megabytes``, and of hand-offs of so many ``tokens`` of these ``shapes``. The
+    first hand-off and the last ones of ``handoffs`` are compared, for ``first_tokens``, with ``first_pairs`` pairs."""
+
+    rounds: int
+    megabytes: tuple[int, ...] = (1, 16, 128)
+    shapes: tuple[str, ...] = ("135m", "8b")
+    tokens: tuple[int, ...] = (512, 2048, 8192)
+    handoffs: int = 100
+    first_tokens: int = 2048
+    first_pairs: int = 9
+
+
+QUICK = Sizes(1, (1,), ("135m",), (64,), handoffs=12, first_tokens=64, first_pairs=1)
 
 Samples = dict[int, list[float]]
 """Seconds, by bytes."""
@@ -50,15 +64,16 @@ Samples = dict[int, list[float]]
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="how often each transfer is measured")] = 7,
-    quick: Annotated[bool, typer.Option(help="small sizes, once, no service: does it run?")] = False,
+    quick: Quick = False,
     service: Annotated[bool, typer.Option(help="whether to measure the overlap in a service (two minutes)")] = True,
 ) -> None:
     """Measure transports, hand-offs and peers."""
     console = Console()
-    megabytes, tokens = ((1, 4), (512,)) if quick else (MEGABYTES, TOKENS)
-    environment = PeerEnvironment()
-    console.print("peers are installed into an environment of their own, if it is not there yet")
-    sizes = [mb * MB for mb in megabytes]
+    chosen = QUICK if quick else Sizes(rounds)
+    environment = PeerEnvironment(installs=not quick)
+    if not quick:
+        console.print("peers are installed into an environment of their own, if it is not there yet")
+    sizes = [mb * MB for mb in chosen.megabytes]
     pairs: list[Pair] = [Memcpy(), *(TransportPair(name) for name in TRANSPORTS)]
     peers: list[Pair] = [
         Nixl(environment),
@@ -71,8 +86,8 @@ def main(
     bare = TransferRun(
         [*pairs, raw, *peers], dict.fromkeys([pair.name for pair in [*pairs, raw, *peers]], sizes), console
     )
-    bare.measure(1 if quick else rounds)
-    console.print(bare.table("buffer to buffer, GB/s", [f"{mb} MB" for mb in megabytes]))
+    bare.measure(chosen.rounds)
+    console.print(bare.table("buffer to buffer, GB/s", [f"{mb} MB" for mb in chosen.megabytes]))
 
     result: dict[str, Any] = {
         "ceiling": {"memcpy_gbs": bare.gbs("memcpy", sizes[-1]), "tcp_gbs": bare.gbs("raw tcp", sizes[-1])},
@@ -82,15 +97,14 @@ def main(
     }
     for transport in HANDOFF_TRANSPORTS:
         key = "end_to_end" if transport == "shm" else f"end_to_end_{transport}"
-        result[key] = {}
-        for shape in SHAPES[:1] if quick else SHAPES:
-            result[key][shape] = _end_to_end(shape, transport, tokens, 1 if quick else rounds, console)
-    result["first_to_hundredth"] = {
-        transport: _first_and_last(transport, 1 if quick else 9) for transport in HANDOFF_TRANSPORTS
-    }
-    console.print(f"a pair's first hand-off over its hundredth (2048 tokens, 135m): {result['first_to_hundredth']}")
-    if service and not quick:
-        result["overlap"] = asyncio.run(measure_overlap(console))
+        result[key] = {shape: _end_to_end(shape, transport, chosen, console) for shape in chosen.shapes}
+    result["first_to_hundredth"] = {transport: _first_and_last(transport, chosen) for transport in HANDOFF_TRANSPORTS}
+    console.print(
+        f"a pair's first hand-off over its {chosen.handoffs}th ({chosen.first_tokens} tokens, 135m): "
+        f"{result['first_to_hundredth']}"
+    )
+    if service:
+        result["overlap"] = asyncio.run(measure_overlap(console, quick=quick))
     sys.stdout.write(json.dumps(result) + "\n")
 
 
@@ -129,13 +143,15 @@ class TransferRun:
                 if record:
                     self._samples[pair.name][size].append(seconds)
         except PairFailed as error:
+            if not isinstance(pair, LibraryPair):  # a failure of ours is no property of the machine
+                raise
             self.unavailable[pair.name] = str(error)
 
     def gbs(self, name: str, size: int) -> float | None:
         """The median rate of a pair; None if it could not be had."""
         if name in self.unavailable:
             return None
-        return round(size / statistics.median(self._samples[name][size]) / 1e9, 2)
+        return round(size / statistics.median(self._samples[name][size]) / 1e9, 3)
 
     def by_megabytes(self, name: str) -> dict[str, object]:
         """What a pair reached, or why it did not."""
@@ -154,32 +170,30 @@ class TransferRun:
         return table
 
 
-def _end_to_end(
-    shape: str, transport: str, tokens: Sequence[int], rounds: int, console: Console
-) -> dict[str, dict[str, float | None]]:
+def _end_to_end(shape: str, transport: str, chosen: Sizes, console: Console) -> dict[str, dict[str, float | None]]:
     """Hand-offs of a shape's real blocks beside the bare transport, at the same numbers of bytes."""
     blocks, bare = HandoffPair(shape, transport), TransportPair(transport)
-    sizes = [blocks.layout.expected_bytes(count) for count in tokens]
+    sizes = [blocks.layout.expected_bytes(count) for count in chosen.tokens]
     run = TransferRun([blocks, bare], {blocks.name: sizes, bare.name: sizes}, console)
-    run.measure(rounds)
-    console.print(run.table(f"{shape} over {transport}, GB/s", [f"{count} tokens" for count in tokens]))
+    run.measure(chosen.rounds)
+    console.print(run.table(f"{shape} over {transport}, GB/s", [f"{count} tokens" for count in chosen.tokens]))
     return {
         str(count): {
             "gbs": (gbs := run.gbs(blocks.name, size)),
             "x_bare": round(gbs / plain, 2) if gbs and (plain := run.gbs(bare.name, size)) else None,
         }
-        for count, size in zip(tokens, sizes, strict=True)
+        for count, size in zip(chosen.tokens, sizes, strict=True)
     }
 
 
-def _first_and_last(transport: str, times: int) -> float:
-    """The first hand-off of a new pair of workers over its hundredth, in time; the median of several pairs."""
+def _first_and_last(transport: str, chosen: Sizes) -> float:
+    """The first hand-off of a new pair of workers over its last ones, in time; the median of several pairs."""
     ratios = []
-    for _ in range(times):
+    for _ in range(chosen.first_pairs):
         with HandoffPair("135m", transport, probe=False) as pair:
-            size = pair.layout.expected_bytes(2048)
+            size = pair.layout.expected_bytes(chosen.first_tokens)
             pair.start(size)
-            seconds = [pair.unchecked(size) for _ in range(HANDOFFS)]
+            seconds = [pair.unchecked(size) for _ in range(chosen.handoffs)]
         ratios.append(seconds[0] / statistics.median(seconds[-10:]))
     return round(statistics.median(ratios), 2)
 

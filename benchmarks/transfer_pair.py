@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from benchmarks.handoff_program import SHAPE_VARIABLE, layout_of
-from experiments.pairs.child_process import ChildProcess
 from experiments.pairs.loop_endpoint import TRANSPORT_VARIABLE
-from experiments.pairs.process_pair import TIMEOUT_S, ProcessPair
+from experiments.pairs.process_pair import ProcessPair
 from pdserve.core.secret import ServiceSecret
 
 
@@ -27,12 +26,3 @@ class HandoffPair(ProcessPair):
     def unchecked(self, num_bytes: int) -> float:
         """`seconds`, without touching the target's blocks before."""
         return self._move(num_bytes)
-
-    def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
-        """Seconds from the start of the hand-off at the source until the target has verified the last block: both read
-        the same clock."""
-        target.send(bytes=num_bytes)
-        destination = target.receive(TIMEOUT_S)["destination"]
-        source.send(bytes=num_bytes)
-        started_s = float(source.ask(TIMEOUT_S, destination=destination)["seconds"])
-        return float(target.receive(TIMEOUT_S)["seconds"]) - started_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,9 +26,12 @@ from engine.messages import (
 )
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from engine.scheduling.sequence import TokenMatcher
 from pdserve.core.block_update import pack
 from pdserve.core.clock import Clock
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.prefix_digests import block_hash
+from pdserve.core.sampling import StructuredOutputs
 
 CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
 
@@ -72,6 +76,15 @@ class ComputedStep:
         return self.sampled
 
 
+class Structures(Protocol):
+    """Compiles structured outputs (`engine.model.structures.Structures`)."""
+
+    def match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Future[TokenMatcher]:
+        """A matcher for an output that begins with ``output_token_ids``, made in another thread. It raises
+        `InvalidRequest` if ``wanted`` cannot be compiled, or the output does not match it."""
+        ...
+
+
 class Outbox(Protocol):
     """Receives the events of an engine (`engine.process.loop.WorkerPipe`)."""
 
@@ -92,10 +105,19 @@ class EngineCore:
     waited for between the launches of n and n + 1, and what depends on token ids on the host (ends of requests,
     penalties) depends on those of n when n + 1 is sampled. A step that tells of its layers is launched when no other
     one is on its way, because telling waits for them.
+
+    A request with structured outputs is submitted to the scheduler when ``structures`` have compiled them, in another
+    thread, so that others need not wait for that.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox, run_ahead: bool = False
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        outbox: Outbox,
+        run_ahead: bool = False,
+        structures: Structures | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -104,12 +126,14 @@ class EngineCore:
         self._most_left = 1 if run_ahead else 0  # steps that `step` leaves on their way
         self._on_their_way: deque[tuple[SchedulerOutput, RunningStep]] = deque()
         self._load: Load | None = None
+        self._structures = structures
+        self._compiling: dict[str, tuple[Submit, Future[TokenMatcher]]] = {}
 
     def take(self, command: CoreCommand) -> None:
         """Apply a command. Its events are sent by the next `step`."""
         match command:
             case Submit():
-                self.scheduler.submit(command)
+                self._submit(command)
             case KVReady():
                 self.scheduler.kv_ready(command.attempt_id, command.first_token_id, command.num_tokens)
             case PinPrefix():
@@ -117,13 +141,36 @@ class EngineCore:
             case Release():
                 self.scheduler.release(command.attempt_id)
             case Abort():
+                self._compiling.pop(command.attempt_id, None)
                 self.scheduler.abort(command.attempt_id)
             case SetTokenBudget():
                 self.scheduler.set_token_budget(command.num_tokens)
 
+    def _submit(self, submit: Submit) -> None:
+        wanted = submit.request.sampling.structured_outputs
+        if wanted is None:
+            self.scheduler.submit(submit)
+        elif self._structures is None:
+            self.scheduler.reject(submit.attempt_id, InvalidRequest("structured_outputs: this engine has none"))
+        else:
+            matcher = self._structures.match(wanted, submit.request.output_token_ids)
+            self._compiling[submit.attempt_id] = submit, matcher
+
+    def _submit_compiled(self) -> None:
+        """Submit the requests whose structured outputs have been compiled meanwhile."""
+        for attempt_id, (submit, matcher) in list(self._compiling.items()):
+            if matcher.done():
+                del self._compiling[attempt_id]
+                try:
+                    self.scheduler.submit(submit, matcher.result())
+                except InvalidRequest as error:
+                    self.scheduler.reject(attempt_id, error)
+
     def step(self) -> bool:
         """Launch one step, or wait for one, or both. Returns False if there is nothing to compute until the next
-        command."""
+        command, or the next structure is compiled."""
+        if self._compiling:
+            self._submit_compiled()
         output = self.scheduler.schedule() if self.scheduler.has_work else None
         self.report()  # `Reserved` must not wait for the step
         most_left = 0

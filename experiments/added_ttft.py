@@ -1,8 +1,9 @@
 """``pdserve experiment added-ttft``: what disaggregation adds to the time to first token, and which stages it goes to.
 
 Idle cells send the same prompt in both modes, one request at a time, in the order A B B A. So the difference is the
-hand-off's and not that of a queue. The difference of the means of every stage is a *cause*; the causes sum to the added
-``ttft_decode`` except for the difference of what the breakdowns leave unattributed.
+hand-off's and not that of a queue. The added time is the median of the pairs' differences. A *cause* is the mean
+difference of a stage over the middle half of the pairs, whose differences lie around the median; the causes and what
+they leave unexplained sum to the added ``ttft_decode``.
 
 Cells under load send the same Poisson arrivals and prompts in each mode, one mode after the other
 (`experiments.under_load`). Their causes are the differences of the arms' means; waiting has stages of its own there.
@@ -21,25 +22,29 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from experiments.bench.report import SLO
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Experiment
+from experiments.machine_load import LOAD, beside_text
 from experiments.mode_pairs import (
     COLOCATED,
     PD,
+    PairOptions,
     PairSender,
     added_ms,
+    added_text,
     causes_of,
     chunk_tokens,
     differences_of,
     layout_facts,
+    middle_pairs,
     pairs_of,
+    unclear_text,
 )
 from experiments.plots import added_ttft as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, unexpected_bytes
+from experiments.request_row import RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.shapes.widths import WIDTHS, model_path
-from experiments.statistics import Interval, interval_text
 from experiments.under_load import (
     ATTAINMENT,
     QUEUES,
@@ -59,6 +64,7 @@ from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval, apart, interval_text
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import Figure
 
@@ -67,10 +73,13 @@ _CALIBRATIONS = 6
 _OUTPUT_TOKENS = 4
 _HEADLINE_LEN = 512
 """The answer is about this prompt length, or the nearest one that was measured."""
-_METHOD = "the same prompts in both modes, one request at a time, A B B A; intervals are 95 % bootstrap"
+_METHOD = (
+    "the same prompts in both modes, one request at a time, A B B A; the added time is the median of the differences, "
+    f"with a {100 * CONFIDENCE:.0f} % interval from their order; pairs are added until it is narrow or the time is over"
+)
 
 
-class AddedTtftOptions(Options):
+class AddedTtftOptions(PairOptions):
     """Options of `AddedTtft`."""
 
     prompt_lens: tuple[PositiveInt, ...] = Field(
@@ -80,13 +89,13 @@ class AddedTtftOptions(Options):
     overlaps: tuple[Literal["none", "chunk", "layer"], ...] = Field(
         ("layer", "chunk", "none"),
         description="overlap modes to compare (see transfer.overlap)",
-        json_schema_extra={"quick": ["layer", "none"]},
+        json_schema_extra={"quick": ["layer"]},
     )
-    pairs: int = Field(20, ge=1, description="pairs of requests per cell", json_schema_extra={"quick": 8})
+    pairs: int = Field(12, ge=1, description="least pairs of requests per idle cell")
     widths: tuple[str, ...] = Field(
         ("mha", "gqa", "mla", "mqa"),
         description="KV widths of one model to compare (mha, gqa, mla, mqa; '' for none)",
-        json_schema_extra={"quick": ["mha", "mqa"]},
+        json_schema_extra={"quick": []},
     )
     width_prompt_len: int = Field(512, ge=1, description="prompt length of the comparison of KV widths")
     first_tokens: tuple[Literal["prefill", "decode"], ...] = Field(
@@ -119,7 +128,7 @@ class AddedTtftOptions(Options):
     duration_s: float = Field(
         6.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 4.0}
     )
-    rounds: int = Field(5, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
+    rounds: int = Field(6, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
 
 
 class AddedTtft(Experiment):
@@ -127,7 +136,7 @@ class AddedTtft(Experiment):
 
     name: ClassVar[str] = "added-ttft"
     question: ClassVar[str] = "How much does disaggregation add to the time to first token, and where does it go?"
-    options_type: ClassVar[type[Options]] = AddedTtftOptions
+    options_type: ClassVar[type[AddedTtftOptions]] = AddedTtftOptions
     options: AddedTtftOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -196,6 +205,7 @@ class AddedTtft(Experiment):
             {"prompt_len": length, **place, "load": "idle", **more},
             service,
             self.options.pairs,
+            self.options.pairs_s,
         )
 
     def _under_load(
@@ -244,14 +254,14 @@ class AddedTtft(Experiment):
                 workload = Synthetic(Fixed(length), Fixed(self.options.load_output_len))
                 await self._load(bench.cell.parameters["rate"]).send(bench, client, workload)
                 return
-            await sender.send(length, self.options.pairs, warm_up=_WARM_UP_PAIRS)
+            await sender.send(length, self.options.pairs, self.options, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells`` and ``break_even``; see docs/experiments.md."""
         idle = [
             summary
             for cell in run.cells
-            if "rate" not in cell.parameters and (summary := _summarise_cell(cell, run, self.options.seed)) is not None
+            if "rate" not in cell.parameters and (summary := _summarise_cell(cell, run)) is not None
         ]
         loaded = [
             {
@@ -269,10 +279,10 @@ class AddedTtft(Experiment):
             for each in differences_of(cell.cell, run.rows_of(cell.cell), under_load="rate" in cell.parameters)
         ]
         failed += [
-            f"{cell.cell}: {errors} requests failed"
+            each
             for cell in run.cells
             if "rate" not in cell.parameters
-            and (errors := sum(row.error is not None for row in run.rows_of(cell.cell)))
+            for each in failures(cell.cell, run.rows_of(cell.cell))
         ]
         return {"experiment": self.name, "cells": [*idle, *loaded], **break_even_of(loaded), "failed": failed}
 
@@ -301,7 +311,7 @@ class AddedTtft(Experiment):
         report = Report(
             title="What disaggregation adds to TTFT",
             question=self.question,
-            answer=" ".join(filter(None, (_answer(cells), _answer_under_load(summary, loaded)))),
+            answer=" ".join(filter(None, (_answer(cells, run), _answer_under_load(summary, loaded)))),
             setup=setup,
             caveats=[*_caveats(cells, bool(loaded)), *load_caveats(loaded)],
             failures=summary["failed"],
@@ -385,7 +395,7 @@ def _break_even(judged: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | N
         return {
             **{key: cell[key] for key in ("cell", "prompt_len", "rate", "transport", "overlap", "slo_ms")},
             "attainment": {arm: shares[arm]["mean"] for arm in (PD, COLOCATED)},
-            "distinct": shares[PD]["lo"] > shares[COLOCATED]["hi"],
+            "distinct": apart(shares[PD], shares[COLOCATED]) > 0,
             "only_pd": [each["cell"] for each in onwards if won[each["cell"]]],
             "neither": [each["cell"] for each in onwards if not won[each["cell"]]],
         }, None
@@ -402,21 +412,24 @@ def _break_even(judged: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | N
     return None, f"wherever pd met the SLO for {share} of the requests, colocated did as well"
 
 
-def _summarise_cell(cell: FinishedCell, run: RunData, seed: int) -> dict[str, Any] | None:
+def _summarise_cell(cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
     rows = run.rows_of(cell.cell)
     pairs, errors = pairs_of(rows)
     if not pairs:
         return None
-    added = {figure: added_ms(pairs, figure, seed) for figure in Figure}
+    added = {figure: added_ms(pairs, figure) for figure in Figure}
     total = added[Figure.TTFT_DECODE]
     assert total is not None
     pd_rows, colocated_rows = [pd for pd, _ in pairs], [colocated for _, colocated in pairs]
+    middle = middle_pairs(pairs, Figure.TTFT_DECODE)
+    middle_pd, middle_colocated = [pd for pd, _ in middle], [colocated for _, colocated in middle]
     return {
         "cell": cell.cell,
         **cell.parameters,
         "n": len(pairs),
         "errors": errors,
-        "added_ttft_ms": {figure.value: each.to_dict() for figure, each in added.items() if each is not None},
+        LOAD: cell.facts.get(LOAD),
+        "added_ttft_ms": {figure.value: each for figure, each in added.items() if each is not None},
         "arms_ms": {
             arm: {
                 figure.value: round(
@@ -426,7 +439,8 @@ def _summarise_cell(cell: FinishedCell, run: RunData, seed: int) -> dict[str, An
             }
             for arm, of_arm in ((PD, pd_rows), (COLOCATED, colocated_rows))
         },
-        **causes_of(pd_rows, colocated_rows, total.mean),
+        "middle_colocated_ms": round(statistics.fmean(row.ttft_decode_ms or 0.0 for row in middle_colocated), 4),
+        **causes_of(middle_pd, middle_colocated, total["median"]),
         **_handoffs(cell, pd_rows),
         "kv_bytes": sum(row.kv_bytes for row in pd_rows),
         "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
@@ -508,20 +522,31 @@ def _headline_under_load(summary: Mapping[str, Any], cells: Sequence[Mapping[str
     return max(alike, key=lambda cell: float(cell["rate"]))
 
 
-def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
+def _answer(cells: Sequence[Mapping[str, Any]], run: RunData) -> str:
     idle = [cell for cell in cells if _plain(cell)] or cells
     if not idle:
         return "No pair of requests was completed."
     cell = _headline(idle)
-    token_1, token_2 = (Interval.from_dict(cell["added_ttft_ms"][figure.value]) for figure in Figure)
-    known = [cause for cause in cell["causes_ms"].items() if abs(cause[1]) > cell["clock_error_ms"]]
-    named = " and ".join(f"{name} ({value:+.2f} ms)" for name, value in sorted(known, key=lambda c: -abs(c[1]))[:2])
-    largest = f"The largest causes are {named}; together" if named else "No cause exceeds the clock error; together"
-    return (
-        f"With prompts of {cell['prompt_len']} tokens over {cell['transport']} on an idle service, disaggregation adds "
-        f"{token_1.text()} to token 1 and {token_2.text()} to token 2, the first that has paid for the hand-off. "
-        f"{largest} the stages explain {cell['explained_pct']:.0f} % of it."
-    )
+    added = [cell["added_ttft_ms"][figure.value] for figure in Figure]
+    token_1, token_2 = (added_text(token, each) for token, each in zip(("token 1", "token 2"), added, strict=True))
+    where = f"With prompts of {cell['prompt_len']} tokens over {cell['transport']} on an idle service"
+    beside = f" ({text})" if (text := beside_text(cell)) else ""
+    sentences = [
+        f"{where}{beside}, {token_1}, and {token_2}, the first that waits for the hand-off.",
+        unclear_text(added, run, cell["cell"]),
+    ]
+    if Interval.from_dict(added[1]).sign:
+        known = [cause for cause in cell["causes_ms"].items() if abs(cause[1]) > cell["clock_error_ms"]]
+        named = " and ".join(f"{name} ({ms:+.2f} ms)" for name, ms in sorted(known, key=lambda c: -abs(c[1]))[:2])
+        largest = f"The largest causes are {named}; together" if named else "No cause exceeds the clock error; together"
+        sentences.append(f"{largest} the stages explain {cell['explained_pct']:.0f} % of what token 2 waits longer.")
+    sentences += [
+        f"With prompts of {other['prompt_len']} tokens, {added_text('token 2', total)}."
+        for other in idle
+        if other is not cell and (other["transport"], other["overlap"]) == (cell["transport"], cell["overlap"])
+        if Interval.from_dict(total := other["added_ttft_ms"][Figure.TTFT_DECODE.value]).sign
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def _answer_under_load(summary: Mapping[str, Any], loaded: Sequence[Mapping[str, Any]]) -> str:
@@ -536,12 +561,13 @@ def _answer_under_load(summary: Mapping[str, Any], loaded: Sequence[Mapping[str,
         f"Of the {len(found['only_pd']) + len(neither)} measured loads from there on, only disaggregated requests meet "
         f"it in {len(found['only_pd'])}, and neither in {len(neither)}."
     )
+    pays = "it pays" if found["distinct"] else "it was not shown to pay; in the measurement it does"
     others = [each for each in summary["break_evens"] if each["break_even"] is None]
     return (
-        f"Under load ({found['transport']}, overlap {found['overlap']}) it pays from prompts of {found['prompt_len']} "
+        f"Under load ({found['transport']}, overlap {found['overlap']}) {pays} from prompts of {found['prompt_len']} "
         f"tokens at {found['rate']:g} requests/s on: there {shares[PD]} of the disaggregated requests meet the SLO "
         f"({slo_text(found['slo_ms'])}), and {shares[COLOCATED]} of the colocated ones. {onwards}"
-        + ("" if found["distinct"] else " The intervals of both shares overlap, so this may be chance.")
+        + ("" if found["distinct"] else " Their intervals overlap or are missing, so this may be chance.")
         + "".join(f" With {each['transport']}, overlap {each['overlap']}: {each['reason']}." for each in others)
     )
 
@@ -568,24 +594,28 @@ def _caveats(cells: Sequence[Mapping[str, Any]], loaded: bool) -> list[str]:
             "The service was running already and does not tell its settings: the predictions assume the default "
             "overlap, chunks and groups of layers."
         )
-    if any(cell["n"] < 5 for cell in cells):
-        caveats.append("Cells with fewer than five pairs have unreliable intervals.")
+    if any(cell["n"] < MIN_VALUES for cell in cells):
+        caveats.append(f"Cells with fewer than {MIN_VALUES} pairs have no intervals.")
     if any(cell["predicted_ms"] is None for cell in cells):
         caveats.append("No prediction where the link was not measured or the model's layers are unknown on this host.")
     return caveats
 
 
 def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "n", "added ttft, ms", "added ttft_decode, ms", "explained, %", "predicted, ms", "exposed, ms",
+    header = ("cell", "n", "added ttft, ms", "added ttft_decode, ms", "its mean, ms", "disturbed pairs", "explained, %",
+              "predicted, ms", "exposed, ms",
               "on the wire, ms", "ceiling, GB/s", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
     rows = []
     for cell in cells:
-        added = [interval_text(cell["added_ttft_ms"][figure.value], "+.2f") for figure in Figure]
+        added = [interval_text(cell["added_ttft_ms"][figure.value], "+") for figure in Figure]
+        total = cell["added_ttft_ms"][Figure.TTFT_DECODE.value]
         rows.append(
             (
                 cell["cell"],
                 str(cell["n"]),
                 *added,
+                f"{total['mean']:+.2f}",
+                "–" if total["disturbed"] is None else str(len(total["disturbed"])),
                 f"{cell['explained_pct']:.1f}",
                 "–" if cell["predicted_ms"] is None else f"{cell['predicted_ms']:.2f}",
                 f"{cell['achieved_ms']:.2f}",
@@ -597,7 +627,11 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
             )
         )
     return TableBlock(
-        "All idle cells", header, rows, "KV bytes per request; the ceiling is the best rate of the link so far."
+        "All idle cells",
+        header,
+        rows,
+        "Added: median of the pairs' differences. Disturbed: pairs beside which other processes used the machine; they "
+        "count like all others. KV bytes per request; the ceiling is the best rate of the link so far.",
     )
 
 
@@ -614,7 +648,7 @@ def _load_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
             (
                 cell["cell"],
                 str(cell["n"]),
-                *(interval_text(cell["added_ttft_ms"][figure.value], "+.1f") for figure in Figure),
+                *(interval_text(cell["added_ttft_ms"][figure.value], "+") for figure in Figure),
                 *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
                 *("–" if each is None else f"{each['mean']:.2f}" for each in good),
                 ", ".join(str(cell["errors"][arm]) for arm in (PD, COLOCATED)),

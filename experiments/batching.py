@@ -22,7 +22,7 @@ from pydantic import Field
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Task
+from experiments.engine_alone.program import Built, StepSample, Task
 from experiments.engine_alone.step_case import StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.load import Load, run_load
@@ -33,7 +33,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequest, simulate
-from experiments.statistics import interval_text, mean_interval, percentile
+from experiments.statistics import mean_interval, percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import all_at_once, random_arrivals
 from experiments.workloads.lengths import Lognormal, Uniform
@@ -42,7 +42,8 @@ from experiments.workloads.synthetic import Synthetic
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.request import Mode
+from pdserve.core.interval import MIN_VALUES, apart, interval_text
+from pdserve.core.request import Mode, counted_requests
 
 STEPS, POOL, CAPACITY = "steps", "pool", "capacity"
 CONTINUOUS, STATIC, AS_CONFIGURED = "continuous", "static", "as-configured"
@@ -71,7 +72,7 @@ class BatchingOptions(Options):
     context: int = Field(256, ge=1, description="context of each request in a decode step, in tokens")
     device: Literal["cpu", "cuda"] = Field("cpu", description="device of the steps: one core, or the first GPU")
     rounds: int = Field(7, ge=1, description="how often each step is measured", json_schema_extra={"quick": 3})
-    pool_seeds: int = Field(5, ge=1, description="loads of the simulated pools")
+    pool_seeds: int = Field(6, ge=1, description="loads of the simulated pools")
     requests: int = Field(48, ge=2, description="requests of a repeat", json_schema_extra={"quick": 16})
     output_median: int = Field(
         24,
@@ -184,11 +185,11 @@ class Batching(Experiment):
         )
         async with aclosing(measurements(task)) as messages:
             async for message in messages:
-                match message["kind"]:
-                    case "engine":
-                        bench.facts |= {key: message[key] for key in ("device", "dtype", "core")}
-                    case "sample":
-                        bench.facts["steps"][message["case"]]["step_ms"].append(message["time_s"] * 1e3)
+                match message:
+                    case Built():
+                        bench.facts |= {"device": message.device, "dtype": message.dtype, "core": message.core}
+                    case StepSample():
+                        bench.facts["steps"][message.case]["step_ms"].append(message.time_s * 1e3)
                         bench.advance(1)
 
     def _simulate_pools(self, bench: Bench) -> None:
@@ -290,7 +291,7 @@ class Batching(Experiment):
             "rate_per_s": next((cell.facts["rate"] for cell in run.cells if "rate" in cell.facts), None),
             "static_over_continuous": _ratios(arms.get(STATIC), arms.get(CONTINUOUS)),
             "failed": [
-                f"{name}: {errors} requests failed"
+                f"{name}: {counted_requests(errors)} failed"
                 for name, errors in (
                     *((cell.cell, cell.facts.get("failed", 0)) for cell in run.cells if cell.cell == CAPACITY),
                     *((name, arm["errors"]) for name, arm in arms.items()),
@@ -369,7 +370,7 @@ class Batching(Experiment):
             }
         return summary
 
-    def _interval(self, values: Sequence[float]) -> dict[str, float | int] | None:
+    def _interval(self, values: Sequence[float]) -> dict[str, Any] | None:
         interval = mean_interval(values, self.options.seed)
         return None if interval is None else interval.to_dict()
 
@@ -453,9 +454,9 @@ def _simulated_row(request: PoolRequest, pool: str, kind: str, seed: int) -> Req
     )
 
 
-def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, dict[str, float | int] | None]:
+def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, dict[str, Any] | None]:
     """Mean and percentiles of each figure, since the requests were due."""
-    found: dict[str, dict[str, float | int] | None] = {}
+    found: dict[str, dict[str, Any] | None] = {}
     for figure in figures:
         values: list[float] = []
         for row in rows:
@@ -488,13 +489,21 @@ def _answer(summary: Mapping[str, Any]) -> str:
     decode = summary["decode_steps"]
     if decode:
         first, last = decode[0], decode[-1]
-        gain = last["tokens_per_s"]["mean"] / first["tokens_per_s"]["mean"]
+        gain = f"{last['tokens_per_s']['mean'] / first['tokens_per_s']['mean']:.1f} times the tokens per second"
+        if not apart(last["tokens_per_s"], first["tokens_per_s"]):
+            gain = "no difference in tokens per second could be measured"
         parts.append(
             f"A decode step for {last['batch']} requests takes {last['step_ms']['mean']:.1f} ms, one for "
-            f"{first['batch']} {first['step_ms']['mean']:.1f} ms: {gain:.1f} times the tokens per second."
+            f"{first['batch']} {first['step_ms']['mean']:.1f} ms: {gain}."
         )
     ratios = summary["static_over_continuous"]
-    if ratios:
+    rates = [summary["batching"][name]["output_tokens_per_s"] for name in (STATIC, CONTINUOUS)] if ratios else []
+    if ratios and not apart(*rates):
+        parts.append(
+            "No difference in throughput between static and continuous batching could be measured "
+            f"({' and '.join(interval_text(rate, '.0f') for rate in rates)} output tokens/s)."
+        )
+    elif ratios:
         parts.append(
             f"Static batching has {ratios['output_tokens_per_s']:.2f} times the throughput of continuous batching, and "
             f"with the same arrivals {ratios['e2e_mean']:.2f} times its mean time per request "
@@ -534,10 +543,10 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         caveats.append(
             "A running service keeps its batching: nothing was compared. Steps and pools are measured without --target."
         )
-    if any(step["step_ms"]["n"] < 5 for step in summary["decode_steps"]):
-        caveats.append("Steps with fewer than five rounds have unreliable intervals.")
-    if any(arm["repeats"] < 5 for arm in summary["batching"].values()):
-        caveats.append("Arms with fewer than five repeats have unreliable intervals.")
+    if any(step["step_ms"]["n"] < MIN_VALUES for step in summary["decode_steps"]):
+        caveats.append(f"Steps with fewer than {MIN_VALUES} rounds have no intervals.")
+    if any(arm["repeats"] < MIN_VALUES for arm in summary["batching"].values()):
+        caveats.append(f"Arms with fewer than {MIN_VALUES} repeats have no intervals.")
     late_ms = max((arm["late_ms"] for arm in summary["batching"].values()), default=0.0)
     if late_ms > 20:
         caveats.append(

@@ -34,6 +34,7 @@ from experiments.report.setup import setup_of
 from experiments.run_folder import RunData
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
+from pdserve.core.interval import apart
 from pdserve.core.request import Mode
 
 
@@ -52,7 +53,7 @@ class ChunkedPrefillOptions(NeighbourOptions):
     arrive_s: float = Field(
         8.0, gt=0, le=600, description="seconds of a window in which prompts arrive", json_schema_extra={"quick": 3.0}
     )
-    repeats: int = Field(5, ge=1, description="windows per chunk size", json_schema_extra={"quick": 2})
+    repeats: int = Field(6, ge=1, description="windows per chunk size", json_schema_extra={"quick": 2})
 
 
 class ChunkedPrefill(Experiment):
@@ -181,12 +182,17 @@ def _answer(summary: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -
         for name in _headline(summary, arms)
     )
     best = summary["best_chunk"]
-    chosen = (
-        f"Chunks of {best} tokens have the lowest p99 ITL at no less than {summary['throughput_share']:.0%} of the "
-        "highest throughput. "
-        if best is not None
-        else ""
-    )
+    chosen = ""
+    if best is not None:
+        p99_ms, least = arms[str(best)]["itl_p99_ms"], summary["throughput_share"]
+        most = max(arm["tokens_per_s"]["mean"] for arm in arms.values())
+        others = [arm for name, arm in arms.items() if name.isdecimal() and name != str(best)]
+        rivals = [arm for arm in others if arm["tokens_per_s"]["mean"] >= least * most]
+        alike = any(apart(arm["itl_p99_ms"], p99_ms) <= 0 for arm in rivals)
+        lowest = f"Chunks of {best} tokens have the lowest p99 ITL"
+        if alike:
+            lowest = f"No lowest p99 ITL could be told; that of chunks of {best} tokens is the lowest measured"
+        chosen = f"{lowest} at no less than {summary['throughput_share']:.0%} of the highest throughput. "
     load = f"{traffic['decoding']} decoding requests and prompts of {traffic['prompt_len']} tokens"
     return f"{chosen}With {load}: {figures}."
 

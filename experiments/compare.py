@@ -2,7 +2,7 @@
 
 A figure has a dotted key. Figures of ``rows`` are means over the successful requests of a cell, arm and kind, and their
 difference has a bootstrap interval. All others come from ``summary.json``, where entries of a list are named by their
-cell, system or parameters. Of those, the ones that have an interval (``mean``, ``lo``, ``hi``) get one for the
+cell, system or parameters. Of those, the ones that have an interval (``lo``, ``hi``, ``n``) get one for the
 difference: the widest one that both allow."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from experiments.catalogue import run_of
-from experiments.request_row import RequestRow
 from experiments.run_folder import RunFolder
-from experiments.statistics import Interval, difference_interval
+from experiments.statistics import difference_interval
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import Interval
 
 _LATENCIES = ("ttft_ms", "ttft_decode_ms", "tpot_ms", "e2e_ms")
 _NAMES = ("cell", "system", "name")
@@ -57,7 +57,7 @@ class Comparison:
     @property
     def distinct(self) -> bool | None:
         """Whether the interval leaves 0 out; None without one."""
-        return None if self.interval is None else not self.interval.lo <= 0 <= self.interval.hi
+        return None if self.interval is None else self.interval.sign != 0
 
     def exceeds(self, percent: float) -> bool:
         """Whether b is worse than a by more than ``percent`` of a, with the whole interval of the difference."""
@@ -103,17 +103,32 @@ class Limit:
 
 
 def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
-    """All figures that both runs have, those of rows first. InvalidRequest if this version cannot read one of them, if
-    they are of different kinds, if one has no summary, or if they have nothing in common."""
+    """All figures that both runs have, those of rows first, with the arms of `common_arm`. InvalidRequest if this
+    version cannot read one of them, if they are of different kinds, if one has no summary, or if they have nothing in
+    common."""
     kinds = run_of(a).name, run_of(b).name
     if kinds[0] != kinds[1]:
         raise InvalidRequest(
             f"{b.path} is a run of {kinds[1]} and {a.path} one of {kinds[0]}; give two runs of the same experiment"
         )
-    found = _of_rows(a.load().rows, b.load().rows) + _of_summaries(a.summary, b.summary)
+    arm = common_arm(a, b)
+    latencies, summaries = ([each(folder, arm) for folder in (a, b)] for each in (_latencies, _summary))
+    found = _of_rows(*latencies) + _of_summaries(*summaries)
     if not found:
         raise InvalidRequest(f"{a.path} and {b.path} have no figure in common: they measured different cells")
     return found
+
+
+def arms_of(run: RunFolder) -> tuple[str, ...]:
+    """The arms that have rows in a run, in alphabetical order."""
+    return tuple(sorted({row.arm for row in run.load().rows}))
+
+
+def common_arm(a: RunFolder, b: RunFolder) -> str | None:
+    """``A→B`` where each run has one arm and their names differ, as with ``bench --mode pd`` and ``--mode colocated``:
+    the two correspond, and this is their name in keys. None otherwise: arms of the same name correspond."""
+    arms = arms_of(a), arms_of(b)
+    return "→".join(names[0] for names in arms) if arms[0] != arms[1] and list(map(len, arms)) == [1, 1] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +142,8 @@ class Missing:
 
 def missing(a: RunFolder, b: RunFolder) -> list[Missing]:
     """The figures that only one of the runs has, those that B lacks first."""
-    in_a, in_b = (
-        {*(f"rows.{key}" for key in _latencies(folder.load().rows)), *flatten(folder.summary)} for folder in (a, b)
-    )
+    arm = common_arm(a, b)
+    in_a, in_b = ({*(f"rows.{key}" for key in _latencies(run, arm)), *flatten(_summary(run, arm))} for run in (a, b))
     return [*(Missing(key, "B") for key in sorted(in_a - in_b)), *(Missing(key, "A") for key in sorted(in_b - in_a))]
 
 
@@ -150,10 +164,12 @@ def violations(
 
 
 def flatten(value: Any, key: str = "") -> dict[str, float | Interval]:
-    """The numbers and intervals of a summary by dotted key. Counts and parameters are left out."""
+    """The numbers and intervals of a summary by dotted key, which for a median ends with ``median``. Counts and
+    parameters are left out."""
     if isinstance(value, Mapping):
-        if {"mean", "lo", "hi", "n"} <= value.keys():
-            return {key: Interval.from_dict(value)}
+        if {"lo", "hi", "n"} <= value.keys():
+            interval = Interval.from_dict(value)
+            return {f"{key}.median" if interval.estimate == "median" else key: interval}
         found: dict[str, float | Interval] = {}
         for name, each in value.items():
             if name not in _LEFT_OUT:
@@ -178,25 +194,32 @@ def _name_of(entry: Mapping[str, Any]) -> str:
     return named or ",".join(f"{name}={entry[name]}" for name in _PARAMETERS if name in entry)
 
 
-def _of_rows(a: Sequence[RequestRow], b: Sequence[RequestRow]) -> list[Comparison]:
-    values = [_latencies(rows) for rows in (a, b)]
+def _of_rows(a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]]) -> list[Comparison]:
     found = []
-    for key, of_a in values[0].items():
-        of_b = values[1].get(key)
+    for key, of_a in a.items():
+        of_b = b.get(key)
         interval = difference_interval(of_a, of_b) if of_b else None
         if of_b and interval is not None:
-            found.append(Comparison(f"rows.{key}", sum(of_a) / len(of_a), sum(of_b) / len(of_b), interval))
+            known = interval if interval.known else None
+            found.append(Comparison(f"rows.{key}", sum(of_a) / len(of_a), sum(of_b) / len(of_b), known))
     return found
 
 
-def _latencies(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
-    """The latencies since they were due of the successful requests, by cell, arm, kind (if any) and figure."""
+def _summary(run: RunFolder, arm: str | None) -> Mapping[str, Any]:
+    """The summary; ``arm`` is the name of its only arm instead of its own."""
+    arms = run.summary.get("arms")
+    return run.summary if arm is None or not arms else {**run.summary, "arms": {arm: next(iter(arms.values()))}}
+
+
+def _latencies(run: RunFolder, arm: str | None) -> dict[str, list[float]]:
+    """The latencies since they were due of the successful requests, by cell, arm (``arm`` instead of their own), kind
+    (if any) and figure."""
     found: dict[str, list[float]] = {}
-    for row in (each.since_due() for each in rows):
+    for row in (each.since_due() for each in run.load().rows):
         for name in _LATENCIES:
             value = getattr(row, name)
             if row.error is None and value is not None:
-                key = ".".join(part for part in (row.cell, row.arm, row.kind, name) if part)
+                key = ".".join(part for part in (row.cell, arm or row.arm, row.kind, name) if part)
                 found.setdefault(key, []).append(float(value))
     return found
 
@@ -208,14 +231,14 @@ def _of_summaries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison
         second = of_b.get(key)
         if second is None:
             continue
-        if isinstance(first, Interval) and isinstance(second, Interval):
+        if isinstance(first, Interval) and isinstance(second, Interval) and first.known and second.known:
             lo, hi = second.lo - first.hi, second.hi - first.lo
-            interval = Interval(second.mean - first.mean, lo, hi, min(first.n, second.n))
-            found.append(Comparison(key, first.mean, second.mean, interval))
+            interval = Interval(second.value - first.value, lo, hi, min(first.n, second.n))
+            found.append(Comparison(key, first.value, second.value, interval))
         else:
             found.append(Comparison(key, _value(first), _value(second), None))
     return found
 
 
 def _value(figure: float | Interval) -> float:
-    return figure.mean if isinstance(figure, Interval) else figure
+    return figure.value if isinstance(figure, Interval) else figure

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from experiments import event_loop
 from experiments.deployment import Deployment
+from experiments.machine_load import CpuUse, own_processes
 from experiments.other_requests import BUSY, OtherRequests
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
@@ -80,8 +81,9 @@ class Options(BaseModel):
 class Cell:
     """One combination of parameters. ``service`` are the dotted settings of the service that it needs; cells with equal
     settings share a service. None: the cell needs no service. ``work`` is the number of steps for the progress bar,
-    ``sending_s`` the seconds that the cell's loads last at least. ``may_overload``: the cell's load may exceed what the
-    service sustains, so that requests which it refuses or answers too late are a result."""
+    ``sending_s`` the seconds that the cell's loads last, or within which pairs are added. ``may_overload``:
+    the cell's load may exceed what the service sustains, so that requests which it refuses or answers too late are a
+    result."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -120,6 +122,7 @@ class Bench:
         self.advance = advance
         self.tell = tell
         self._record = record
+        self.processes = [] if attached else own_processes()
         self._started_s = time.monotonic()
 
     @property
@@ -148,12 +151,14 @@ class Bench:
         self, client: AsyncClient, prompt: Sequence[int], *, arm: str, repeat: int, index: int, **options: Any
     ) -> RequestRow:
         """Send one request, wait for its end, and write its row. A failure is a row as well."""
-        sent_s = self.elapsed_s
+        before, sent_s = CpuUse.now(self.processes), self.elapsed_s
         place: dict[str, Any] = {"arm": arm, "repeat": repeat, "index": index, "scheduled_s": sent_s, "sent_s": sent_s}
         try:
             generation = await client.generate(prompt, ignore_eos=True, **options).result()
         except PdserveError as error:
             return self.record(None, error, **place)
+        if not self.attached:
+            place["others_cpu_s"] = round(CpuUse.now(self.processes).others_s(before), 3)
         return self.record(generation, **place)
 
     def run(self, measuring: Callable[[Bench], Any]) -> None:

@@ -24,7 +24,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
-from experiments.statistics import Interval, difference_interval, interval_text, mean_interval
+from experiments.statistics import difference_interval, mean_interval
 from experiments.under_load import (
     ATTAINMENT,
     REQUEST_TIMEOUT_S,
@@ -44,6 +44,7 @@ from experiments.workloads.conversation import Workload
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import Interval, interval_text
 from pdserve.core.request import Mode
 
 _IDLE_REQUESTS = 8
@@ -74,7 +75,7 @@ class GoodputOptions(Options):
     duration_s: float = Field(
         15.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 5.0}
     )
-    rounds: int = Field(5, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
+    rounds: int = Field(6, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
     dataset: str = Field("random", description="what is sent, see `pdserve bench`")
     dataset_path: str | None = Field(None, description="file of the dataset")
     input_len: str | None = Field(None, description="tokens of each prompt, N or LOW:HIGH (random: 256)")
@@ -328,7 +329,7 @@ def _answer(summary: Mapping[str, Any]) -> str:
         each for each in summary["systems"] if each["arm"] == COLOCATED and each["devices"] == split["devices"]
     )
     gain = Interval.from_dict(summary["gain_rps_per_device"])
-    kind = "more than" if gain.lo > 0 else "less than" if gain.hi < 0 else "not distinguishable from"
+    kind = {1: "more than", -1: "less than", 0: "not distinguishable from"}[gain.sign]
     several = sum(each["arm"] == PD for each in summary["systems"]) > 1
     return (
         f"{'The best split is ' if several else ''}{split['split']}{', which' if several else ''} serves at most "

@@ -43,10 +43,11 @@ from experiments.plots import neighbours as plots
 from experiments.report.page import Report
 from experiments.report.setup import setup_of
 from experiments.run_folder import RunData
-from experiments.statistics import mean_interval, percentile
+from experiments.statistics import percentile
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import Interval, median_interval
 from pdserve.core.request import Mode
 
 PD, ALONE_BUSY, ALONE_IDLE = "pd", "alone-busy", "alone-idle"
@@ -157,20 +158,19 @@ class Interference(Experiment):
 
     def _ratio(
         self, windows: Mapping[str, Sequence[WindowData]], control: str
-    ) -> tuple[float | None, dict[str, float | int] | None]:
+    ) -> tuple[float | None, dict[str, Any] | None]:
         """The p99 ITL of the disaggregated arm over that of a control: of all gaps, and the interval over repeats."""
         apart, alone = ({each.repeat: each for each in windows.get(name, ())} for name in (PD, control))
         both = sorted(apart.keys() & alone.keys())
         above, below = (
             percentile([gap_ms for repeat in both for gap_ms in arm[repeat].itl_ms], 99) for arm in (apart, alone)
         )
-        paired = mean_interval(
+        paired = median_interval(
             [
                 over / under
                 for repeat in both
                 if (over := percentile(apart[repeat].itl_ms, 99)) and (under := percentile(alone[repeat].itl_ms, 99))
-            ],
-            self.options.seed,
+            ]
         )
         ratio = round(above / below, 4) if above and below else None
         return ratio, None if paired is None else paired.to_dict()
@@ -260,11 +260,13 @@ def _answer(summary: Mapping[str, Any]) -> str:
         f"With {traffic['decoding']} decoding requests and prompts of {traffic['prompt_len']} tokens arriving: "
         f"{'; '.join(parts)}."
     )
-    ratio = summary["p99_itl_ratio"]
-    if ratio is not None:
+    ratio, interval = summary["p99_itl_ratio"], summary["p99_itl_ratio_interval"]
+    if ratio is not None and interval is not None:
+        over = Interval.from_dict(interval)
+        told = f"is {ratio:.2f} times" if over.lo > 1 or over.hi < 1 else "could not be told from"
         answer += (
-            f" The disaggregated p99 ITL is {ratio:.2f} times that of a decode worker left alone beside a busy "
-            f"neighbour (aim: at most {_AIM})."
+            f" The disaggregated p99 ITL {told} that of a decode worker left alone beside a busy neighbour (ratio "
+            f"{over.text('', '.2f')}, aim: at most {_AIM})."
         )
     return answer
 

@@ -27,18 +27,28 @@ from pydantic import Field
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
-from experiments.mode_pairs import PD, PairSender, added_ms, chunk_tokens, differences_of, layout_facts, pairs_of
+from experiments.mode_pairs import (
+    PD,
+    PairOptions,
+    PairSender,
+    added_ms,
+    chunk_tokens,
+    differences_of,
+    layout_facts,
+    pairs_of,
+)
 from experiments.plots import link_sweep as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, unexpected_bytes
+from experiments.request_row import RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import Interval, interval_text, mean_interval
+from experiments.statistics import mean_interval
 from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import MIN_VALUES, Interval, interval_text
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import Figure
 
@@ -76,7 +86,7 @@ NAMED_LINKS = (
 """Cross-region: one flow between two regions of a continent. NVLink: the fourth generation (H100), 18 links."""
 
 
-class LinkSweepOptions(Options):
+class LinkSweepOptions(PairOptions):
     """Options of `LinkSweep`."""
 
     gbps: tuple[float, ...] = Field(
@@ -103,7 +113,7 @@ class LinkSweepOptions(Options):
         128, ge=1, description="tokens of a prompt that a step computes (as engine.max_num_batched_tokens)"
     )
     transport: Literal["tcp", "grpc_stream", "torch_dist"] = Field("tcp", description="transport of the link")
-    pairs: int = Field(12, ge=1, description="pairs of requests per cell", json_schema_extra={"quick": 5})
+    pairs: int = Field(12, ge=1, description="least pairs of requests per cell", json_schema_extra={"quick": 6})
     hosts: Literal["local", "namespaces"] = Field(
         "local",
         description="local: the link is shaped in user space; namespaces (as root): prefill and decode run on two "
@@ -116,7 +126,7 @@ class LinkSweep(Experiment):
 
     name: ClassVar[str] = "link-sweep"
     question: ClassVar[str] = "How fast does the link between prefill and decode have to be?"
-    options_type: ClassVar[type[Options]] = LinkSweepOptions
+    options_type: ClassVar[type[LinkSweepOptions]] = LinkSweepOptions
     options: LinkSweepOptions
 
     def __init__(self, options: Options) -> None:
@@ -149,7 +159,7 @@ class LinkSweep(Experiment):
             if options.prompt_len + _OUTPUT_TOKENS > attached.context_length:
                 raise InvalidRequest(f"--prompt-len: does not fit the service's context of {attached.context_length}")
             parameters = {"gbps": None, "rtt_ms": None, "overlap": "as-configured", "shaping": AS_IT_IS}
-            return [Cell("as-configured", parameters, work=options.pairs)]
+            return [Cell("as-configured", parameters, work=options.pairs, sending_s=options.pairs_s)]
         for name, values in (("--gbps", options.gbps), ("--round-trips-ms", options.round_trips_ms)):
             if any(value <= 0 for value in values):
                 raise InvalidRequest(f"{name}: {min(values):g} is not above 0")
@@ -175,7 +185,8 @@ class LinkSweep(Experiment):
         if rtt_ms:
             service["transfer.shape_round_trip_ms"] = rtt_ms
         parameters = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": KERNEL if kernel else USER_SPACE}
-        return Cell(f"{gbps:g}-gbps/{rtt_ms:g}-ms/{overlap}", parameters, service, options.pairs)
+        name = f"{gbps:g}-gbps/{rtt_ms:g}-ms/{overlap}"
+        return Cell(name, parameters, service, options.pairs, options.pairs_s)
 
     async def measure(self, bench: Bench) -> None:
         """Calibrate the hand-off, then send the pairs."""
@@ -194,13 +205,13 @@ class LinkSweep(Experiment):
                 }
                 for done in calibrations[1:]
             ]
-            await sender.send(options.prompt_len, options.pairs, warm_up=_WARM_UP_PAIRS)
+            await sender.send(options.prompt_len, options.pairs, options, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, ``knee`` and ``links``; see docs/experiments/link-sweep.md."""
         cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
         failed = [each for cell in run.cells for each in differences_of(cell.cell, run.rows_of(cell.cell))]
-        failed += [f"{cell['cell']}: {cell['errors']} requests failed" for cell in cells if cell["errors"]]
+        failed += [each for cell in cells for each in failures(cell["cell"], run.rows_of(cell["cell"]))]
         known = next((cell for cell in run.cells if cell.facts.get("layout")), None)
         model = None
         if known is not None and cells:
@@ -238,7 +249,6 @@ class LinkSweep(Experiment):
             link_gbs *= PAYLOAD_SHARE
         prefill_ms = statistics.fmean(row.stages_ms[Figure.TTFT_DECODE].get("prefill", 0.0) for row in pd_rows)
         exposed = mean_interval([float(row.transfer.get("exposed_ms", 0.0)) for row in pd_rows], self.options.seed)
-        added = {figure: added_ms(pairs, figure, self.options.seed) for figure in Figure}
         assert exposed is not None
         predicted_ms = fixed_ms = phi_gbs = None
         if cell.facts.get("layout") is not None and link_gbs:
@@ -249,7 +259,7 @@ class LinkSweep(Experiment):
             fixed_ms = _fixed_ms(cell, link, overlap, link_gbs, rtt_ms)
             predicted_ms = link.exposed_ms(overlap, link_gbs, rtt_ms) + fixed_ms
             phi_gbs = link.phi_gbs
-        off_ms = None if predicted_ms is None else exposed.mean - predicted_ms
+        off_ms = None if predicted_ms is None else exposed.value - predicted_ms
         return {
             "cell": cell.cell,
             **cell.parameters,
@@ -258,7 +268,7 @@ class LinkSweep(Experiment):
             "n": len(pairs),
             "errors": errors,
             "exposed": exposed.to_dict(),
-            **{f"added_{figure.value}": each.to_dict() for figure, each in added.items() if each is not None},
+            **{f"added_{figure.value}": added_ms(pairs, figure) for figure in Figure},
             "predicted_ms": None if predicted_ms is None else round(predicted_ms, 4),
             "off_ms": None if off_ms is None else round(off_ms, 4),
             "within": None
@@ -494,8 +504,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         caveats.append(
             "Some links were slower than they were shaped to; the prediction takes the best rate that was measured."
         )
-    if any(cell["n"] < 5 for cell in cells):
-        caveats.append("Cells with fewer than five pairs have unreliable intervals.")
+    if any(cell["n"] < MIN_VALUES for cell in cells):
+        caveats.append(f"Cells with fewer than {MIN_VALUES} pairs have no intervals.")
     if cells:
         error_ms = max(cell["clock_error_ms"] for cell in cells)
         caveats.append(f"Exposed times between two workers are known to ± {error_ms:.3f} ms (clock offset).")
@@ -529,7 +539,7 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
               "prefill, ms", "fixed, ms", "ceiling, GB/s", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
     rows = []
     for cell in cells:
-        exposed, added = interval_text(cell["exposed"]), interval_text(cell["added_ttft_decode"], "+.2f")
+        exposed, added = interval_text(cell["exposed"]), interval_text(cell["added_ttft_decode"], "+")
         rows.append(
             (
                 cell["cell"],

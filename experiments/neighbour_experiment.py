@@ -12,6 +12,8 @@ from experiments.experiment import Bench, Options
 from experiments.neighbours import Traffic, WindowData, long_prompt_s, warm_up_traffic, windows_of
 from experiments.run_folder import RunData
 from pdserve.client.async_client import AsyncClient
+from pdserve.core.interval import MIN_VALUES
+from pdserve.core.request import counted_requests
 
 CALIBRATION = "calibration"
 """The cell that times a long prompt, from which the rate of arrivals follows."""
@@ -85,7 +87,8 @@ def windows_by_arm(run: RunData) -> dict[str, list[WindowData]]:
 
 def failures_of(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What makes a run fail: arms with failed requests."""
-    return [f"{name}: {arm['errors']} requests failed" for name, arm in arms.items() if arm["errors"]]
+    failing = ((name, arm["errors"], arm["error"]) for name, arm in arms.items())
+    return [f"{name}: {counted_requests(count)} failed, first with {error}" for name, count, error in failing if count]
 
 
 def stall_text(arm: Mapping[str, Any]) -> str:
@@ -105,8 +108,8 @@ def arrivals_text(traffic: Mapping[str, Any]) -> str:
 def measurement_caveats(arms: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Caveats on how ``arms`` were measured; ``name`` is what the experiment calls several of them."""
     caveats = []
-    if any(arm["windows"] < 5 for arm in arms):
-        caveats.append(f"{name} with fewer than five windows have unreliable intervals.")
+    if any(arm["windows"] < MIN_VALUES for arm in arms):
+        caveats.append(f"{name} with fewer than {MIN_VALUES} windows have no intervals.")
     late_ms = max((arm["late_ms"] for arm in arms), default=0.0)
     if late_ms > _LATE_MS:
         caveats.append(

@@ -332,6 +332,7 @@ def arm_summary(windows: Sequence[WindowData], seed: int) -> dict[str, Any]:
         "tokens_per_s": None if total is None else total.to_dict(),
         "late_ms": round(max((window.late_ms for window in windows), default=0.0), 3),
         "errors": sum(len(window.errors) for window in windows),
+        "error": next((error for window in windows for error in window.errors), None),
     }
 
 

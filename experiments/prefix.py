@@ -32,14 +32,15 @@ from experiments.mode_pairs import chunk_tokens
 from experiments.plots import prefix as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, unexpected_bytes
+from experiments.request_row import RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, interval_text, mean_interval, plain_mean
+from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
 from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError
+from pdserve.core.interval import MIN_VALUES, Interval, interval_text, median_interval
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
@@ -157,10 +158,10 @@ class Prefix(Experiment):
             if (wrong := unexpected_bytes(run.rows_of(cell.cell, arm)))
         ]
         failed += [
-            f"{cell.cell}, arm {arm}: {errors} requests failed"
+            each
             for cell in run.cells
             for arm in ARMS
-            if (errors := sum(row.error is not None for row in run.rows_of(cell.cell, arm)))
+            for each in failures(f"{cell.cell}, arm {arm}", run.rows_of(cell.cell, arm))
         ]
         return {
             "experiment": self.name,
@@ -258,7 +259,7 @@ def _summarise_cell(
             continue
         pairs = [(rows[NONE][index], row) for index, row in rows[arm].items() if index in rows[NONE]]
         saved = {
-            figure: mean_interval([_figure(cold, figure) - _figure(row, figure) for cold, row in pairs], seed)
+            figure: median_interval([_figure(cold, figure) - _figure(row, figure) for cold, row in pairs])
             for figure in Figure
         }
         cached, skipped = prediction.cached_tokens(arm, shared), prediction.skipped_blocks(arm, shared)
@@ -337,8 +338,8 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _earlier(token: str, saved: Interval) -> str:
-    text = saved.text(form=".1f")
-    if saved.lo <= 0 <= saved.hi:
+    text = saved.text(form="")
+    if saved.sign == 0:
         return f"{token} comes not measurably earlier ({text})"
     return f"{token} comes {text} earlier"
 
@@ -356,8 +357,8 @@ def _caveats(cells: Sequence[Mapping[str, Any]], predicted: Sequence[Mapping[str
         )
     if any(line["ttft_ms"][NONE] is None for line in predicted):
         caveats.append("No prediction of the TTFT: the model's layers are unknown on this host.")
-    if any(cell["n"] < MIN_REPEATS for cell in cells):
-        caveats.append("Cells with fewer than five prompts have unreliable intervals.")
+    if any(cell["n"] < MIN_VALUES for cell in cells):
+        caveats.append(f"Cells with fewer than {MIN_VALUES} prompts have no intervals.")
     return caveats
 
 

@@ -25,15 +25,16 @@ from pydantic import Field
 from engine.model.source import resolve_model
 from experiments.engine_alone.arithmetic import Cost, ModelArithmetic
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import STEPS, WARM_STEPS, WITH, WITHOUT, Task
+from experiments.engine_alone.program import STEPS, WARM_STEPS, WITH, WITHOUT, Built, Rates, Task, Warm
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.plots import primer as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, interval_text, plain_mean
+from experiments.statistics import plain_mean
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.interval import MIN_VALUES, Interval, interval_text
 
 PUBLISHED_CACHE_S = {WITH: 0.334, WITHOUT: 4.05}
 PUBLISHED_PROFILE_S = {"prefill": 0.077, "decode": 2.11}
@@ -46,7 +47,7 @@ class PrimerOptions(Options):
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="device of the engine: one core, or the first GPU")
     core: int | None = Field(None, ge=0, description="the core to measure on (default: the first allowed one)")
-    repeats: int = Field(6, ge=1, description="how often everything is measured", json_schema_extra={"quick": 5})
+    repeats: int = Field(6, ge=1, description="how often everything is measured", json_schema_extra={"quick": 6})
     cache_prompt_len: int = Field(
         64, ge=1, description="prompt length of the comparison with and without a KV cache",
         json_schema_extra={"quick": 32},
@@ -166,15 +167,16 @@ class Primer(Experiment):
         facts: dict[str, Any] = {"ceilings": [], "samples": []}
         async with aclosing(measurements(task)) as messages:
             async for message in messages:
-                kind = message.pop("kind")
-                if kind == "engine":
-                    facts["engine"] = message
-                elif kind == "ceilings":
-                    facts["ceilings"].append(message)
-                else:
-                    if kind == "sample":
-                        facts["samples"].append(message)
-                    bench.advance(1)
+                match message:
+                    case Built():
+                        facts["engine"] = msgspec.structs.asdict(message)
+                    case Rates():
+                        facts["ceilings"].append(msgspec.structs.asdict(message))
+                    case Warm():
+                        bench.advance(1)
+                    case _:
+                        facts["samples"].append(msgspec.structs.asdict(message))
+                        bench.advance(1)
         bench.facts |= facts
 
     def summarise(self, run: RunData) -> dict[str, Any]:
@@ -441,10 +443,12 @@ def _answer(summary: Mapping[str, Any]) -> str:
     sentences = []
     cache, profile, ridges = summary["kv_cache"], summary["profile"], summary["ridge"]
     if cache is not None:
+        speedup = Interval.from_dict(cache["speedup"])
+        less = f"{speedup.value:.1f} times less" if speedup.lo > 1 else "not measurably less"
         sentences.append(
             f"Generating {cache['output_len']} tokens after {cache['prompt_len']} takes "
             f"{interval_text(cache['total_s'][WITHOUT], _short)} s without a KV cache and "
-            f"{interval_text(cache['total_s'][WITH], _short)} s with it, {cache['speedup']['mean']:.1f} times less."
+            f"{interval_text(cache['total_s'][WITH], _short)} s with it, {less}."
         )
     if profile is not None:
         prefill, decode = profile["phases"]["prefill"], profile["phases"]["decode"]
@@ -488,8 +492,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
             f"In {machine['dtype']} a product is rounded differently when it has another number of rows, and greedy "
             "sampling turns a near tie into another token. The amount of work is the same."
         )
-    if machine["peak_gflops"]["n"] < MIN_REPEATS or (cache is not None and cache["speedup"]["n"] < MIN_REPEATS):
-        caveats.append("Fewer than five repeats: the intervals are unreliable.")
+    if machine["peak_gflops"]["n"] < MIN_VALUES or (cache is not None and cache["speedup"]["n"] < MIN_VALUES):
+        caveats.append(f"Fewer than {MIN_VALUES} repeats: there are no intervals.")
     return caveats
 
 

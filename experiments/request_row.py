@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.client.generation import Generation
 from pdserve.core.errors import PdserveError
+from pdserve.core.request import counted_requests
 from pdserve.core.timeline import Figure
 
 LAG = "lag"
@@ -28,6 +29,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     ``kind`` is the part that the request plays in its arm, where requests of one arm play different parts.
     ``scheduled_s`` and ``sent_s`` count from the start of the cell; a difference means that the load generator was
     late. Latencies are the client's own, in milliseconds; ``stages_ms`` has the breakdown of each figure.
+    ``others_cpu_s`` are the CPU seconds that processes which are not the measurement's used on this host meanwhile.
     ``token_hash`` identifies the generated tokens. A failed request has ``error`` (class and message) and neither
     latencies nor tokens."""
 
@@ -64,6 +66,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_skipped: int = 0
     prefill_cached_tokens: int = 0
     transfer: Mapping[str, Any] = {}
+    others_cpu_s: float | None = None
 
     @classmethod
     def of(cls, generation: Generation | None, error: PdserveError | None, **place: Any) -> RequestRow:
@@ -131,6 +134,14 @@ def unexpected_bytes(rows: Iterable[RequestRow]) -> str | None:
         return None
     first = wrong[0]
     return (
-        f"bytes moved differ from bytes expected in {len(wrong)} requests, first in {first.request_id}: "
+        f"bytes moved differ from bytes expected in {counted_requests(len(wrong))}, first in {first.request_id}: "
         f"{first.kv_bytes} instead of {first.kv_bytes_expected}"
     )
+
+
+def failures(where: str, rows: Iterable[RequestRow]) -> list[str]:
+    """``where: 2 requests failed, first with WorkerLost: gone``; empty if none of ``rows`` failed."""
+    errors = [row.error for row in rows if row.error is not None]
+    if not errors:
+        return []
+    return [f"{where}: {counted_requests(len(errors))} failed, first with {errors[0]}"]

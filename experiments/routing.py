@@ -29,7 +29,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import Interval, interval_text, mean_interval, percentile
+from experiments.statistics import mean_interval, percentile
 from experiments.under_load import REQUEST_TIMEOUT_S
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
@@ -40,7 +40,8 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import RoutingPolicy
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.request import Mode
+from pdserve.core.interval import MIN_VALUES, Interval, apart, interval_text
+from pdserve.core.request import Mode, counted_requests
 from router.policies.nearest_link import NearestLink
 
 BASELINE = "round_robin"
@@ -217,7 +218,8 @@ class Routing(Experiment):
             "policies": list(found.values()),
             "winner": min(measured, key=lambda name: measured[name]["ttft_ms"]["mean"], default=None),
             "failed": [
-                f"{name}: {each['errors']} of {each['n'] + each['errors']} requests failed, first with {each['error']}"
+                f"{name}: {each['errors']} of {counted_requests(each['n'] + each['errors'])} failed, first with "
+                f"{each['error']}"
                 for name, each in found.items()
                 if each["errors"]
             ],
@@ -294,9 +296,10 @@ def _answer(summary: Mapping[str, Any]) -> str:
     if winner is None:
         return "No policy served any request."
     ttft = Interval.from_dict(winner["ttft_ms"])
-    text = (
-        f"{winner['policy']} has the lowest mean TTFT, {ttft.mean:.0f} ms, with {winner['hit_rate']:.0%} cached tokens"
-    )
+    others = [each for each in summary["policies"] if each is not winner and each["ttft_ms"] is not None]
+    alike = [each["policy"] for each in others if apart(each["ttft_ms"], winner["ttft_ms"]) <= 0]
+    lowest = f"a mean TTFT that could not be told from that of {', '.join(alike)}" if alike else "the lowest mean TTFT"
+    text = f"{winner['policy']} has {lowest}, {ttft.value:.0f} ms, with {winner['hit_rate']:.0%} cached tokens"
     if winner["x_round_robin"] is None or winner["policy"] == BASELINE:
         return f"{text}."
     baseline = next(each for each in summary["policies"] if each["policy"] == BASELINE)
@@ -313,8 +316,10 @@ def _caveats(summary: Mapping[str, Any], options: RoutingOptions) -> list[str]:
         "How far policies differ depends on the pools: the shared beginnings fit all workers together, and not one "
         "of them.",
     ]
-    if options.rounds < 5:
-        caveats.append("Requests of one round share a queue. With fewer than five rounds the intervals are unreliable.")
+    if options.rounds < MIN_VALUES:
+        caveats.append(
+            f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals."
+        )
     if late := [each["policy"] for each in summary["policies"] if each["behind"]]:
         caveats.append(
             f"The load generator was behind its schedule with {', '.join(late)}: it shares the machine with the "

@@ -105,10 +105,16 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, option: str = "DIR") -> Self:
-        """The folder of an earlier run. InvalidRequest, which names ``option``, if it is none."""
-        if not (path / CONFIG).is_file():
-            raise InvalidRequest(f"{option}: {path} is not the folder of a run: it has no {CONFIG}")
-        return cls(path)
+        """The folder of an earlier run: ``path``, or the only one that a command has written to its ``--output``
+        ``path``. InvalidRequest, which names ``option``, if it is none."""
+        if (path / CONFIG).is_file():
+            return cls(path)
+        runs = sorted(config.parent for config in path.glob(f"*/*/{CONFIG}"))
+        if len(runs) == 1:
+            return cls(runs[0])
+        if runs:
+            raise InvalidRequest(f"{option}: {path} has {len(runs)} runs; name one, such as {runs[-1]}")
+        raise InvalidRequest(f"{option}: {path} is not the folder of a run: it has no {CONFIG}")
 
     @property
     def config(self) -> tuple[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -15,13 +15,18 @@ from typing import Any, Protocol
 from experiments import environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, RunKind
+from experiments.machine_load import LOAD, CpuUse, beside_text, cores_of_others, load_facts, own_processes
 from experiments.other_requests import BUSY, busy_texts
-from experiments.report.page import Report
+from experiments.report.page import Report, TableBlock
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions, Target
 from pdserve.core.errors import InvalidRequest
+
+_LOAD_KEYS = ("before_cores", "during_cores")
+PLANNED = "planned_cells"
+"""What ``env.json`` calls the number of cells that a complete run has."""
 
 
 class Progress(Protocol):
@@ -72,6 +77,7 @@ def run_experiment(
         missing = [cell for cell in cells if cell.name not in finished]
         if finished and missing and folder.environment:
             _note_resumption(folder)
+        folder.write_environment({**folder.environment, PLANNED: len(cells)})
         progress.begin(cells, len(cells) - len(missing))
         try:
             for cell in missing:
@@ -169,6 +175,9 @@ def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
     figures = kind.summarise(run)
     report: Report = kind.report(run, figures)
     report.caveats = [*report.caveats, *_measuring_caveats(run), *_resumption_caveats(run)]
+    _tell_load(run, report)
+    if (planned := run.environment.get(PLANNED, 0)) > len(run.cells):
+        report.answer = f"Interrupted: {len(run.cells)} of {planned} cells were measured. {report.answer}"
     summary = {**figures, "answer": report.answer, "caveats": list(report.caveats)}
     folder.write_summary(summary)
     machine = run.environment.get("machine", {})
@@ -196,6 +205,7 @@ def _run_cell(
     else:
         deployment.stop()  # a cell without a service measures the machine alone
         _note_environment(experiment, folder, None)
+    before_cores = cores_of_others()
     progress.cell(cell)
     earlier = {each.cell: each.facts for each in folder.load().cells}
     bench = Bench(
@@ -207,9 +217,11 @@ def _run_cell(
         attached=deployment.attached,
         earlier=earlier,
     )
-    started_s = time.monotonic()
+    since = CpuUse.now(bench.processes)
     bench.run(experiment.measure)
-    duration_s = round(time.monotonic() - started_s, 3)
+    until = CpuUse.now(own_processes())
+    duration_s = round(until.at_s - since.at_s, 3)
+    facts |= load_facts(before_cores, None if bench.attached else until.others_cores(since))
     if cell.service is not None:
         deployment.check()  # requests that failed because the service ended are no result; --resume repeats the cell
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))
@@ -246,6 +258,25 @@ def _measuring_caveats(run: RunData) -> list[str]:
         for cell in run.cells
         for text in (*busy_texts(cell.facts.get(BUSY, ())), *not_reached_texts(cell.facts.get(NOT_REACHED, ())))
     ]
+
+
+def _tell_load(run: RunData, report: Report) -> None:
+    """Add a table of the machine's load beside the cells, and name it where other tables have a cell that was measured
+    beside other load."""
+    beside = {cell.cell: text for cell in run.cells if (text := beside_text(cell.facts))}
+    for place, block in enumerate(report.blocks):
+        if isinstance(block, TableBlock):
+            named = [(f"{row[0]} ({beside[row[0]]})" if row[0] in beside else row[0], *row[1:]) for row in block.rows]
+            report.blocks[place] = replace(block, rows=named)
+    rows = [
+        (cell.cell, str(load["cores"]), *("–" if load[key] is None else f"{load[key]:.2f}" for key in _LOAD_KEYS))
+        for cell in run.cells
+        if (load := cell.facts.get(LOAD))
+    ]
+    if rows:
+        header = ("cell", "cores of this host", "used by others before the cell", "used by others during it")
+        caption = "Cores that processes used which are not the measurement's. –: which are the service's is not known."
+        report.blocks.append(TableBlock("Load of the machine", header, rows, caption))
 
 
 def _resumption_caveats(run: RunData) -> list[str]:

@@ -3,58 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval
+
 RESAMPLES = 2000
-CONFIDENCE = 0.95
 _DRAWN_AT_ONCE = 4_000_000
-MIN_REPEATS = 5
-"""With fewer values than this an interval is declared unreliable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The mean of ``n`` values, in their own unit, with its 95 % interval from ``lo`` to ``hi``."""
-
-    mean: float
-    lo: float
-    hi: float
-    n: int
-
-    def to_dict(self) -> dict[str, float | int]:
-        """Plain values, rounded to a nanosecond of a millisecond figure."""
-        return {key: value if key == "n" else round(value, 6) for key, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Interval:
-        """The interval that `to_dict` wrote."""
-        return cls(float(plain["mean"]), float(plain["lo"]), float(plain["hi"]), int(plain["n"]))
-
-    def scaled(self, factor: float) -> Interval:
-        """The interval times a positive number."""
-        return Interval(self.mean * factor, self.lo * factor, self.hi * factor, self.n)
-
-    def text(self, unit: str = "ms", form: str | Callable[[float], str] = "+.2f") -> str:
-        """``+1.23 ms [0.98, 1.51]``. ``form`` is the format of the numbers, where ``+`` is for the mean only, or a
-        function that writes one. An empty ``unit`` is left out."""
-        if callable(form):
-            mean, lo, hi = (form(value) for value in (self.mean, self.lo, self.hi))
-        else:
-            mean, lo, hi = f"{self.mean:{form}}", *(f"{value:{form.lstrip('+')}}" for value in (self.lo, self.hi))
-        return f"{mean}{unit and f' {unit}'} [{lo}, {hi}]"
-
-
-def interval_text(
-    plain: Mapping[str, Any] | None, form: str | Callable[[float], str] = ".2f", *, factor: float = 1.0
-) -> str:
-    """The cell of a table for an interval of a summary, times ``factor``: ``1.23 [0.98, 1.51]``, or – without one."""
-    return "–" if plain is None else Interval.from_dict(plain).scaled(factor).text("", form)
 
 
 def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hashable] | None = None) -> Interval | None:
@@ -66,11 +26,13 @@ def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hasha
     if not values:
         return None
     sample = _Sample.of(values, groups)
-    lo, hi = _bounds(sample.resampled_means(np.random.default_rng(seed)), sample.parts)
+    lo, hi = math.nan, math.nan
+    if sample.n >= MIN_VALUES:
+        lo, hi = _bounds(sample.resampled_means(np.random.default_rng(seed)), sample.n)
     return Interval(float(np.mean(values)), lo, hi, sample.n)
 
 
-def plain_mean(values: Sequence[float], seed: int = 0) -> dict[str, float | int]:
+def plain_mean(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
     """`mean_interval` of at least one value, as plain values for a summary. ValueError without values."""
     interval = mean_interval(values, seed)
     if interval is None:
@@ -90,40 +52,39 @@ def difference_interval(
         return None
     draw = np.random.default_rng(seed)
     of_a, of_b = _Sample.of(a, groups and groups[0]), _Sample.of(b, groups and groups[1])
-    means = of_b.resampled_means(draw) - of_a.resampled_means(draw)
-    lo, hi = _bounds(means, min(of_a.parts, of_b.parts))
-    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, min(of_a.n, of_b.n))
+    lo, hi, n = math.nan, math.nan, min(of_a.n, of_b.n)
+    if n >= MIN_VALUES:
+        lo, hi = _bounds(of_b.resampled_means(draw) - of_a.resampled_means(draw), n)
+    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, n)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Values in ``n`` independent groups: the sum and the number of the values of each part that is resampled. The
-    parts are the groups, or the values if there is a single group, which says nothing about other groups."""
+    """Values in ``n`` independent groups: the sum and the number of the values of each."""
 
     sums: NDArray[np.float64]
     counts: NDArray[np.float64]
-    n: int
 
     @classmethod
     def of(cls, values: Sequence[float], groups: Sequence[Hashable] | None) -> _Sample:
         measured = np.asarray(values, float)
-        numbers = {} if groups is None else {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        if groups is None or len(numbers) == 1:
-            return cls(measured, np.ones_like(measured), len(numbers) or measured.size)
+        if groups is None:
+            return cls(measured, np.ones_like(measured))
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         places = np.fromiter((numbers[group] for group in groups), int, measured.size)
-        return cls(np.bincount(places, measured).astype(float), np.bincount(places).astype(float), len(numbers))
+        return cls(np.bincount(places, measured).astype(float), np.bincount(places).astype(float))
 
     @property
-    def parts(self) -> int:
+    def n(self) -> int:
         return int(self.sums.size)
 
     def resampled_means(self, draw: np.random.Generator) -> NDArray[np.float64]:
         """The means of `RESAMPLES` samples of as many groups, drawn with replacement; a part of them at a time, so that
         many values do not need much memory."""
-        at_once = max(1, _DRAWN_AT_ONCE // self.parts)
+        at_once = max(1, _DRAWN_AT_ONCE // self.n)
         parts = []
         for begun in range(0, RESAMPLES, at_once):
-            drawn = draw.integers(0, self.parts, (min(at_once, RESAMPLES - begun), self.parts))
+            drawn = draw.integers(0, self.n, (min(at_once, RESAMPLES - begun), self.n))
             parts.append(self.sums[drawn].sum(axis=1) / self.counts[drawn].sum(axis=1))
         return np.concatenate(parts)
 
@@ -133,11 +94,10 @@ def _bounds(means: NDArray[np.float64], n: int) -> tuple[float, float]:
 
     Plain percentiles are too narrow for few values: with five they hold the mean in 84 % of cases instead of 95 %. They
     are moved outward as far as Student's distribution is wider than the normal one (Hesterberg's expanded percentiles),
-    which makes it 92 % with five values and 94 to 96 % with more."""
+    which makes it 94 to 96 %."""
     normal = NormalDist()
-    tail = (1 - CONFIDENCE) / 2
-    if n > 1:
-        tail = normal.cdf(-math.sqrt(n / (n - 1)) * _student_quantile(normal.inv_cdf(1 - tail), n - 1))
+    wide = _student_quantile(normal.inv_cdf((1 + CONFIDENCE) / 2), n - 1)
+    tail = normal.cdf(-math.sqrt(n / (n - 1)) * wide)
     lo, hi = np.percentile(means, (100 * tail, 100 * (1 - tail)))
     return float(lo), float(hi)
 

@@ -14,15 +14,24 @@ import yaml
 from pydantic import Field, ValidationError
 
 from experiments.bench.report import SLO
-from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.mode_pairs import COLOCATED, PD, PairSender, added_ms, differences_of, pairs_of
+from experiments.experiment import Bench, Cell, Experiment
+from experiments.mode_pairs import (
+    COLOCATED,
+    PD,
+    PairOptions,
+    PairSender,
+    added_ms,
+    added_text,
+    differences_of,
+    pairs_of,
+)
 from experiments.plots import overview
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, unexpected_bytes
+from experiments.request_row import RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
-from experiments.statistics import Interval, interval_text, mean_interval
+from experiments.statistics import mean_interval
 from experiments.under_load import (
     LoadPlan,
     check_slo,
@@ -38,6 +47,7 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.core.interval import MIN_VALUES, apart, interval_text
 from pdserve.core.timeline import Figure
 
 _WARM_UP_PAIRS = 1
@@ -46,7 +56,7 @@ Transport = Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist
 Overlap = Literal["none", "chunk", "layer"]
 
 
-class SweepOptions(Options):
+class SweepOptions(PairOptions):
     """The keys of a sweep's file. Lists are the dimensions of the matrix."""
 
     transports: tuple[Transport, ...] = Field(("auto",), min_length=1, description="transports")
@@ -58,7 +68,7 @@ class SweepOptions(Options):
     rates: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] = Field(
         (0.0,), min_length=1, description="loads in requests/s; 0 is one request at a time"
     )
-    repeats: int = Field(5, ge=1, le=10_000, description="pairs at rate 0, and loads of each mode at other rates")
+    repeats: int = Field(6, ge=1, le=10_000, description="pairs at rate 0, and loads of each mode at other rates")
     output_len: int = Field(16, ge=2, description="tokens that each request generates")
     duration_s: float = Field(10.0, gt=0, le=86_400, description="seconds of each load")
     slo: str = Field("auto", description="limits in ms: ttft=200,itl=50; auto: twice the idle colocated latencies")
@@ -119,7 +129,7 @@ class Sweep(Experiment):
 
     name: ClassVar[str] = "sweep"
     question: ClassVar[str] = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
-    options_type: ClassVar[type[Options]] = SweepOptions
+    options_type: ClassVar[type[SweepOptions]] = SweepOptions
     options: SweepOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -151,7 +161,7 @@ class Sweep(Experiment):
                     load = f"rate-{rate:g}" if rate else "idle"
                     parameters = {**place, "prompt_len": length, "load": load, **({"rate": rate} if rate else {})}
                     work = self._load(rate).planned() if rate else options.repeats
-                    sending_s = self._load(rate).sending_s if rate else 0.0
+                    sending_s = self._load(rate).sending_s if rate else options.pairs_s
                     name = "/".join(map(str, (*place.values(), length, load)))
                     cells.append(Cell(name, parameters, service, work, sending_s, may_overload=bool(rate)))
         return cells
@@ -182,7 +192,7 @@ class Sweep(Experiment):
                 return
             vocab_size = (await client.status()).vocab_size
             sender = PairSender(bench, client, vocab_size, output_len, self.options.seed)
-            await sender.send(length, self.options.repeats, warm_up=_WARM_UP_PAIRS)
+            await sender.send(length, self.options.repeats, self.options, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``; see docs/experiments/sweep.md."""
@@ -195,7 +205,7 @@ class Sweep(Experiment):
             if "rate" in cell.parameters:
                 figures = summarise_load(cell, rows, self._slo(cell, run), self.options.seed)
             else:
-                figures = _summarise_idle(rows, self.options.seed)
+                figures = _summarise_idle(rows)
             cells.append({
                 "cell": cell.cell,
                 **cell.parameters,
@@ -208,9 +218,10 @@ class Sweep(Experiment):
             for each in differences_of(cell["cell"], run.rows_of(cell["cell"]), under_load=cell["load"] != "idle")
         ]
         failed += [
-            f"{cell['cell']}: {sum(cell['errors'].values())} requests failed"
+            each
             for cell in cells
-            if cell["load"] == "idle" and any(cell["errors"].values())
+            if cell["load"] == "idle"
+            for each in failures(cell["cell"], run.rows_of(cell["cell"]))
         ]
         return {"experiment": self.name, "cells": cells, "failed": failed}
 
@@ -234,7 +245,11 @@ class Sweep(Experiment):
             ),
             caveats=[
                 *load_caveats(loaded),
-                *(["Fewer than five repeats: the intervals are unreliable."] if self.options.repeats < 5 else []),
+                *(
+                    [f"Fewer than {MIN_VALUES} repeats: there are no intervals."]
+                    if self.options.repeats < MIN_VALUES
+                    else []
+                ),
             ],
             failures=summary["failed"],
         )
@@ -248,18 +263,14 @@ def _exposed_ms(rows: Sequence[RequestRow]) -> list[float]:
     return [float(row.transfer["exposed_ms"]) for row in rows if row.arm == PD and "exposed_ms" in row.transfer]
 
 
-def _summarise_idle(rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
+def _summarise_idle(rows: Sequence[RequestRow]) -> dict[str, Any]:
     done = {arm: [row for row in rows if row.arm == arm and row.error is None] for arm in (PD, COLOCATED)}
     pairs, _ = pairs_of(rows)
-    added = {
-        figure.value: None if (interval := added_ms(pairs, figure, seed)) is None else interval.to_dict()
-        for figure in Figure
-    }
     equal = [pd.token_hash == colocated.token_hash for pd, colocated in pairs]
     return {
         "n": len(pairs),
         "errors": {arm: sum(row.arm == arm and row.error is not None for row in rows) for arm in (PD, COLOCATED)},
-        "added_ttft_ms": added,
+        "added_ttft_ms": {figure.value: added_ms(pairs, figure) for figure in Figure},
         "arms_ms": {arm: latencies(each) for arm, each in done.items()},
         "tokens_equal": all(equal) if equal else None,
         "tokens_equal_share": sum(equal) / len(equal) if equal else None,
@@ -273,16 +284,15 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
     idle = [cell for cell in cells if cell["load"] == "idle" and cell["added_ttft_ms"]["ttft_decode"]]
     sentences = []
     if idle:
-        by_added = sorted(idle, key=lambda cell: cell["added_ttft_ms"]["ttft_decode"]["mean"])
-        ends = [(cell["cell"], Interval.from_dict(cell["added_ttft_ms"]["ttft_decode"])) for cell in by_added]
-        sentences.append(
-            f"On an idle service, disaggregation adds between {ends[0][1].text()} ({ends[0][0]}) and "
-            f"{ends[-1][1].text()} ({ends[-1][0]}) to token 2."
-        )
+        by_added = sorted(idle, key=lambda cell: cell["added_ttft_ms"]["ttft_decode"]["median"])
+        least, most = by_added[0], by_added[-1]
+        ends = (least,) if least is most else (least, most)
+        texts = [f"{added_text('token 2', each['added_ttft_ms']['ttft_decode'])} in {each['cell']}" for each in ends]
+        sentences.append(f"On an idle service {' and '.join(texts)}.")
     judged = [cell for cell in cells if cell["load"] != "idle" and cell["slo_ms"]]
     if judged:
-        better = sum(cell["attainment"][PD]["lo"] > cell["attainment"][COLOCATED]["hi"] for cell in judged)
-        worse = sum(cell["attainment"][PD]["hi"] < cell["attainment"][COLOCATED]["lo"] for cell in judged)
+        signs = [apart(cell["attainment"][PD], cell["attainment"][COLOCATED]) for cell in judged]
+        better, worse = signs.count(1), signs.count(-1)
         sentences.append(
             f"Of {len(judged)} cells under load, disaggregated requests met the SLO more often in {better}, less often "
             f"in {worse}, and indistinguishably in {len(judged) - better - worse}."

@@ -38,12 +38,13 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, interval_text, plain_mean
+from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import MIN_VALUES, Interval, interval_text
 
 MEMCPY, SOCKET = "memcpy", "socket"
 CEILING_OF = {"shm": MEMCPY, "nixl": MEMCPY, "tcp": SOCKET, "grpc_stream": SOCKET, "torch_dist": SOCKET}
@@ -66,7 +67,7 @@ class TransportOptions(Options):
         description="sizes in KiB",
         json_schema_extra={"quick": [64, 512, 4096, 16384]},
     )
-    repeats: int = Field(6, ge=1, description="how often processes are started anew", json_schema_extra={"quick": 5})
+    repeats: int = Field(6, ge=1, description="how often processes are started anew", json_schema_extra={"quick": 6})
     rounds: int = Field(
         7,
         ge=1,
@@ -373,7 +374,7 @@ def _answer(summary: Mapping[str, Any]) -> str:
     for name, cell in sorted(best.items(), key=lambda item: -item[1]["gbs"]["mean"]):
         of = "the link's ceiling" if cell["ceiling"] == "link" else plots.NAMES[cell["ceiling"]]
         share = f", {100 * cell['share']['mean']:.0f} % of {of}" if cell["share"] else ""
-        cost = f", and a {what} costs {costs[name].mean:.0f} µs" if name in costs else ""
+        cost = f", and a {what} costs {costs[name].value:.0f} µs" if name in costs else ""
         parts.append(f"{name} moves {cell['gbs']['mean']:.2g} GB/s{share}{cost}")
     return f"With {plots.size_text(largest)}, {'; '.join(parts)}."
 
@@ -397,8 +398,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
             "The cost of a message includes waking the receiving process, which a busy receiver does not pay.",
         ]
         caveats += [f"{name} was not measured: {why}" for name, why in summary["unavailable"].items()]
-    if any(cell["gbs"]["n"] < MIN_REPEATS for cell in summary["cells"]):
-        caveats.append(f"Figures of fewer than {MIN_REPEATS} repeats have unreliable intervals.")
+    if any(cell["gbs"]["n"] < MIN_VALUES for cell in summary["cells"]):
+        caveats.append(f"Figures of fewer than {MIN_VALUES} repeats have no intervals.")
     return caveats
 
 

@@ -20,12 +20,13 @@ from experiments.load import Lag, Outcome, run_load
 from experiments.mode_pairs import COLOCATED, PD, causes_of, pairs_of
 from experiments.request_row import LAG, RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell
-from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
+from experiments.statistics import abba, difference_interval, mean_interval, percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import Workload
 from pdserve.client.async_client import AsyncClient
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import MIN_VALUES, Interval
 from pdserve.core.request import Mode
 from pdserve.core.timeline import STAGE_NAMES, Figure
 
@@ -230,7 +231,7 @@ def _causes(done: Mapping[str, Sequence[RequestRow]], added: Interval | None) ->
     if added is None:
         return {"causes_ms": None, "unexplained_ms": None, "explained_pct": None}
     pd, colocated = ([row for row in done[arm] if row.ttft_decode_ms is not None] for arm in ARMS)
-    return causes_of(pd, colocated, added.mean, (LAG, *STAGE_NAMES))
+    return causes_of(pd, colocated, added.value, (LAG, *STAGE_NAMES))
 
 
 def _values(rows: Sequence[RequestRow], figure: Figure) -> list[float]:
@@ -283,10 +284,10 @@ def load_caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{unsent} requests were due, but the load generator did not come to them before their load ended. They "
             "count as requests that miss the SLO."
         )
-    if any(cell["rounds"] < 5 for cell in cells):
+    if any(cell["rounds"] < MIN_VALUES for cell in cells):
         caveats.append(
-            "Requests of one round share a queue, so the intervals under load resample rounds. With fewer than five of "
-            "them they are unreliable."
+            "Requests of one round share a queue, so the intervals under load resample rounds. With fewer than "
+            f"{MIN_VALUES} of them there are none."
         )
     if cells:
         caveats.append(

@@ -14,6 +14,7 @@ from gateway.quota import Quota, TokenLimits
 from gateway.token_file import TokenEntry, digest_of, read_token_file
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError, Unauthenticated
+from pdserve.core.request import MAX_PRIORITY
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +27,13 @@ _UNKNOWN = "authorization: the token is unknown or has expired"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who made a call, what that one may still use, and how to find the KV that others of the same name have cached.
-    Anyone has no name."""
+    """Who made a call, what that caller may still use, and how to find the KV that others of the same name have cached.
+    Without tokens all callers have the empty name. ``sees_all``: an operator, who sees the requests of all callers."""
 
     name: str
     quota: Quota
     shares_cache: bool = True
+    sees_all: bool = False
 
     def salt_of(self, salt: str) -> str:
         """The salt under which KV of a request with ``salt`` is cached. Names have no slash, so that two callers never
@@ -50,7 +52,7 @@ class Callers:
         self._path = path
         self._clock = clock
         self._wall_s = wall_s
-        self._anyone = Caller("", Quota(TokenLimits(), clock))
+        self._anyone = Caller("", Quota(TokenLimits(min_priority=-MAX_PRIORITY), clock), sees_all=True)
         self._known: list[tuple[TokenEntry, bytes, Caller]] = []
         self._seen: tuple[int, ...] | None = None
         if path is not None:
@@ -96,7 +98,8 @@ class Callers:
         for entry in file.tokens:
             quota = quotas.get(entry.name) or Quota(entry.limits, self._clock)
             quota.limits = entry.limits
-            known.append((entry, entry.digest, Caller(entry.name, quota, file.shared_cache)))
+            caller = Caller(entry.name, quota, file.shared_cache, entry.operator)
+            known.append((entry, entry.digest, caller))
         self._known = known
 
 

@@ -13,6 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.tool_calls import format_of
 from pdserve.core.errors import InvalidRequest, ModelError
 
 NO_TEMPLATE = (
@@ -48,6 +49,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._special_tokens = dict(special_tokens)
+        self.tool_format = format_of(sources.get("tool_use", sources["default"]))
+        """How the model writes tool calls; None if that is not known."""
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except TemplateError as error:

@@ -18,10 +18,12 @@ from grpc_reflection.v1alpha import reflection
 from engine.model.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.authentication import Authentication
+from gateway.grpc_api.connection_guard import MAX_STREAMS, ConnectionGuard, bounds_options
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
 from gateway.grpc_api.keepalive import keepalive_options
 from gateway.grpc_api.malformed import RefuseMalformed
 from gateway.http_api.app import make_app
+from gateway.http_api.bodies import Bodies
 from gateway.http_api.generation import Served
 from gateway.http_api.server import HttpServer
 from gateway.inference import Inference, Observer
@@ -63,7 +65,8 @@ LOOK_EVERY_S = 0.1
 DRAIN_S = 5.0  # time for running requests when the gateway stops
 STOPPING = "the service is being stopped; send the request to another one"
 
-MAX_PENDING_CALLS = 1_000_000
+MAX_PENDING_CALLS = 4 * MAX_STREAMS
+"""Calls that wait for a handler. They take up to 30 KB of gRPC's memory each, also when their client has left."""
 MAX_PENDING_S = 3600
 
 
@@ -73,18 +76,22 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", 64 * 2**20),
         ("grpc.max_receive_message_length", max_receive_bytes),
         # By default gRPC drops calls at random once 1000 wait for a handler, and those that wait for 30 s. Here the
-        # router's queue refuses requests.
+        # router's queue refuses the requests of an honest burst.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
+        *bounds_options(),
     ]
 
 
 class Gateway:
     """``connect`` opens the control connection to a worker that has registered. Only workers that know ``secret`` can
     register, over ``tls`` if the worker plane has it. ``registry_address`` is the internal ``host:port`` that workers
-    report to (port 0: any). ``context_length`` is the model's. `ModelError` if the folder's tokenizer is broken,
-    `ConfigError` if a file for TLS or tokens is, or the service would be reachable unprotected."""
+    report to (port 0: any). ``context_length`` is the model's. ``cache_key`` separates the cached KV of callers; by
+    default it is made of the secret, so that a service with another secret finds none of the KV on disk.
+    ``restarted``: the service ran before this gateway, so requests wait for workers to report instead of being refused.
+    `ModelError` if the folder's tokenizer is broken, `ConfigError` if a file for TLS or tokens is, or the service would
+    be reachable unprotected."""
 
     def __init__(
         self,
@@ -100,9 +107,11 @@ class Gateway:
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
         service: str = "",
+        cache_key: bytes | None = None,
+        restarted: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        clock = clock or MonotonicClock()
+        clock = self._clock = clock or MonotonicClock()
         self._config = config
         self._service, self._secret = service, secret
         self._security = security = security_of(config.gateway, clock)
@@ -112,6 +121,8 @@ class Gateway:
         # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
         self.registry = WorkerRegistry(RunningAwakeClock(), config.router, config.gateway.replicas)
         both_roles = config.cluster.prefill and config.cluster.decode
+        if restarted:
+            self.registry.expect_workers(list(Mode) if both_roles else [Mode.COLOCATED])
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
         self._directory = WorkerDirectory(self.registry, connect)
@@ -132,7 +143,8 @@ class Gateway:
             [note] if note else [],
         )
         tokenizer = load_tokenizer(model_folder)
-        self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
+        self._context_length = config.engine.max_model_len or context_length
+        self._max_message_bytes = max_message_bytes(self._context_length, tokenizer)
         self._metrics = Metrics(
             ServiceState(
                 lambda: self.registry.workers,
@@ -158,6 +170,7 @@ class Gateway:
             security.callers,
             clock,
             config.gateway.default_timeout_s,
+            cache_key or secret.cache_key,
             observers,
         )
         self._port = 0
@@ -196,9 +209,10 @@ class Gateway:
     async def start(self) -> None:
         """Listen on all ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
+        guard = ConnectionGuard(self._max_message_bytes, self._clock)
         public = grpc.aio.server(
             options=[*_options(self._max_message_bytes), *keepalive_options()],
-            interceptors=[Authentication(self._inference.identify), RefuseMalformed()],
+            interceptors=[Authentication(self._inference.identify, guard), RefuseMalformed()],
         )
         proofs = StreamListener(self._secret, REGISTRY.purpose, "")
         registry = RegistryService(self._directory, uuid.uuid4().hex, self._service)
@@ -207,12 +221,13 @@ class Gateway:
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        InferenceServicer(self._inference, self._report.public).add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
         tls = self._security.tls
         credentials = None if tls is None else tls.grpc_credentials()
         self._port = _listen(public, config.host, config.port, "gateway.port", credentials)
+        guard.port = self._port
+        InferenceServicer(self._inference, self._report.public, guard).add_to(public)
         self._registry_port = _listen(
             internal,
             self._registry_host,
@@ -231,6 +246,7 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(self._maintain_health(checks)),
             asyncio.create_task(self._watch_heartbeats()),
+            asyncio.create_task(self._guard_connections(guard)),
         ]
         if self._config.scaling.controller != "off":
             self._tasks.append(asyncio.create_task(self._watch_load()))
@@ -311,12 +327,18 @@ class Gateway:
         config = self._config.gateway
         if not config.served_http_port:
             return None
-        served = Served(self._inference, self._model, self._chat_template, self._max_message_bytes)
-        app = make_app(served, self._version, lambda: self.problem, self._metrics.text, self._live_view)
+        bodies = Bodies(self._context_length, self._max_message_bytes)
+        served = Served(self._inference, self._model, self._chat_template, bodies)
+        app = make_app(
+            served,
+            self._version,
+            lambda: self.problem,
+            self._metrics.text,
+            lambda caller: live_view(self._inference, self._report.public, self._last, caller),
+            self._security.host_names,
+            config.report,
+        )
         return HttpServer(app, config.host, config.served_http_port, self._security.tls)
-
-    def _live_view(self) -> dict[str, Any]:
-        return live_view(self._inference, self._report.public, self._last)
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:
@@ -342,6 +364,12 @@ class Gateway:
             await asyncio.sleep(min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4))
             with _logging_failures("watching heartbeats"):
                 self._directory.expire()
+
+    async def _guard_connections(self, guard: ConnectionGuard) -> None:
+        while True:
+            await asyncio.sleep(guard.pause_s)
+            with _logging_failures("looking at the connections"):
+                guard.look()
 
     async def _watch_load(self) -> None:
         while True:

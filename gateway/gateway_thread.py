@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from worker.client import WorkerClient
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 5.0
 
@@ -31,15 +34,22 @@ T = TypeVar("T")
 
 
 class GatewayThread:
-    """A gateway of the service with this ``secret``, on a thread of this process. ModelError if the model cannot be
-    read, ConfigError if a file for TLS or tokens cannot be used. Methods raise LaunchError if the gateway does not
-    answer."""
+    """A gateway of the service with this ``secret``, on a thread of this process. ``cache_key``, ``restarted``: see
+    `Gateway`. ModelError if the model cannot be read, ConfigError if a file for TLS or tokens cannot be used. Methods
+    raise LaunchError if the gateway does not answer."""
 
     def __init__(
-        self, config: PdserveConfig, registry_address: str, version: str, secret: ServiceSecret, service: str = ""
+        self,
+        config: PdserveConfig,
+        registry_address: str,
+        version: str,
+        secret: ServiceSecret,
+        service: str = "",
+        cache_key: bytes | None = None,
+        restarted: bool = False,
     ) -> None:
         tls = plane_tls(config.cluster)
-        model = resolve_model(config.model.path)
+        model = resolve_model(config.model.path, log.info)
         self._gateway = Gateway(
             config,
             model_name=model.name,
@@ -52,6 +62,8 @@ class GatewayThread:
             registry_address=registry_address,
             version=version,
             service=service,
+            cache_key=cache_key,
+            restarted=restarted,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)

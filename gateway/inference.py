@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import NotReady, PdserveError
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.logs import bind_request
+from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, Breakdown, EventKind, Figure
@@ -59,9 +61,9 @@ class Arrival:
     claims: list[Claim] = field(default_factory=list)
     """The request ids that it uses or has used."""
 
-    def client(self, user: str) -> str:
-        """Who takes turns with others in the queue: the bearer of the token. Where calls need none, the ``user`` whom
-        the call names, else the host that it came from."""
+    def client(self, user: str = "") -> str:
+        """Who takes turns with others: the bearer of the token. Where calls need none, the ``user`` that the call names
+        or the host that it came from."""
         return self.caller.name or user[:MAX_USER_CHARACTERS] or self.host
 
 
@@ -107,7 +109,8 @@ class Observer(Protocol):
         ...
 
     def gap(self, seconds: float, index: int) -> None:
-        """Token number ``index`` of a request (from 0) came ``seconds`` after the one before."""
+        """Token number ``index`` of a request (from 0) reached the gateway ``seconds`` after the one before, which says
+        nothing about how quickly its client reads."""
         ...
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
@@ -125,7 +128,8 @@ class Observer(Protocol):
 
 class Inference:
     """``limits`` gives the workers' limits (None: none has registered yet). ``default_timeout_s`` is the deadline of
-    calls that bring none."""
+    calls that bring none. ``cache_key`` separates the cached KV of callers; it is the same for all gateways of a
+    service."""
 
     def __init__(
         self,
@@ -135,9 +139,11 @@ class Inference:
         callers: Callers,
         clock: Clock,
         default_timeout_s: float,
+        cache_key: bytes,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.tokenizer = tokenizer
+        self._default_timeout_s = default_timeout_s
         self.draining: NotReady | None = None
         """The error that refuses new calls; None if they are served."""
         self.in_progress = 0
@@ -146,12 +152,13 @@ class Inference:
         self._limits = limits
         self._callers = callers
         self._clock = clock
-        self._default_timeout_s = default_timeout_s
+        self._cache_key = cache_key
         self._observers = tuple(observers)
-        self.running: dict[str, RequestRecord] = {}
-        """Requests whose prompt has been read and that have not ended, by id, the oldest first."""
+        self.running: dict[tuple[str, str], RequestRecord] = {}
+        """Requests whose prompt has been read and that have not ended, by their caller's name and their id, the oldest
+        first."""
         self._ids = RequestIds()
-        self._being_read = 0  # requests whose prompt is being tokenized or waits for it
+        self._being_read = Counter[str]()  # requests whose prompt is being tokenized or waits for it, by client
 
     def identify(self, authorization: str) -> Caller:
         """Who makes a call with this value of the header ``authorization`` (empty: there is none). `Unauthenticated` if
@@ -159,8 +166,12 @@ class Inference:
         try:
             return self._callers.identify(authorization)
         except PdserveError as error:
-            self._note_failure(error, None)
+            self.refused(error)
             raise
+
+    def refused(self, error: PdserveError) -> None:
+        """Tell the observers of a call that was refused with ``error`` before it was admitted."""
+        self._note_failure(error, None)
 
     @contextmanager
     def admission(
@@ -175,10 +186,12 @@ class Inference:
         try:
             if self.draining is not None:
                 raise NotReady(*self.draining.args)
-            self._router.arrived(self._being_read)
+            # Its limits come first: a call that exceeds them must not count as an arrival, which can pause streams.
             permit.take(1)
+            self._router.arrived(caller.name or host, self._being_read)
         except PdserveError as error:
-            self._note_failure(error, None)
+            permit.end()
+            self.refused(error)
             raise
         timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
         arrival = Arrival(caller, permit, received_s, Deadline(received_s + timeout_s, self._clock), traceparent, host)
@@ -204,6 +217,10 @@ class Inference:
             permit.end()
             arrival.deadline.close()
 
+    def was_read(self) -> None:
+        """Note that the message of an admitted call was read. Many in a short time pause running requests."""
+        self._router.was_read()
+
     def admit_outputs(self, arrival: Arrival, count: int) -> None:
         """Have the ``count`` outputs of a call count as so many requests of its caller. `CapacityExceeded` if they
         exceed a limit."""
@@ -218,9 +235,11 @@ class Inference:
         """The workers' limits; None if no worker has registered yet."""
         return self._limits()
 
-    def limits(self) -> Limits:
-        """The workers' limits. The error that says why, if no worker has registered yet."""
-        return self._limits_for(Mode.AUTO)
+    async def limits(self, arrival: Arrival, mode: Mode = Mode.AUTO) -> Limits:
+        """The workers' limits. If no worker has registered yet, waits for one within the call's deadline if the service
+        was ready before the gateway was restarted, and else raises the error that says why."""
+        doing = "waiting for the service's workers to report to the gateway"
+        return await arrival.deadline.bound(self._await_limits(mode), doing)
 
     async def generate(
         self, submission: Submission, arrival: Arrival, task: asyncio.Task[Any] | None = None
@@ -232,22 +251,29 @@ class Inference:
         claim = await self._ids.claim(submission, arrival.caller.name, arrival.deadline, task)
         arrival.claims.append(claim)
         request_id = claim.request_id
+        key = arrival.caller.name, request_id
         bind_request(request_id)
         try:
-            self._being_read += 1
+            client = arrival.client()
+            self._being_read[client] += 1
             try:
-                reading = self._read(submission, request_id, arrival)
+                self._check(submission, arrival)
+                limits = await self.limits(arrival, submission.mode)
+                reading = self._read(submission, request_id, arrival, limits)
                 request = await arrival.deadline.bound(reading, "its prompt was tokenized")
             finally:
-                self._being_read -= 1
+                self._being_read[client] -= 1
+                if not self._being_read[client]:
+                    del self._being_read[client]
             record = RequestRecord(
                 request,
                 arrival.deadline,
                 client=arrival.client(submission.user),
+                holder=client,
                 output_token_ids=list(request.output_token_ids),
             )
             record.timeline.record(EventKind.RECEIVED, GATEWAY, arrival.received_s)
-            self.running[request_id] = record
+            self.running[key] = record
             detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
             text = OutputText(detokenizer, request.sampling.stop)
             if (ended := await self._resume(record, text)) is not None:
@@ -257,7 +283,7 @@ class Inference:
                 async for output in outputs:
                     yield output
         finally:
-            self.running.pop(request_id, None)
+            self.running.pop(key, None)
             claim.end()
 
     def _note_cancelled(self) -> None:
@@ -268,27 +294,38 @@ class Inference:
         for observer in self._observers:
             observer.failed(error, arrival)
 
-    def _limits_for(self, mode: Mode) -> Limits:
-        limits = self._limits()
-        if limits is None:
-            run_mode = self._router.auto_mode if mode is Mode.AUTO else mode
-            raise self._router.registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
-        return limits
+    async def _await_limits(self, mode: Mode) -> Limits:
+        if (limits := self._limits()) is not None:
+            return limits
+        registry, changed = self._router.registry, asyncio.Event()
+        run_mode = self._router.auto_mode if mode is Mode.AUTO else mode
+        if not registry.was_available(run_mode):
+            raise registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
+        unsubscribe = registry.subscribe_workers(changed.set)
+        try:
+            while (limits := self._limits()) is None:
+                await changed.wait()
+                changed.clear()
+            return limits
+        finally:
+            unsubscribe()
 
-    async def _read(self, submission: Submission, request_id: str, arrival: Arrival) -> Request:
+    def _check(self, submission: Submission, arrival: Arrival) -> None:
+        """Check what does not depend on the workers."""
         check_salt(submission.salt)
         arrival.caller.quota.check_priority(submission.priority)
         check_session_id(submission.session_id)
         check_sampling(submission.sampling, self.tokenizer)
-        limits = self._limits_for(submission.mode)
+
+    async def _read(self, submission: Submission, request_id: str, arrival: Arrival, limits: Limits) -> Request:
         check_stop_token_ids(submission.sampling, limits.vocab_size)
         check_logit_bias(submission.sampling, limits.vocab_size)
-        prompt = await prompt_of(submission, self.tokenizer, limits)
+        prompt = await prompt_of(submission, self.tokenizer, limits, arrival.client())
         fitted = fit_max_tokens(submission, len(prompt), limits)
         resume = check_resume(submission.resume, fitted, limits)
         sampling = seeded(fitted, request_id)
-        arrival.caller.quota.spend_prompt(len(prompt))
-        salt = arrival.caller.salt_of(submission.salt)
+        arrival.caller.quota.spend_prompt(len(prompt) + len(resume))  # tokens to resume after are prefilled as well
+        salt = keyed_salt(arrival.caller.salt_of(submission.salt), self._cache_key)
         return Request(
             request_id,
             prompt,
@@ -328,7 +365,8 @@ class Inference:
             index = resumed = len(record.output_token_ids)
             before_s = 0.0
             async for token in generation:
-                arrival.caller.quota.spend(1)
+                arrival.caller.quota.spend(1 + record.recomputed_tokens)
+                was_paused, record.recomputed_tokens = bool(record.recomputed_tokens), 0
                 text = output.add(token.token_id)
                 if token.finish_reason is not None:
                     finish_reason = token.finish_reason
@@ -339,12 +377,12 @@ class Inference:
                 if index < len(_EMITTED) and not resumed:
                     timeline.record(_EMITTED[index], GATEWAY, now_s)
                 if index > resumed:
-                    for observer in self._observers:
-                        observer.gap(now_s - before_s, index)
+                    for observer in () if was_paused else self._observers:
+                        observer.gap(token.arrived_s - before_s, index)
                 elif not resumed:
                     for observer in self._observers:
                         observer.first(record, now_s - arrival.received_s)
-                before_s = now_s
+                before_s = token.arrived_s
                 last = output.stopped or token.finish_reason is not None
                 yield OutputToken(record, token.token_id, text, index, last, token.logprobs)
                 index += 1

@@ -1,13 +1,18 @@
-"""What the live page shows: the service's state, running requests, and the breakdowns of the last ones."""
+"""What the live page shows: the service's state, running requests, and the breakdowns of the last ones.
+
+A caller sees its own requests; operators see those of all callers."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from gateway.account import account_of
+from gateway.callers import Caller
 from gateway.inference import Arrival, Completion, Inference
 from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import Figure
@@ -15,22 +20,29 @@ from pdserve.pb import inference_pb2 as pb
 from router.request_record import RequestRecord
 
 FINISHED = 12
-"""Finished requests that are kept."""
+"""Finished requests of each caller that are kept, and finished requests that are shown."""
 RUNNING = 50
 """Running requests that are shown, the oldest first."""
 
 
 class LastRequests:
-    """Keeps the last finished requests. What `plain` gives of them has no text."""
+    """Keeps what the page shows of the last finished requests of each caller, which has no text, and ``counts`` of all:
+    first tokens, later tokens with a known gap, and the sums of TTFT and of gaps in seconds."""
 
     def __init__(self) -> None:
-        self._finished: deque[Completion] = deque(maxlen=FINISHED)
+        self.counts = {"first_tokens": 0, "ttft_s": 0.0, "gaps": 0, "itl_s": 0.0}
+        self._finished: dict[str, deque[tuple[int, dict[str, Any]]]] = {}  # by caller, with their place among all
+        self._count = itertools.count()
 
     def first(self, record: RequestRecord, seconds: float) -> None:
-        """Not shown."""
+        """Count it."""
+        self.counts["first_tokens"] += 1
+        self.counts["ttft_s"] += seconds
 
     def gap(self, seconds: float, index: int) -> None:
-        """Not shown."""
+        """Count it."""
+        self.counts["gaps"] += 1
+        self.counts["itl_s"] += seconds
 
     def cancelled(self) -> None:
         """Not shown."""
@@ -41,16 +53,22 @@ class LastRequests:
     def finished(self, completion: Completion, arrival: Arrival) -> None:
         """Keep a finished request, unless it was resumed: its first tokens were not made here."""
         if completion.breakdowns[Figure.TTFT] is not None:
-            self._finished.append(completion)
+            own = self._finished.setdefault(arrival.caller.name, deque(maxlen=FINISHED))
+            own.append((next(self._count), _finished(completion)))
 
-    def plain(self) -> list[dict[str, Any]]:
-        """The last requests, the newest first."""
-        return [_finished(completion) for completion in reversed(self._finished)]
+    def plain(self, caller: Caller) -> list[dict[str, Any]]:
+        """The last requests that ``caller`` may see, the newest first."""
+        seen = self._finished.values() if caller.sees_all else [self._finished.get(caller.name, ())]
+        newest = heapq.nlargest(FINISHED, itertools.chain(*seen), key=itemgetter(0))
+        return [finished for _, finished in newest]
 
 
-def live_view(inference: Inference, status: Callable[[], pb.GetStatusResponse], last: LastRequests) -> dict[str, Any]:
-    """Plain values for the live page. Nothing of prompts or outputs, and no address."""
+def live_view(
+    inference: Inference, status: Callable[[], pb.GetStatusResponse], last: LastRequests, caller: Caller
+) -> dict[str, Any]:
+    """Plain values for the live page, as ``caller`` may see it. Nothing of prompts or outputs, and no address."""
     now = status()
+    running = (record for (name, _), record in inference.running.items() if caller.sees_all or name == caller.name)
     return {
         "ready": now.ready,
         "model": now.model,
@@ -58,6 +76,7 @@ def live_view(inference: Inference, status: Callable[[], pb.GetStatusResponse], 
         "uptime_s": round(now.uptime_s, 1),
         "queued": now.queued,
         "running": now.running,
+        "counts": last.counts,
         "workers": [
             {
                 "id": worker.worker_id,
@@ -85,9 +104,9 @@ def live_view(inference: Inference, status: Callable[[], pb.GetStatusResponse], 
                 "max_tokens": record.request.sampling.max_tokens,
                 "placement": record.placements[-1] if record.placements else "",
             }
-            for record in itertools.islice(inference.running.values(), RUNNING)
+            for record in itertools.islice(running, RUNNING)
         ],
-        "finished": last.plain(),
+        "finished": last.plain(caller),
     }
 
 

@@ -6,10 +6,10 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.inference import Arrival, Completion
 from pdserve.core.clock import Clock
 from pdserve.core.config import SloConfig
 from pdserve.core.errors import PdserveError
@@ -18,17 +18,22 @@ from pdserve.core.worker import Role
 from router.request_record import RequestRecord
 from router.worker_view import WorkerView
 
+if TYPE_CHECKING:
+    from gateway.inference import Arrival, Completion  # the supervisor imports this module alone
+
 SHARES = (0.25, 1 / 3, 0.4, 0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 1.0)
 """Shares of an objective up to which durations are counted apart."""
 
 
 class RoleSamples(msgspec.Struct):
     """Sums over all looks at the workers of a role. ``load``: the mean share of their capacity in use. ``running``: the
-    mean number of requests in a batch. ``short``: 1 if the next request waited for a worker of this role."""
+    mean number of requests in a batch. ``short``: 1 if the next request waited for a worker of this role. ``ready``:
+    the number of workers that were ready."""
 
     load: float = 0.0
     running: float = 0.0
     short: int = 0
+    ready: int = 0
 
 
 class GatewayLoad(msgspec.Struct):
@@ -38,8 +43,11 @@ class GatewayLoad(msgspec.Struct):
     than the share before and at most this one of the objective, then those beyond it. Empty without an objective.
     ``first_tokens``, ``prompt_tokens``: first tokens, and the tokens of their prompts. ``gaps``: further tokens.
     ``looks``: looks at the workers; ``samples`` is what they saw, by role.
-    Now: ``workers`` that are ready, by role; requests that are ``waiting`` for their first token, ``overdue`` ones of
-    them, which have missed its objective already, and those that are ``decoding``.
+    Now: requests that are ``waiting`` for their first token, ``overdue`` ones of them, which have missed its objective
+    already, and those that are ``decoding``.
+
+    Times are between events at the gateway that the client has no part in: a first token counts from when the prompt
+    had been read, and a gap until the token reached the gateway.
     """
 
     ttft: list[int] = []
@@ -49,7 +57,6 @@ class GatewayLoad(msgspec.Struct):
     gaps: int = 0
     looks: int = 0
     samples: dict[Role, RoleSamples] = {}
-    workers: dict[Role, int] = {}
     waiting: int = 0
     overdue: int = 0
     decoding: int = 0
@@ -75,6 +82,8 @@ class LoadMeter:
         self._load.first_tokens += 1
         self._load.prompt_tokens += len(record.request.prompt_token_ids)
         if self._ttft:
+            time = record.timeline.gateway_time
+            seconds = time(EventKind.TOKEN_1_ARRIVED) - time(EventKind.TOKENIZED)
             self._load.ttft[bisect_left(self._ttft, seconds)] += 1
 
     def gap(self, seconds: float, index: int) -> None:
@@ -97,7 +106,7 @@ class LoadMeter:
         self._load.looks += 1
         for role, samples in self._load.samples.items():
             ready = [worker for worker in workers if worker.ready and worker.role is role]
-            self._load.workers[role] = len(ready)
+            samples.ready += len(ready)
             samples.short += short_of is role
             if ready:
                 samples.load += fmean([_in_use(worker) for worker in ready])
@@ -110,8 +119,8 @@ class LoadMeter:
         for record in self._running():
             if record.output_token_ids:
                 load.decoding += 1
-            else:
-                waits_s.append(now_s - record.timeline.gateway_time(EventKind.RECEIVED))
+            elif record.timeline.has(EventKind.TOKENIZED):
+                waits_s.append(now_s - record.timeline.gateway_time(EventKind.TOKENIZED))
         load.waiting = len(waits_s)
         load.overdue = sum([wait_s > self._ttft[-1] for wait_s in waits_s]) if self._ttft else 0
         return copy.deepcopy(load)

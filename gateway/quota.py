@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
-from pdserve.core.request import check_priority
+from pdserve.core.request import check_priority, counted_requests
 
 STREAM_RETRY_S = 1.0
-"""When to come back after a refusal for too many requests at once, of which nobody knows when they end."""
+"""When to come back after a refusal for too many requests at once, whose ends cannot be predicted."""
 _MINUTE_S = 60.0
 _ROUNDING_S = 1e-6
 
@@ -20,14 +20,15 @@ _Limit = Annotated[int, Field(ge=1, strict=True)]
 
 class TokenLimits(BaseModel):
     """Limits of one token; None is unlimited. ``tokens_per_minute`` counts tokens of prompts and outputs.
-    ``min_priority`` is the lowest, hence earliest, priority of requests."""
+    ``min_priority`` is the lowest, hence earliest, priority of requests: by default that of requests without one, so
+    that only tokens that name a lower value may go before others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrent: _Limit | None = None
-    min_priority: Annotated[int, Field(strict=True)] | None = None
+    min_priority: Annotated[int, Field(strict=True)] = 0
 
 
 class _Meter:
@@ -73,11 +74,11 @@ class Quota:
         limits = self.limits
         if (most := limits.concurrent) is not None and self.running + requests > most:
             retry_after_s = STREAM_RETRY_S if held + requests <= most else None
-            raise self._exceeded("concurrent", f"{most} requests at the same time", retry_after_s)
+            raise self._exceeded("concurrent", f"{counted_requests(most)} at the same time", retry_after_s)
         most = limits.requests_per_minute
         if most is not None and (wait_s := self._requests.wait_s(requests, most)):
             retry_after_s = wait_s if held + requests <= most else None
-            raise self._exceeded("requests_per_minute", f"{most} requests per minute", retry_after_s)
+            raise self._exceeded("requests_per_minute", f"{counted_requests(most)} per minute", retry_after_s)
         self._check_tokens()
         if limits.requests_per_minute is not None:
             self._requests.spend(requests, limits.requests_per_minute)
@@ -100,7 +101,7 @@ class Quota:
     def check_priority(self, priority: int) -> None:
         """`InvalidRequest` if the token does not allow this priority."""
         check_priority(priority)
-        if (lowest := self.limits.min_priority) is not None and priority < lowest:
+        if priority < (lowest := self.limits.min_priority):
             raise InvalidRequest(f"priority: {priority} is below {lowest}, the lowest that the token allows; raise it")
 
     def _check_tokens(self) -> None:

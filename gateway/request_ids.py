@@ -1,4 +1,4 @@
-"""The ids of running requests. A call that repeats a running one takes it over."""
+"""The ids of running requests, each within its caller's own. A call that repeats a running one takes it over."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Claim:
         self._taken_over = False
         self._ended = asyncio.Event()
 
-    def is_repeated_by(self, caller: str, submission: Submission) -> bool:
-        """Whether the same caller asks for the same again."""
-        return caller == self._caller and submission.asks_the_same(self._submission)
+    def is_repeated_by(self, submission: Submission) -> bool:
+        """Whether ``submission`` asks for the same again."""
+        return submission.asks_the_same(self._submission)
 
     async def take_over(self) -> None:
         """End the call in favour of a later one. Returns when it has left its workers."""
@@ -52,15 +52,15 @@ class Claim:
 
     def end(self) -> None:
         """Free the id."""
-        self._ids.running.pop(self.request_id, None)
+        self._ids.running.pop((self._caller, self.request_id), None)
         self._ended.set()
 
 
 class RequestIds:
-    """The ids in use."""
+    """The ids in use, by the name of the caller and the id: callers neither see nor block each other's."""
 
     def __init__(self) -> None:
-        self.running: dict[str, Claim] = {}
+        self.running: dict[tuple[str, str], Claim] = {}
 
     async def claim(
         self, submission: Submission, caller: str, deadline: Deadline, task: asyncio.Task[Any] | None = None
@@ -68,15 +68,16 @@ class RequestIds:
         """Use the submission's id, or a new one if it has none, until the claim ends. ``task`` answers the call
         (default: the present one).
 
-        If a call uses it that asks for the same on behalf of the same ``caller``, that call ends first: a client whose
-        connection broke need not wait until the gateway has noticed. `DuplicateRequest` if it asks for something else.
+        If a call of the same ``caller`` uses it and asks for the same, that call ends first: a client whose connection
+        broke need not wait until the gateway has noticed. `DuplicateRequest` if it asks for something else.
         """
         request_id = new_request_id(submission.request_id)
-        while (earlier := self.running.get(request_id)) is not None:
-            if not earlier.is_repeated_by(caller, submission):
+        key = caller, request_id
+        while (earlier := self.running.get(key)) is not None:
+            if not earlier.is_repeated_by(submission):
                 raise DuplicateRequest(
                     f"request_id: {request_id!r} is in use by another request; choose another or leave it out"
                 )
             await deadline.bound(earlier.take_over(), "an earlier call with its request_id ended")
-        claim = self.running[request_id] = Claim(request_id, caller, submission, self, task)
+        claim = self.running[key] = Claim(request_id, caller, submission, self, task)
         return claim

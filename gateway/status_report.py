@@ -15,6 +15,7 @@ from router.auto_mode import describe_break_even
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
 from router.router import Router
+from worker.cores import sharing_note
 
 
 class StatusReport:
@@ -89,6 +90,7 @@ class StatusReport:
             if worker_id not in registered
         ]
         costs = self._registry.cost_model.refit()
+        shared = sharing_note({w.worker_id: w.load.shared_cores for w in self._registry.workers if not w.lost})
         break_even_tokens, in_words = describe_break_even(self._registry.view().workers, costs)
         status = pb.GetStatusResponse(
             ready=self._ready(),
@@ -101,7 +103,7 @@ class StatusReport:
             uptime_s=self._clock.now() - self._started_s,
             checkpoint_dtype=self._checkpoint_dtype,
             costs=[*costs.describe(), *([in_words] if in_words else [])],
-            notes=[*self._model_notes, *self.notes],
+            notes=[*self._model_notes, *self.notes, *([shared] if shared else [])],
         )
         if self.scaling is not None:
             status.scaling.CopyFrom(self.scaling.message())

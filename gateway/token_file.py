@@ -54,7 +54,8 @@ def _aware(time: datetime) -> datetime:
 
 class TokenEntry(BaseModel):
     """One token: the ``name`` of its bearer, which separates cached KV and may be logged, and the hash of the token.
-    From ``expires`` on (UTC unless it names another zone) it is refused."""
+    From ``expires`` on (UTC unless it names another zone) it is refused. The live page shows an ``operator`` the
+    requests of all bearers, others their own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,6 +63,7 @@ class TokenEntry(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$"), AfterValidator(_not_of_nothing)]
     expires: Annotated[datetime, AfterValidator(_aware)] | None = None
     limits: TokenLimits = TokenLimits()
+    operator: bool = False
 
     @property
     def digest(self) -> bytes:

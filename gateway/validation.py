@@ -13,7 +13,15 @@ import msgspec
 from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
-from pdserve.core.sampling import MAX_BIAS, MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, FinishReason, SamplingParams
+from pdserve.core.sampling import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_STRUCTURE_CHARACTERS,
+    FinishReason,
+    SamplingParams,
+)
 
 MAX_STOP_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
@@ -40,6 +48,7 @@ def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
     still gets an error that names the field."""
     token_bytes = max(MAX_ID_BYTES, tokenizer.longest_token_bytes if tokenizer is not None else 0)
     others = MAX_STOPS * 4 * MAX_STOP_CHARACTERS + MAX_STOP_TOKEN_IDS * MAX_ID_BYTES + MAX_BIASES * 4 * MAX_ID_BYTES
+    others += 4 * MAX_STRUCTURE_CHARACTERS
     return max(MIN_MESSAGE_BYTES, 2 * (context_length * token_bytes + others))
 
 
@@ -82,6 +91,8 @@ def check_sampling(sampling: SamplingParams, tokenizer: Tokenizer | None) -> Non
     sampling.validate()
     if sampling.stop and tokenizer is None:
         raise InvalidRequest("stop: this model has no tokenizer, so no text to find strings in; use stop_token_ids")
+    if sampling.structured_outputs and tokenizer is None:
+        raise InvalidRequest("structured_outputs: this model has no tokenizer, so no text to match; leave it out")
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in sampling.stop):
         raise InvalidRequest(f"stop: a string is longer than {MAX_STOP_CHARACTERS} characters; shorten it")
 
@@ -95,16 +106,19 @@ def seeded(sampling: SamplingParams, request_id: str) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 
 
-async def prompt_of(submission: Submission, tokenizer: Tokenizer | None, limits: Limits) -> tuple[int, ...]:
+async def prompt_of(
+    submission: Submission, tokenizer: Tokenizer | None, limits: Limits, client: str = ""
+) -> tuple[int, ...]:
     """The prompt's token ids, at least one and all within the vocabulary. Prompts that exceed the context are refused
-    before they are tokenized or copied."""
+    before they are tokenized or copied. ``client``: see `Tokenizer.encode_async`."""
     prompt = submission.prompt
     if prompt is None:
         raise InvalidRequest("prompt: it is missing; set text or token_ids")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("prompt: this model has no tokenizer; send token_ids")
-        token_ids = await text_to_token_ids(prompt, tokenizer, limits, submission.special_tokens) if prompt else ()
+        special_tokens = submission.special_tokens
+        token_ids = await text_to_token_ids(prompt, tokenizer, limits, special_tokens, client) if prompt else ()
         check_token_ids("prompt", token_ids, limits)
     else:
         check_token_ids("prompt", prompt, limits)
@@ -114,16 +128,18 @@ async def prompt_of(submission: Submission, tokenizer: Tokenizer | None, limits:
     return token_ids
 
 
-async def text_to_token_ids(text: str, tokenizer: Tokenizer, limits: Limits, special_tokens: bool) -> tuple[int, ...]:
+async def text_to_token_ids(
+    text: str, tokenizer: Tokenizer, limits: Limits, special_tokens: bool, client: str
+) -> tuple[int, ...]:
     """The token ids of a prompt's text. Texts that exceed the context are refused, before they are tokenized if their
     length says so."""
     most_bytes = limits.context_length * tokenizer.longest_token_bytes
-    if 4 * len(text) > most_bytes and len(text.encode()) > most_bytes:
+    if len(text) > most_bytes or (4 * len(text) > most_bytes and len(text.encode()) > most_bytes):
         raise InvalidRequest(
             f"prompt: {len(text)} characters are more than the context of {limits.context_length} tokens can hold (of "
             f"{tokenizer.longest_token_bytes} bytes each at most); shorten it"
         )
-    return await tokenizer.encode_async(text, limits.context_length, special_tokens=special_tokens)
+    return await tokenizer.encode_async(text, limits.context_length, special_tokens=special_tokens, client=client)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], limits: Limits) -> None:

@@ -162,20 +162,18 @@ class ServedModel:
 
     @classmethod
     def of(cls, source: ModelSource, config: PdserveConfig, device: str) -> ServedModel:
-        """``source`` on ``device`` (``cpu`` or ``cuda``). ModelError if the weights cannot be read."""
-        layout = layout_of(source, config)
+        """``source`` on ``device`` (``cpu`` or ``cuda``)."""
+        layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
         need = _need(source, config, layout, device)
         longest = config.engine.max_model_len or source.shape.max_position_embeddings
         in_pool = need.pool_bytes // layout.token_bytes
         return cls(layout, need, min(longest, in_pool) if need.pool_bytes else longest)
 
 
-def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
-    """The KV layout of the workers' pools; dtype ``auto`` counts as the checkpoint's. `ModelError` if the weights
-    cannot be read."""
-    longest = config.engine.max_model_len or source.shape.max_position_embeddings
+def layout_of(source: ModelSource, config: PdserveConfig, model_hash: str) -> KVLayout:
+    """The KV layout of the workers' pools; dtype ``auto`` counts as the checkpoint's."""
     return KVLayout.uniform(
-        model_hash=source.model_hash(source.shape.uses_long_rope(longest)),
+        model_hash=model_hash,
         dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
         block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=source.shape.num_layers,

@@ -345,6 +345,7 @@ class Attempt:
     def _open(self, share: Share) -> WorkerStream:
         def arrived(output: TokenOutput) -> None:
             if output.token_id is not None:
+                self._registry.answered(share)
                 share.prefilled()
                 share.token_made()
             if output.finish_reason is not None:
@@ -416,7 +417,7 @@ class Attempt:
             self._decoding = worker.decoding_here
         self._last_s = arrival.time_s
         record.output_token_ids.append(output.token_id)
-        return RoutedToken(output.token_id, output.finish_reason, output.logprobs)
+        return RoutedToken(output.token_id, output.finish_reason, output.logprobs, arrival.time_s)
 
     def _merge(self, events: tuple[Event, ...], worker: RegisteredWorker) -> None:
         if events:

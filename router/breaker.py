@@ -6,6 +6,7 @@ from collections import Counter
 from enum import StrEnum
 
 from pdserve.core.errors import PdserveError
+from pdserve.core.request import counted_requests
 
 MAX_PAUSE_S = 60.0
 
@@ -21,9 +22,10 @@ class BreakerState(StrEnum):
 class Breaker:
     """The circuit breaker of one worker, which all its incarnations share.
 
-    ``trip_after`` failures in a row open it for ``pause_s``. Then one request probes the worker: if it succeeds, the
-    breaker closes, else it opens for twice as long, up to `MAX_PAUSE_S`. ``suspect`` keeps requests away as well, until
-    the worker's next heartbeat: a request has lost its connection to it.
+    ``trip_after`` failures in a row open it for ``pause_s``. Then one request probes the worker: its first token from
+    there closes the breaker, and a failure opens it for twice as long, up to `MAX_PAUSE_S`. A request that succeeds
+    ends the row of failures. ``suspect`` keeps requests away as well, until the worker's next heartbeat: a request has
+    lost its connection to it.
 
     ``failures`` are those in a row, ``total`` all of them by the class of the error, and ``reason`` the last one.
     """
@@ -69,18 +71,20 @@ class Breaker:
         self.state = BreakerState.OPEN
         return True
 
-    def succeeded(self, number: int) -> bool:
-        """Count a request of round ``number`` as served. Returns whether the breaker closes. Only requests of the
-        present round count."""
-        if number != self._round or not self.failures:
+    def answered(self, number: int) -> bool:
+        """Note that a request of round ``number`` has its first token. Returns whether the breaker closes: the worker
+        need not idle until a probe has streamed to its end. Only requests of the present round count."""
+        if number != self._round or self.state is not BreakerState.HALF_OPEN:
             return False
-        was_closed = self.state is BreakerState.CLOSED
-        self.failures = 0
-        self.pause_s = 0.0
-        self.reason = ""
-        self._probing = False
-        self.state = BreakerState.CLOSED
-        return not was_closed
+        self.spare()
+        return True
+
+    def succeeded(self, number: int) -> None:
+        """Count a request of round ``number`` as served. Only requests of the present round count."""
+        if number == self._round and self.state is BreakerState.CLOSED:
+            self.failures = 0
+            self.pause_s = 0.0
+            self.reason = ""
 
     def half_open(self) -> None:
         """Let a probe pass, because the pause is over. Ignored unless it is open."""
@@ -89,7 +93,8 @@ class Breaker:
             self._probing = False
 
     def spare(self) -> None:
-        """Let all requests pass, because no other worker is there. The next failure may open it again."""
+        """Let all requests pass, because a probe was answered or no other worker is there. The next failure may open it
+        again."""
         self.state = BreakerState.CLOSED
         self._probing = False
 
@@ -105,4 +110,4 @@ class Breaker:
         if self.state is BreakerState.CLOSED:
             return ""
         until = f"pauses for {self.pause_s:g} s" if self.state is BreakerState.OPEN else "gets one request as a probe"
-        return f"{self.failures} requests in a row failed, so it {until}; the last: {self.reason}"
+        return f"{counted_requests(self.failures)} in a row failed, so it {until}; the last: {self.reason}"

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from pdserve.core.request import counted_requests
+
 MIN_SAMPLES = 16
 """A line with fewer measurements predicts nothing."""
 
@@ -385,4 +387,4 @@ def _ms(seconds: float) -> str:
 
 
 def _from(line: Line) -> str:
-    return f"from {line.samples} requests"
+    return f"from {counted_requests(line.samples)}"

@@ -2,7 +2,9 @@
 
 Turns are counted in tokens (virtual token counters, Sheng et al. 2024): of the clients that wait, the one that got the
 fewest tokens is next. A client that begins to wait starts at the count of the client served last. So it does not save
-up turns while it is idle, and does not wait for all requests of a client that sent a thousand before."""
+up turns while it is idle, and does not wait for all requests of a client that sent a thousand before.
+
+A priority is served before later ones, but not for ever: see `AGED_EVERY`."""
 
 from __future__ import annotations
 
@@ -15,6 +17,10 @@ from router.waiting import Waiting
 
 MAX_IDLE = 4096
 """Clients without a waiting request whose counts are kept."""
+
+AGED_EVERY = 8
+"""Of so many requests that are served, one may be of a later priority than others that wait, if it has waited for
+`pdserve.core.request.AGED_S`. So no priority starves, and the earliest one keeps the rest."""
 
 Key = tuple[int, float, int]
 """Priority, the client's count, and position: the request with the lowest is next."""
@@ -120,7 +126,7 @@ class _Level:
 
     def push(self, waiting: Waiting) -> None:
         """Add a request."""
-        name = None if waiting.patient else waiting.client
+        name = None if waiting.retry else waiting.client
         queue = self._clients.get(name)
         account = _RETRIES if name is None else self._accounts.join(name, self._reached)
         if queue is None:
@@ -153,14 +159,14 @@ class _Level:
 
     def charge(self, waiting: Waiting) -> None:
         """Count the tokens of a request that is served."""
-        if not waiting.patient:
+        if not waiting.retry:
             account = self._clients[waiting.client].account
             self._reached = self._accounts.reached = max(self._reached, account.tokens)
             account.tokens += waiting.tokens
 
     def left(self, waiting: Waiting) -> None:
         """Note that a request has left. Its future must be done."""
-        name = None if waiting.patient else waiting.client
+        name = None if waiting.retry else waiting.client
         queue = self._clients[name]
         queue.left(waiting)
         self.length -= 1
@@ -221,6 +227,12 @@ class FairQueue:
                 return (priority, head[0], head[1].order), head[1]
             self._listed.discard(heapq.heappop(self._priorities))
         return None
+
+    def longest_waiting(self, after: int) -> Waiting | None:
+        """Of the requests that are next in priorities later than ``after``, the one that has waited the longest. Takes
+        time in proportion to the number of priorities."""
+        heads = [level.head for priority, level in self._levels.items() if priority > after]
+        return min([head[1] for head in heads if head], key=lambda waiting: waiting.since_s, default=None)
 
     def served(self, waiting: Waiting) -> None:
         """Note that a request was placed, which counts for its client."""

@@ -11,7 +11,7 @@ import msgspec
 
 from pdserve.core.config import PrefixFetching
 from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
-from pdserve.core.request import Mode
+from pdserve.core.request import Mode, counted_requests
 from pdserve.core.worker import Role
 from router.auto_mode import Pair, judge
 from router.cost_model import NOTHING_KNOWN, Costs
@@ -337,7 +337,7 @@ def _backlog(able: Sequence[WorkerView], view: ClusterView, kind: str = "") -> s
 def _running(full: Sequence[WorkerView]) -> str:
     least = min(full, key=lambda worker: (worker.outstanding_requests, worker.worker_id))
     return (
-        f"{least.worker_id} has {least.outstanding_requests} requests, the fewest of {len(full)} "
+        f"{least.worker_id} has {counted_requests(least.outstanding_requests)}, the fewest of {len(full)} "
         f"(engine.max_num_seqs: {least.max_num_seqs})"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -210,11 +210,16 @@ class WorkerRegistry:
             asyncio.get_running_loop().call_later(breaker.pause_s, self._probe, worker.worker_id, breaker)
         self._breaker_changed(worker.worker_id)
 
-    def succeeded(self, share: Share) -> None:
-        """Count a request as served by its worker."""
-        if share.worker.breaker.succeeded(share.round):
+    def answered(self, share: Share) -> None:
+        """Note that a request has its first token from its worker: if that is probed, it serves again."""
+        if share.worker.breaker.answered(share.round):
             log.info("worker %s serves requests again", share.worker.worker_id)
             self._breaker_changed(share.worker.worker_id)
+
+    @staticmethod
+    def succeeded(share: Share) -> None:
+        """Count a request as served by its worker."""
+        share.worker.breaker.succeeded(share.round)
 
     def fetch_failed(self, worker: RegisteredWorker, source_id: str) -> None:
         """Let the worker fetch no prefix from this incarnation of the source for a while."""
@@ -280,6 +285,10 @@ class WorkerRegistry:
     def was_available(self, mode: Mode) -> bool:
         """Whether requests of ``mode`` could run at some time, so that missing workers may come back."""
         return mode in self._were_available
+
+    def expect_workers(self, modes: Collection[Mode]) -> None:
+        """Count these modes as available before: this gateway was restarted, and the workers have not reported yet."""
+        self._were_available.update(modes)
 
     def unavailable(self, mode: Mode) -> NotReady | LayoutMismatch | None:
         """Why no request of ``mode`` can run now, or None. See `router.placement.unavailable`."""

@@ -110,7 +110,8 @@ class _Wait:
 class RequestRecord:
     """A request and its progress. ``output_token_ids`` grows as tokens arrive, so that a retry continues after them.
     ``placements`` describe the workers of each attempt and the reason for the choice. ``client``: who takes
-    turns with others in the queue."""
+    turns with others in the queue. ``holder``: whose share of the queue it takes (empty: the client's).
+    ``recomputed_tokens``: prefilled again because its client left tokens unread."""
 
     request: Request
     deadline: Deadline
@@ -120,6 +121,11 @@ class RequestRecord:
     attempts: int = 0
     placements: list[str] = field(default_factory=list)
     client: str = ""
+    holder: str = ""
+    recomputed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.holder = self.holder or self.client
 
     def transition(self, to: RequestStatus) -> None:
         """Change the status to ``to``. `IllegalTransition` if the table forbids it."""
@@ -150,11 +156,13 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoutedToken:
-    """A token for the client. The last token has a finish reason."""
+    """A token for the client, which reached the router at ``arrived_s`` on its clock. The last token has a finish
+    reason."""
 
     token_id: int
     finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None
+    logprobs: TokenLogprobs | None
+    arrived_s: float
 
 
 @dataclass(slots=True)

@@ -7,12 +7,15 @@ import asyncio
 import itertools
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
+
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
-from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError
 from pdserve.core.logs import bind_request
 from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
@@ -20,6 +23,7 @@ from pdserve.core.worker import Role
 from router.arrivals import Arrivals
 from router.attempt import Attempt
 from router.needs import Needs, WaitMode
+from router.queue_shares import is_below_share
 from router.registry import Assignment, WorkerRegistry
 from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.retries import Failures, RetryBudget
@@ -74,11 +78,11 @@ class Router:
         self._clock = clock
         self._on_kv_failure = on_kv_failure
         self._line = WaitingLine(registry, config, clock)
-        self._budget = RetryBudget(config.retry_share, clock, lambda: self._active)
+        self._budget = RetryBudget(config.retry_share, clock, lambda: self._active.total())
         self._orders = itertools.count()
         self._tickets = itertools.count()
         self._arrivals = Arrivals()
-        self._active = 0
+        self._active = Counter[str]()  # requests that have not ended, by holder
         self._refit_s = float("-inf")
 
     @property
@@ -94,19 +98,25 @@ class Router:
     @property
     def running(self) -> int:
         """Number of requests that are on workers."""
-        return max(0, self._active - self._line.length)
+        return max(0, self._active.total() - self._line.length)
 
-    def arrived(self, being_read: int) -> None:
-        """Note a new request before it is read. ``being_read`` is the number of requests that wait to be tokenized.
-        `CapacityExceeded` if these, or the queue, have reached ``router.max_queue``, or the queue has reached
-        ``router.max_queue_tokens``."""
-        refusal = self._line.refusal()
-        if refusal is not None or self._line.length < MAX_TAKEN_IN:
-            self._arrivals.note()
-        if refusal is None and being_read >= self._config.max_queue:
+    def arrived(self, client: str, being_read: Counter[str]) -> None:
+        """Check a new request of ``client`` before it is read. ``being_read`` counts the requests that wait to be
+        tokenized, by client. `CapacityExceeded` if these, or the queue, have reached ``router.max_queue``, or the queue
+        has reached ``router.max_queue_tokens``, and no other client has more of them."""
+        refusal = self._line.refusal(client)
+        if refusal is None and being_read.total() >= self._config.max_queue and not is_below_share(being_read, client):
             refusal = self._line.too_many()
         if refusal is not None:
+            # A client that is refused must not pause others. Alone, it gets its refusals sooner.
+            if self._active.keys() <= {client}:
+                self._arrivals.note()
             raise refusal
+
+    def was_read(self) -> None:
+        """Note a new request, which pauses others in a burst. A call that is cancelled before it is read does not."""
+        if self._line.length < MAX_TAKEN_IN:
+            self._arrivals.note()
 
     def _learn(self, attempt: Attempt) -> None:
         """Give the cost model the measurements of a completed request, and refresh what it predicts."""
@@ -160,7 +170,7 @@ class Generation:
     async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
         record, router = self.record, self._router
         request_id = record.request.request_id
-        router._active += 1
+        router._active[record.holder] += 1
         router._budget.note_request()
         try:
             failures = Failures(router._config.max_attempts)
@@ -190,6 +200,7 @@ class Generation:
                 except ReaderStalled as stalled:
                     log.info("request %s: paused until its client reads: %s", request_id, stalled)
                     failures.reset()
+                    record.recomputed_tokens += record.num_tokens
                 except PdserveError as error:
                     # A worker that refuses the request has not failed its hand-off.
                     handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
@@ -213,7 +224,9 @@ class Generation:
             self._end(RequestStatus.FAILED)
             raise
         finally:
-            router._active -= 1
+            router._active[record.holder] -= 1
+            if not router._active[record.holder]:
+                del router._active[record.holder]
 
     async def _pause(self, failures: int) -> None:
         """Wait before a retry, then until the retry budget allows one."""
@@ -240,19 +253,27 @@ class Generation:
             self._order,
             needs,
             record.client,
+            record.holder,
             record.request.priority,
             patient=record.attempts > 0,
+            retry=failures.in_a_row > 0,
             prompt=self._router.registry.prompt(record.request, record.token_ids),
         )
         if not record.attempts:
             self._router._line.check_deadline(waiting, deadline.left_s)
-        assignment = await deadline.bound(self._router._line.wait(waiting), "waiting for a free worker")
+        try:
+            assignment = await deadline.bound(self._router._line.wait(waiting), "waiting for a free worker")
+        except DeadlineExceeded as error:
+            missing = self._router.registry.unavailable(self._mode)
+            raise error if missing is None else DeadlineExceeded(f"{error}; {missing}") from None
         if self._router._arrivals.is_burst:
             try:
                 await deadline.bound(self._router._arrivals.settled(), "waiting while other requests were accepted")
             except BaseException:
                 assignment.end()
                 raise
+        if waiting.priority < record.request.priority:  # it has aged: its workers, too, let it come before others
+            record.request = msgspec.structs.replace(record.request, priority=waiting.priority)
         record.placements.append(assignment.reason)
         del record.placements[:-MAX_PLACEMENTS]
         log.debug("request %s: attempt %d: %s", record.request.request_id, record.attempts + 1, assignment.reason)

@@ -338,6 +338,7 @@ else.
 | positions | {positions} (trained at 256, 1024 and {positions}), RoPE theta 10000 |
 | KV cache | {kv_bytes:,} bytes per token |
 | tokenizer | byte-level BPE, {vocab} tokens, `{end}` (id {end_id}) ends a text; no beginning-of-text token |
+| chat template | questions after `Q:`, answers after `A:`; it was not trained on chats |
 | trained on | {tokens:,} tokens, {epochs:.1f} epochs of {corpus_tokens:,} |
 | final loss | train {train_loss:.2f}, held out {held_out_loss:.2f} nats per token (uniform: {uniform:.2f}) |
 | made with | Python {python}, torch {torch}, transformers {transformers}; corpus {digest} |
@@ -368,6 +369,7 @@ Greedy, {sample_tokens} tokens at most:
 """
 
 SAMPLE_TOKENS = 80
+CHAT_TEMPLATE = Path(__file__).resolve().parents[1] / "models" / "tiny" / "chat_template.jinja"
 
 
 def save_folder(
@@ -387,6 +389,7 @@ def save_folder(
     partial.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    (partial / CHAT_TEMPLATE.name).write_bytes(CHAT_TEMPLATE.read_bytes())
     # The name that every transformers release knows.
     settings_path = partial / "tokenizer_config.json"
     settings = json.loads(settings_path.read_text(encoding="utf-8"))

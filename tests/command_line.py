@@ -31,8 +31,11 @@ class Run:
 
 
 @pytest.fixture
-def pdserve(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command in this process."""
+def pdserve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """Runs a command in this process, with a state folder of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
     def run(*arguments: str) -> Run:
         with pytest.raises(SystemExit) as exit_:

@@ -39,12 +39,12 @@ class RayNode:
 
 
 @contextlib.contextmanager
-def ray_head(home: Path, *options: str) -> Iterator[RayNode]:
+def ray_head(home: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[RayNode]:
     """A head node with a token of its own below ``home``, 2 CPUs unless ``options`` say otherwise. It can be asked, but
     may have no node yet."""
     port = free_port()
     options = (f"--port={port}", "--head", "--include-dashboard=false", *(options or ("--num-cpus=2",)))
-    with _ray_node(home, f"127.0.0.1:{port}", *options) as node:
+    with _ray_node(home, f"127.0.0.1:{port}", *options, env=env) as node:
         deadline_s = time.monotonic() + START_S
         while not _listens(port):
             assert node.process.poll() is None, "Ray's head ended while starting"

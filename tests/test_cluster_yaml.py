@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import ray.autoscaler
+import yaml
 
-from tests.cluster.cluster_file import filled_in
+from tests.cluster.cluster_file import ROOT, filled_in
 
 
 def cluster_file() -> dict[str, Any]:
     return filled_in("10.0.0.1", ["10.0.0.2", "10.0.0.3"], "ray")
+
+
+def test_the_commands_for_two_hosts_fill_it_in(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^desk\$ (sed -i .*)$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
+    copy = tmp_path / "cluster.yaml"
+    copy.write_text((ROOT / "cluster.yaml").read_text())
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=30)
+    assert yaml.safe_load(copy.read_text()) == filled_in("10.0.0.1", ["10.0.0.2"], "ubuntu")
 
 
 def test_it_satisfies_rays_schema() -> None:

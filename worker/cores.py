@@ -14,15 +14,17 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pdserve.core.worker import SharedCores
 from worker.spec import WorkerSpec
 
 _NAMES = Path("/proc/net/unix")
 _CLAIM = re.compile(r"@pdserve-core-(\d+)-\d+$")
 _HOLDER = re.compile(r"@pdserve-holder-(\d+)-(\d+)-(\d+)-(\d+)-(\w*)-([\w.-]*)$")
+_WHY_OWN = "as Ray was told of more cores than the node has, or its other cores have more engines"
 _SERVICE_CHARS = 8
 _WORKER_CHARS = 32
 
@@ -44,12 +46,10 @@ class CoreHolder:
 
 
 class CoreClaim:
-    """The claims of one worker, held until `close` or the end of the process. ``others`` are the workers that already
-    had claims on some of the same cores."""
+    """The claims of one worker, held until `close` or the end of the process."""
 
-    def __init__(self, sockets: Sequence[socket.socket], others: Sequence[CoreHolder]) -> None:
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._sockets = sockets
-        self.others = tuple(others)
 
     def close(self) -> None:
         """Release the cores."""
@@ -64,7 +64,7 @@ def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple
     with the fewest. On a GPU, engines are not bound and no core is claimed. OSError if the host has no abstract
     sockets."""
     if spec.device != "cpu":
-        return spec, CoreClaim((), ())
+        return spec, CoreClaim(())
     allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
     width = min(spec.config.cluster.cores_per_worker, len(allowed))
     engines = Counter(int(match[1]) for name in _names() if (match := _CLAIM.search(name)))
@@ -77,10 +77,9 @@ def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple
                     claims[core] = claim
         if len(claims) == width:
             break
-    others = [each for each in core_holders() if each.core in claims]
     announced = [_bind(_holder_name(spec, core)) for core in claims]
     claimed = replace(spec, cores=tuple(sorted(claims)))
-    return claimed, CoreClaim([*claims.values(), *(each for each in announced if each is not None)], others)
+    return claimed, CoreClaim([*claims.values(), *(each for each in announced if each is not None)])
 
 
 def core_holders() -> list[CoreHolder]:
@@ -98,20 +97,42 @@ def is_of_service(holder: CoreHolder, spec: WorkerSpec) -> bool:
     return (holder.port, holder.service) == (spec.config.gateway.port, spec.service[:_SERVICE_CHARS])
 
 
-def sharing_notes(spec: WorkerSpec, others: Collection[CoreHolder]) -> list[str]:
-    """A note for the user about each of ``others``, the workers that share cores with ``spec``. Workers of one
-    oversubscribed service are expected to share cores and get no note."""
-    notes = []
-    for holder in others:
+def shared_cores(spec: WorkerSpec, holders: Collection[CoreHolder] | None = None) -> tuple[SharedCores, ...]:
+    """The cores of ``spec`` that other engines have claimed as well, by service. Workers of one oversubscribed service
+    are expected to share cores, and do not count. ``holders`` are the claims (default: those on this host now)."""
+    found: dict[SharedCores, set[int]] = {}
+    for holder in core_holders() if holders is None else holders:
         own = is_of_service(holder, spec)
-        if own and spec.config.cluster.oversubscribe:
+        if holder.core not in spec.cores or (own and spec.config.cluster.oversubscribe):
             continue
-        remedy = "end that service, or start one of the two on other cores (taskset)"
-        if own:
-            remedy = "Ray was told of more cores than the node has"
-        what = f"core {holder.core} is shared with {holder}, and each engine slows the other down"
-        notes.append(f"{spec.worker_id}: {what}; {remedy}")
-    return notes
+        if own and (holder.pid, holder.worker_id) == (os.getpid(), _printable(spec.worker_id)):
+            continue  # the claim of ``spec`` itself
+        uid = None if holder.uid == os.getuid() else holder.uid
+        found.setdefault(SharedCores((), holder.port, uid, own), set()).add(holder.core)
+    return tuple(replace(service, cores=tuple(sorted(cores))) for service, cores in found.items())
+
+
+def sharing_note(shared: Mapping[str, Sequence[SharedCores]]) -> str:
+    """A note of one line for the user about the cores that workers share, by worker id; empty if there are none."""
+    by_service: dict[str, list[str]] = {}  # "" is the workers' own
+    for worker_id, services in sorted(shared.items()):
+        for each in services:
+            service = "" if each.own else f"{each.port}" if each.uid is None else f"{each.port} of user {each.uid}"
+            cores = f"core{'s' if len(each.cores) > 1 else ''} {', '.join(map(str, each.cores))}"
+            by_service.setdefault(service, []).append(f"{worker_id} ({cores})")
+    by_workers: dict[str, list[str]] = {}
+    for service, workers in by_service.items():
+        by_workers.setdefault(", ".join(workers), []).append(service)
+    pairs = []
+    for who, ports in by_workers.items():
+        if others := sorted(filter(None, ports)):
+            pairs.append(f"{who} with the service{'s' if len(others) > 1 else ''} on port {', '.join(others)}")
+        if "" in ports:
+            pairs.append(f"{who} with other workers of this service, {_WHY_OWN}")
+    if not pairs:
+        return ""
+    remedy = "; end one of the services, or start it on other cores (taskset)" if any(by_service) else ""
+    return f"engines that share cores slow each other down: {'; '.join(pairs)}{remedy}"
 
 
 def leave_engine_cores(spec: WorkerSpec, holders: Collection[CoreHolder] | None = None) -> None:
@@ -159,6 +180,10 @@ def _bind(name: str) -> socket.socket | None:
 
 
 def _holder_name(spec: WorkerSpec, core: int) -> str:
-    worker_id = re.sub(r"[^\w.-]", "_", spec.worker_id, flags=re.ASCII)[:_WORKER_CHARS]
+    worker_id = _printable(spec.worker_id)
     service = spec.service[:_SERVICE_CHARS]
     return f"pdserve-holder-{core}-{os.getpid()}-{os.getuid()}-{spec.config.gateway.port}-{service}-{worker_id}"
+
+
+def _printable(worker_id: str) -> str:
+    return re.sub(r"[^\w.-]", "_", worker_id, flags=re.ASCII)[:_WORKER_CHARS]

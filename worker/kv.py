@@ -88,25 +88,45 @@ class _Running:
 
 class RunningHandoff(Generic[T]):
     """The control loop's handle of a hand-off. Leaving the context ends the hand-off, and waits until nothing accesses
-    its blocks.
+    its blocks. Cancellations do not shorten this wait; the last one is raised afterwards. The KV ends bound the wait,
+    and it ends with the KV thread.
 
     ``done`` has the result, or the PdserveError that ended the hand-off.
     """
 
     def __init__(self, thread: KVThread, handoff: KVHandoff[T]) -> None:
-        self._thread, self._handoff = thread, handoff
-        self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.handoff = handoff
+        self._thread = thread
+        loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[T] = loop.create_future()  # cancelling its awaiter cancels it
         self.done.add_done_callback(_mark_retrieved)
+        self._at_rest: asyncio.Future[None] = loop.create_future()
 
     async def __aenter__(self) -> RunningHandoff[T]:
-        self._thread._open(self._handoff, self.done)
+        self._thread._open(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self.done.done() or self.done.cancelled():  # cancelling its awaiter cancels it
-            await self._thread._end(self._handoff.attempt_id)
+        if not self._at_rest.done():
+            self._thread._end(self)
+            await _outlast(self._at_rest)
+
+    def on_end(self, outcome: T | BaseException) -> None:
+        """Set the result, unless there is one. Nothing accesses the blocks any more."""
+        self._thread._open_handoffs.discard(self)
+        if not self._at_rest.done():
+            self._at_rest.set_result(None)
+        if self.done.done():
+            return
+        if not isinstance(outcome, BaseException):
+            self.done.set_result(outcome)
+        elif isinstance(outcome, PdserveError):
+            self.done.set_exception(outcome)
+        else:
+            log.error("the KV hand-off of %s", self.handoff.attempt_id, exc_info=outcome)
+            self.done.set_exception(from_wire(*to_wire(outcome)))
 
 
 class KVThread:
@@ -152,6 +172,7 @@ class KVThread:
         self._ends = KVEnds(self._sender, self._receiver, engine, clock)
         self._events: EventReader[KVEvent] = engine.take_kv_events()
         self._running: dict[str, _Running] = {}
+        self._open_handoffs: set[RunningHandoff[Any]] = set()  # of the control loop
         # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.
         self._starting: dict[str, Callable[[], None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -185,21 +206,23 @@ class KVThread:
         return self._receiver.refused
 
     async def aclose(self) -> None:
-        """End all hand-offs and the thread, and unmap the pool. Further calls have no effect."""
+        """End all hand-offs and the thread, and unmap the pool, also if the caller is cancelled meanwhile. Further
+        calls have no effect."""
         if self._closed:
             return
         self._closed = True
-        try:
-            await self._close_loop()
-        finally:
-            self._pool.close()
+        await _outlast(asyncio.ensure_future(self._close()))
 
-    def _open(self, handoff: KVHandoff[T], done: asyncio.Future[T]) -> None:
+    def _open(self, running: RunningHandoff[Any]) -> None:
         if self._closed:
             raise _gone()
-        attempt_id = handoff.attempt_id
-        self._starting[attempt_id] = partial(self._start, handoff, asyncio.get_running_loop(), done)
+        attempt_id = running.handoff.attempt_id
+        self._open_handoffs.add(running)
+        self._starting[attempt_id] = partial(self._start, running, asyncio.get_running_loop())
         self._loop.call_soon_threadsafe(self._begin_now, attempt_id)
+
+    def _end(self, running: RunningHandoff[Any]) -> None:
+        self._loop.call_soon_threadsafe(self._end_now, running.handoff.attempt_id)
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         if self._closed:
@@ -214,9 +237,13 @@ class KVThread:
                 raise _gone() from None
             raise
 
-    async def _end(self, attempt_id: str) -> None:
-        if not self._closed:
-            await self._on_loop(self._cancel(attempt_id))
+    async def _close(self) -> None:
+        try:
+            await self._close_loop()
+        finally:
+            self._pool.close()
+            for running in list(self._open_handoffs):  # only if the thread did not end in time
+                running.on_end(_gone())
 
     async def _close_loop(self) -> None:
         if self._thread.is_alive():
@@ -244,14 +271,15 @@ class KVThread:
         if (start := self._starting.pop(attempt_id, None)) is not None:
             start()
 
-    def _start(self, handoff: KVHandoff[T], control: asyncio.AbstractEventLoop, done: asyncio.Future[T]) -> None:
+    def _start(self, opened: RunningHandoff[Any], control: asyncio.AbstractEventLoop) -> None:
+        handoff = opened.handoff
         attempt_id = handoff.attempt_id
 
-        def tell(outcome: T | BaseException) -> None:
+        def tell(outcome: object) -> None:
             if not control.is_closed():
-                control.call_soon_threadsafe(_pass_on, attempt_id, outcome, done)
+                control.call_soon_threadsafe(opened.on_end, outcome)
 
-        def ended(task: asyncio.Task[T]) -> None:
+        def ended(task: asyncio.Task[Any]) -> None:
             if self._running.get(attempt_id) is running:
                 del self._running[attempt_id]
             error = running.error or (_gone() if task.cancelled() else task.exception())
@@ -265,6 +293,10 @@ class KVThread:
             return
         running = self._running[attempt_id] = _Running(handoff, self._loop.create_task(handoff.run()))
         running.task.add_done_callback(ended)
+
+    def _end_now(self, attempt_id: str) -> None:
+        if (running := self._running.get(attempt_id)) is not None:
+            self._loop.call_soon(running.end)  # by then the task has begun, so that it can release its resources
 
     def _on_event(self, event: KVEvent) -> None:
         if isinstance(event, Reserved):
@@ -284,12 +316,7 @@ class KVThread:
                 log.exception("the blocks of %s cannot be handed over", event.attempt_id)
                 why = f"the KV hand-off of {event.attempt_id} failed: {type(error).__name__}: {error}"
                 running.error = TransferError(why)
-                self._loop.call_soon(running.end)  # by then the task has begun, so that it can release its resources
-
-    async def _cancel(self, attempt_id: str) -> None:
-        if (running := self._running.get(attempt_id)) is not None:
-            running.end()
-            await asyncio.wait({running.task})
+                self._end_now(event.attempt_id)
 
     async def _close_ends(self) -> None:
         self._events.close()
@@ -298,7 +325,8 @@ class KVThread:
         await asyncio.gather(*(transport.aclose() for transport in self._transports))
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
-            task.cancel()
+            if not task.cancelling():  # else it is releasing resources
+                task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
 
@@ -306,17 +334,18 @@ def _gone() -> WorkerLost:
     return WorkerLost("the engine is gone, and its KV ends with it")
 
 
-def _pass_on(attempt_id: str, outcome: T | BaseException, done: asyncio.Future[T]) -> None:
-    """Set the result of a hand-off. Runs on the control loop."""
-    if done.done():
-        return
-    if not isinstance(outcome, BaseException):
-        done.set_result(outcome)
-    elif isinstance(outcome, PdserveError):
-        done.set_exception(outcome)
-    else:
-        log.error("the KV hand-off of %s", attempt_id, exc_info=outcome)
-        done.set_exception(from_wire(*to_wire(outcome)))
+async def _outlast(future: asyncio.Future[T]) -> T:
+    """Wait for ``future``, however often the caller is cancelled meanwhile. The last cancellation is raised when it is
+    done."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
 
 
 def _mark_retrieved(done: asyncio.Future[Any]) -> None:

@@ -24,7 +24,7 @@ from pdserve.core.process import end_with_parent, freeze_heap
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerInfo
 from worker import messages
-from worker.cores import claim_cores, leave_engine_cores, sharing_notes
+from worker.cores import claim_cores, leave_engine_cores, shared_cores, sharing_note
 from worker.mps import MpsMembership, join_mps
 from worker.request_table import Handler
 from worker.spec import WorkerSpec
@@ -143,8 +143,8 @@ class WorkerProcess:
     ) -> None:
         set_up_logging(spec.config.logging)
         spec, self._claim = claim_cores(spec)
-        self.notes = sharing_notes(spec, self._claim.others)
-        for note in self.notes:
+        self.notes: list[str] = []
+        if note := sharing_note({spec.worker_id: shared_cores(spec)}):
             log.warning("%s", note)
         leave_engine_cores(spec)
         self._spec = spec
@@ -199,12 +199,13 @@ class ActorBody:
         self._process = WorkerProcess(parsed, handlers, ServiceSecret.from_hex(secret), restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
-        """``{"notes": [messages for the user]}`` once the engine is ready, or ``{"error": (kind, message)}``."""
+        """``{"notes": [messages for the user], "niceness": of this process}`` once the engine is ready, or ``{"error":
+        (kind, message)}``."""
         try:
             self._process.wait_ready()
         except PdserveError as error:
             return {"error": to_wire(error)}
-        return {"notes": self._process.notes}
+        return {"notes": self._process.notes, "niceness": os.getpriority(os.PRIO_PROCESS, 0)}
 
     def stop(self) -> None:
         """End the worker, then its engine."""

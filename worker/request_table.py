@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.messages import Abort, Command, Finished, KVRole, Rejected, Step, Submit, TokenOut
 from pdserve.core.config import TransferConfig
-from pdserve.core.errors import DeadlineExceeded, LayoutMismatch, PdserveError, RequestAborted, from_wire, to_wire
+from pdserve.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    PdserveError,
+    RequestAborted,
+    from_wire,
+    to_wire,
+)
 from pdserve.core.handoff import KVPeer, PrefixSource
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logs import bind_request
@@ -300,7 +308,9 @@ class RequestTable:
 
     def _tell(self, served: ServedRequest, error: PdserveError) -> None:
         if self._requests.get(served.attempt_id) is served and not isinstance(error, RequestAborted):
-            log.warning("%s: request %s failed: %s", self._worker_id, served.attempt_id, error)
+            # The message about a wrong field may quote it.
+            shown = type(error).__name__ if isinstance(error, InvalidRequest) else error
+            log.warning("%s: request %s failed: %s", self._worker_id, served.attempt_id, shown)
             served.outbox.error(served.attempt_id, error)
 
     def _forget(self, served: ServedRequest) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
 from pdserve.core.plane_tls import PlaneTls, plane_tls
 from pdserve.core.secret import ServiceSecret
-from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.worker import Role, SharedCores, WorkerInfo, WorkerLoad
 from worker import messages
+from worker.cores import shared_cores
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
 from worker.links import LinkKeeper
@@ -46,6 +48,7 @@ from worker.spec import WorkerSpec
 log = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 1.0
+LOOK_EVERY_S = 2.0
 
 
 class Worker:
@@ -78,6 +81,8 @@ class Worker:
         self._links: LinkKeeper | None = None
         self._info: WorkerInfo | None = None
         self._restarts = 0
+        self._shared_cores: tuple[SharedCores, ...] = ()
+        self._looked_s = -math.inf  # when they were looked up
         self._server = ControlServer(self, spec.worker_id, self.clock, secret)
         heartbeat_s = spec.config.router.heartbeat_s
         self._heartbeats = [
@@ -183,13 +188,15 @@ class Worker:
         links, self._links = self._links, None
         if incarnation is not None:
             self.beat_now()  # the gateways must not send more requests
-        if links is not None:
-            await links.aclose()
-        why = f"the engine of worker {self.spec.worker_id} died; its requests are lost"
-        self._table.fail_all(lambda: WorkerLost(why))
-        await self._table.settled()
-        if incarnation is not None:
-            await incarnation.stop()
+        try:
+            if links is not None:
+                await links.aclose()
+            why = f"the engine of worker {self.spec.worker_id} died; its requests are lost"
+            self._table.fail_all(lambda: WorkerLost(why))
+            await self._table.settled()
+        finally:  # also if the worker is stopped meanwhile
+            if incarnation is not None:
+                await incarnation.stop()
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
@@ -250,8 +257,8 @@ class Worker:
 
     @property
     def load(self) -> WorkerLoad:
-        """The load of the engine, what the requests on this worker have still to compute, and the messages that the KV
-        end has refused."""
+        """The load of the engine, what the requests on this worker have still to compute, the messages that the KV end
+        has refused, and the cores that its engine shares."""
         if self._incarnation is None:
             return WorkerLoad()
         outstanding_tokens, prompt_tokens = self._table.outstanding()
@@ -260,7 +267,15 @@ class Worker:
             outstanding_tokens=outstanding_tokens,
             prompt_tokens=prompt_tokens,
             kv_refused=self._incarnation.kv.refused,
+            shared_cores=self._shared(),
         )
+
+    def _shared(self) -> tuple[SharedCores, ...]:
+        """The cores shared with other engines, looked up at most every `LOOK_EVERY_S`: services come and go."""
+        now_s = self.clock.now()
+        if self.spec.cores and now_s - self._looked_s >= LOOK_EVERY_S:
+            self._shared_cores, self._looked_s = shared_cores(self.spec), now_s
+        return self._shared_cores
 
     # --- calls -------------------------------------------------------------------------------------------------------
 

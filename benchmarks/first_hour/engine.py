@@ -9,9 +9,10 @@ import statistics
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from benchmarks.first_hour.programs import last_json, run_pytest
+import msgspec
+
+from benchmarks.first_hour.programs import last_line, run_pytest
 from benchmarks.first_hour.step import Findings, Options
 from experiments.engine_alone.arithmetic import ModelArithmetic
 
@@ -78,13 +79,32 @@ def decoder(options: Options) -> Findings:
     return findings
 
 
+class CaseFigures(msgspec.Struct):
+    """Of a case of `benchmarks.engine`: its time, and how many times as fast it is as transformers."""
+
+    ms: float
+    x_transformers: float
+
+
+class EngineLine(msgspec.Struct):
+    """What is judged of the JSON line of `benchmarks.engine`. Prefills are named by their tokens, decode steps by batch
+    and context, as in ``b8_c1024``."""
+
+    bare_product_gflops: float
+    read_gbs: float
+    ready_s: float
+    prefill: dict[str, CaseFigures]
+    decode: dict[str, CaseFigures]
+    mixed: dict[str, CaseFigures]
+
+
 def benchmark(options: Options) -> Findings:
     """The engine's benchmark, and its shares of the roofline."""
     model = model_for(options)
     command = ["-m", "benchmarks.engine", "--model", model, "--rounds", "3"]
     command += ["--cuda"] if options.on_gpu else []
     command += ["--quick"] if options.quick or not options.on_gpu else []
-    result = last_json(*command)
+    result = last_line(EngineLine, *command)
     findings = Findings()
     from engine.model.source import resolve_model
 
@@ -93,29 +113,26 @@ def benchmark(options: Options) -> Findings:
     return findings
 
 
-def judge_benchmark(
-    findings: Findings, result: Mapping[str, Any], arithmetic: ModelArithmetic, *, has_goals: bool
-) -> None:
-    """Judge the JSON line of `benchmarks.engine`: decode steps by the time to read weights and cache, prefills by the
-    rate of a bare product."""
+def judge_benchmark(findings: Findings, result: EngineLine, arithmetic: ModelArithmetic, *, has_goals: bool) -> None:
+    """Judge decode steps by the time to read weights and cache, prefills by the rate of a bare product."""
     figures = findings.figures
-    figures["bare product, TFLOP/s"] = round(result["bare_product_gflops"] / 1e3, 2)
-    figures["read, GB/s"] = result["read_gbs"]
-    for name, row in result["decode"].items():
+    figures["bare product, TFLOP/s"] = round(result.bare_product_gflops / 1e3, 2)
+    figures["read, GB/s"] = result.read_gbs
+    for name, row in result.decode.items():
         batch, context = (int(part[1:]) for part in name.split("_"))
-        least_s = arithmetic.decode(batch, context).num_bytes / (result["read_gbs"] * 1e9)
-        share = least_s * 1e3 / row["ms"]
+        least_s = arithmetic.decode(batch, context).num_bytes / (result.read_gbs * 1e9)
+        share = least_s * 1e3 / row.ms
         _share(findings, f"decode {name}: share of bandwidth", share, DECODE_GOAL, has_goals)
-    for name, row in result["prefill"].items():
+    for name, row in result.prefill.items():
         flops = arithmetic.prefill(int(name), int(name)).flops
-        share = flops / (row["ms"] / 1e3) / (result["bare_product_gflops"] * 1e9)
+        share = flops / (row.ms / 1e3) / (result.bare_product_gflops * 1e9)
         _share(findings, f"prefill {name}: share of product rate", share, PREFILL_GOAL, has_goals and int(name) >= 8192)
     figures["x transformers"] = {
-        f"{kind} {name}": row["x_transformers"]
-        for kind in ("prefill", "decode", "mixed")
-        for name, row in result.get(kind, {}).items()
+        f"{kind} {name}": row.x_transformers
+        for kind, rows in (("prefill", result.prefill), ("decode", result.decode), ("mixed", result.mixed))
+        for name, row in rows.items()
     }
-    figures["ready, s"] = result["ready_s"]
+    figures["ready, s"] = result.ready_s
 
 
 def _share(findings: Findings, name: str, share: float, goal: float, has_goal: bool) -> None:

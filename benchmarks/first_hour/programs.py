@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 from xml.etree import ElementTree
 
 from benchmarks.first_hour.step import Findings, Options
+from experiments.messages import message_of
 
 ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
 
 
 def run_pytest(
@@ -49,19 +50,12 @@ def run_pytest(
     findings.require(counts["passed"] > 0, "no test ran: all were skipped")
 
 
-def last_json(*command: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run Python with these arguments, and return its last line, a JSON object. RuntimeError if it fails."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+def last_line(expected: type[T], *command: str) -> T:
+    """Run Python with these arguments, and return what its last line of JSON says. RuntimeError if it fails,
+    WrongMessage if the line lacks a figure."""
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     sys.stdout.write(done.stdout)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}")
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    return message_of(lines[-1].encode(), expected, " ".join(command[:2]))

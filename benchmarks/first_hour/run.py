@@ -24,6 +24,7 @@ import psutil
 
 from benchmarks.first_hour.catalogue import STEPS
 from benchmarks.first_hour.step import Findings, Options, Step, Verdict
+from experiments.messages import message_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _END_S = 20.0  # a service takes a while to end in order
@@ -187,7 +188,8 @@ def _options(device: str, quick: bool, folder: str) -> Options:
     asked = subprocess.run([sys.executable, "-c", asking], capture_output=True, text=True, timeout=120)
     if asked.returncode:
         raise RuntimeError(f"torch cannot use CUDA: {asked.stderr.strip().splitlines()[-1:]}")
-    num_gpus, gpu_bytes = json.loads(asked.stdout.splitlines()[-1])
+    last = asked.stdout.strip().splitlines()[-1:]
+    num_gpus, gpu_bytes = message_of("".join(last).encode(), tuple[int, int], "torch")
     if not num_gpus:
         raise RuntimeError("torch sees no GPU; --device cpu runs the steps that CPUs can")
     return Options("cuda", num_gpus, gpu_bytes, quick, folder)

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import psutil
 
 from benchmarks.first_hour.engine import model_for
-from benchmarks.first_hour.programs import last_json
+from benchmarks.first_hour.programs import last_line
 from benchmarks.first_hour.step import Findings, Options
 from pdserve import Client
 from pdserve.client.async_client import AsyncClient
@@ -105,6 +106,18 @@ def check_handoffs(
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
+class BenchLine(msgspec.Struct):
+    """What is judged of the JSON line of `pdserve bench`: spreads of figures by mode, and added milliseconds by
+    figure."""
+
+    failed: int
+    failures: dict[str, int]
+    kv_bytes_equal_expected: bool
+    leaked_blocks: int | None
+    by_mode: dict[str, dict[str, dict[str, float] | None]]
+    added_ms: dict[str, float | None]
+
+
 def bench(options: Options) -> Findings:
     """`pdserve bench --mode both` at 4096 and 64 tokens on one GPU, with and without MPS; then what a hand-off costs
     beyond its prefill."""
@@ -126,25 +139,26 @@ def _bench(findings: Findings, options: Options, mps: str) -> float:
         settings["engine"] = {"num_blocks": 64}
     name = f"mps {mps}"
     with cluster_of(settings, options, gpus=None) as cluster:
-        result = last_json(
+        result = last_line(
+            BenchLine,
             *("-m", "experiments.command", "bench", "--target", cluster.target, "--mode", "both", "--json"),
             *("--input-len", str(input_len), "--output-len", str(output_len)),
             *("--requests", str(requests), "--warmup", "2"),
         )
         shares = asyncio.run(_exposed_shares(cluster.target, input_len, 2 if options.quick else 7))
-    findings.require(result["failed"] == 0, f"{name}: {result['failed']} requests failed: {result['failures']}")
-    findings.require(result["kv_bytes_equal_expected"], f"{name}: the bytes of KV are not the expected ones")
-    findings.require(result["leaked_blocks"] == 0, f"{name}: {result['leaked_blocks']} blocks were not given back")
+    findings.require(result.failed == 0, f"{name}: {result.failed} requests failed: {result.failures}")
+    findings.require(result.kv_bytes_equal_expected, f"{name}: the bytes of KV are not the expected ones")
+    findings.require(result.leaked_blocks == 0, f"{name}: {result.leaked_blocks} blocks were not given back")
     findings.figures[name] = {
-        mode: {key: round(figures[key]["p50"], 2) for key in ("ttft", "ttft_decode", "itl") if figures.get(key)}
-        for mode, figures in result["by_mode"].items()
+        mode: {key: round(spread["p50"], 2) for key in ("ttft", "ttft_decode", "itl") if (spread := figures.get(key))}
+        for mode, figures in result.by_mode.items()
     }
     share = statistics.median(shares)
     if options.on_gpu and not options.quick:
         findings.aim(f"{name}: exposed / prefill", share, EXPOSED_GOAL, at_most=True)
     else:
         findings.figures[f"{name}: exposed / prefill"] = round(share, 4)
-    return float(result["added_ms"][Figure.TTFT_DECODE.value] or 0.0)
+    return result.added_ms[Figure.TTFT_DECODE.value] or 0.0
 
 
 async def _exposed_shares(target: str, tokens: int, count: int) -> list[float]:

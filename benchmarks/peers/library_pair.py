@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.peers.environment import PeerEnvironment
+from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.endpoint import Move, Moved
 from experiments.pairs.pair import PairFailed, PairUnavailable
-from experiments.pairs.process_pair import ProcessPair
+from experiments.pairs.process_pair import TIMEOUT_S, ProcessPair
 
 _DEBIAN_PACKAGES = {
     "libibverbs.so": "libibverbs1",
@@ -18,7 +20,7 @@ _DEBIAN_PACKAGES = {
 
 
 class LibraryPair(ProcessPair):
-    """Runs in a `PeerEnvironment` that holds ``requirement``, a line for pip."""
+    """Runs in a `PeerEnvironment` that holds ``requirement``, a line for pip. The target reads, and measures it."""
 
     requirement: str
 
@@ -27,11 +29,14 @@ class LibraryPair(ProcessPair):
         self._environment = environment
 
     def start(self, max_bytes: int) -> None:
-        """See `Pair`. Any failure up to the library's first transfer makes the pair unavailable."""
+        """See `Pair`. Any failure of the library up to its first transfer makes the pair unavailable."""
         try:
             super().start(max_bytes)
         except (PairFailed, PairUnavailable) as error:
             raise PairUnavailable(f"{error}{_advice(str(error))}") from error
+
+    def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
+        return target.ask(TIMEOUT_S, Move(num_bytes), Moved).seconds
 
     def _python(self) -> Path:
         return self._environment.python_with(self.requirement)

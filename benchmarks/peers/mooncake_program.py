@@ -6,7 +6,15 @@ import importlib
 import time
 from typing import Any
 
+from experiments.messages import Message, message_of
 from experiments.pairs.endpoint import CannotRun, Endpoint
+
+
+class Address(Message):
+    """Where the engine listens, and the address of its buffer."""
+
+    host: str
+    buffer: int
 
 
 class MooncakeEndpoint(Endpoint):
@@ -20,22 +28,21 @@ class MooncakeEndpoint(Endpoint):
             raise CannotRun(f"the transfer engine does not start (status {status})")
         if status := self._engine.register_memory(self.buffer.address, max_bytes):
             raise CannotRun(f"the transfer engine does not register memory (status {status})")
-        self._remote = ("", 0)
+        self._remote = Address("", 0)
 
     @property
-    def address(self) -> dict[str, Any]:
-        """Where the engine listens and where its buffer is."""
-        return {"host": f"127.0.0.1:{self._engine.get_rpc_port()}", "buffer": self.buffer.address}
+    def address(self) -> Address:
+        """What the other engine has to know."""
+        return Address(f"127.0.0.1:{self._engine.get_rpc_port()}", self.buffer.address)
 
-    def connect(self, address: dict[str, Any]) -> None:
+    def connect(self, address: bytes) -> None:
         """Keep the address: the engine connects with its first transfer."""
-        self._remote = (address["host"], address["buffer"])
+        self._remote = message_of(address, Address, "the other engine")
 
     def transfer(self, num_bytes: int) -> float:
         """Read from the other engine's buffer."""
-        host, remote_address = self._remote
         started_s = time.perf_counter()
-        status = self._engine.transfer_sync_read(host, self.buffer.address, remote_address, num_bytes)
+        status = self._engine.transfer_sync_read(self._remote.host, self.buffer.address, self._remote.buffer, num_bytes)
         seconds = time.perf_counter() - started_s
         if status:
             raise RuntimeError(f"a read of {num_bytes} bytes failed (status {status})")

@@ -6,6 +6,7 @@ from benchmarks.peers.environment import PeerEnvironment
 from benchmarks.peers.library_pair import LibraryPair
 from experiments.pairs.buffer import MEMORY_VARIABLE
 from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.endpoint import Done, Rest, Serve
 from experiments.pairs.process_pair import TIMEOUT_S
 
 
@@ -28,7 +29,7 @@ class Nixl(LibraryPair):
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
         """Seconds at the target, from posting the read until it is done."""
-        source.ask(TIMEOUT_S, serve=True)
-        seconds = float(target.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
-        source.ask(TIMEOUT_S, serve=False)
+        source.ask(TIMEOUT_S, Serve(), Done)
+        seconds = super()._transfer(source, target, num_bytes)
+        source.ask(TIMEOUT_S, Rest(), Done)
         return seconds

@@ -7,9 +7,17 @@ import importlib
 import time
 from typing import Any
 
+from experiments.messages import Message, message_of
 from experiments.pairs.endpoint import CannotRun, Endpoint
 
 _TIMEOUT_S = 50.0
+
+
+class Address(Message):
+    """The agent's metadata in base64, and the address of its buffer."""
+
+    metadata: str
+    buffer: int
 
 
 class NixlEndpoint(Endpoint):
@@ -26,15 +34,16 @@ class NixlEndpoint(Endpoint):
         self._remote = ("", 0)
 
     @property
-    def address(self) -> dict[str, Any]:
-        """The agent's metadata and where its buffer is."""
+    def address(self) -> Address:
+        """What the other agent has to know."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        return {"metadata": metadata, "buffer": self.buffer.address}
+        return Address(metadata, self.buffer.address)
 
-    def connect(self, address: dict[str, Any]) -> None:
+    def connect(self, address: bytes) -> None:
         """Make the other agent and its buffer known to this one."""
-        name = self._agent.add_remote_agent(base64.b64decode(address["metadata"]))
-        self._remote = (name.decode() if isinstance(name, bytes) else name, address["buffer"])
+        other = message_of(address, Address, "the other agent")
+        name = self._agent.add_remote_agent(base64.b64decode(other.metadata))
+        self._remote = (name.decode() if isinstance(name, bytes) else name, other.buffer)
 
     def transfer(self, num_bytes: int) -> float:
         """Read from the other agent's buffer, from posting until done."""

@@ -5,8 +5,9 @@ Sampling parameters are applied in this order, each to the result of the one bef
 1. ``logit_bias`` is added; -100 forbids a token, and 100 forbids all tokens without a bias of 100
 2. ``repetition_penalty`` divides the positive logits of tokens in prompt or output, and multiplies the others
 3. ``presence_penalty``, and ``frequency_penalty`` times the count, are subtracted for tokens in the output
-4. ``temperature`` divides the logits; 0 takes the token with the largest logit and skips the rest
-5. ``top_k``, then ``top_p``, then ``min_p`` drop tokens; the token is drawn from the rest in proportion
+4. ``structured_outputs`` forbid the tokens after which the output could not match
+5. ``temperature`` divides the logits; 0 takes the token with the largest logit and skips the rest
+6. ``top_k``, then ``top_p``, then ``min_p`` drop tokens; the token is drawn from the rest in proportion
 
 Logprobs are ``log_softmax(logits)`` of the unmodified logits. All rows are computed together on the device of the
 logits. The result for a row does not depend on the other rows: sums have a fixed order, and each row has uniform
@@ -71,7 +72,8 @@ def draw_tokens(
     draw_rows: DrawRows | None = None,
 ) -> DrawnTokens:
     """Draw one token per row of ``logits`` (``[rows, vocabulary]``). ``positions`` are those of the new tokens.
-    ``histories`` are needed for rows with penalties (None for other rows); ValueError if one is missing.
+    ``histories`` are needed for rows with penalties or structured outputs (None for other rows); ValueError if one is
+    missing.
     ``draw_rows`` is the device's own way to draw. On a GPU that has one nothing waits for the GPU."""
     scores = adjust(logits, params, [None] * len(params) if histories is None else histories)
     greedy = [row for row, p in enumerate(params) if p.temperature == 0.0]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.model.quantization import Quantization
+from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import DTYPE_BYTES
 
 Norms = Literal["before", "after", "around"]
@@ -146,6 +147,14 @@ class ModelShape:
     def turned_dim(self) -> int:
         """Dimensions of each head that rope turns."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def check_context(self, max_model_len: int | None) -> None:
+        """`ConfigError` if a service is to accept longer requests than the model was made for."""
+        if max_model_len is not None and max_model_len > self.max_position_embeddings:
+            raise ConfigError(
+                f"engine.max_model_len: {max_model_len} exceeds the model's context of {self.max_position_embeddings} "
+                "tokens"
+            )
 
     def uses_long_rope(self, max_model_len: int) -> bool:
         """Whether a service of requests of up to ``max_model_len`` tokens takes longrope's long factors, for all

@@ -1,8 +1,11 @@
-"""Finds a model: the embedded one, a dummy with random weights, or a Hugging Face folder. Does not import torch."""
+"""Finds a model: the embedded one, a dummy with random weights, a Hugging Face folder, or one of the Hugging Face Hub.
+Does not import torch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,11 +15,12 @@ import xxhash
 
 from engine.model.folder import refuse_lfs_pointer, weight_files
 from engine.model.hf_config import shape_from_hf
+from engine.model.hub import Check, HubId, Report, hub_folder
 from engine.model.shape import ModelShape, RopeScaling
 from pdserve.core.errors import ModelError
 
 DUMMY_SEED = 20_240_607  # all workers must draw the same weights
-_EDGE_BYTES = 2**20
+_READ_BYTES = 2**20
 
 
 def _dummy(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float) -> ModelShape:
@@ -46,11 +50,13 @@ DUMMIES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that can be loaded: its ``shape``, and the ``folder`` of its weights (None: a dummy)."""
+    """A model that can be loaded: its ``shape``, and the ``folder`` of its weights (None: a dummy). ``path`` is what
+    `resolve_model` takes to find the same model in another process or on another host."""
 
     name: str
     folder: Path | None
     shape: ModelShape
+    path: str
 
     @property
     def is_dummy(self) -> bool:
@@ -65,8 +71,10 @@ class ModelSource:
         """16 hex digits that identify the weights, and whether longrope's long factors are used (``long_rope``), as
         keys differ by that.
 
-        The digest (xxh3-64) covers the shape, and of each safetensors file the name, size, header, and first and last
-        MiB, because a whole checkpoint takes too long to read twice. `ModelError` if a file cannot be read.
+        The digest (xxh3-64) covers the shape, and of each safetensors file the name, the size and every byte. So it is
+        the same wherever the files are, and whenever they were written. It is not cached: xxh3 reads files that are in
+        the page cache at about 9 GB/s, and others for the loader, which reads them next. `ModelError` if a file cannot
+        be read.
         """
         shape = asdict(replace(self.shape, eos_token_ids=()))
         digest = xxhash.xxh3_64(json.dumps(shape, sort_keys=True).encode())
@@ -75,56 +83,91 @@ class ModelSource:
         if long_rope:
             digest.update(b"long rope")
         for path in self.weight_files():
-            for part in _fingerprint(path):
+            for part in _contents(path):
                 digest.update(part)
         return digest.hexdigest()
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context in which the files of the weights are hashed and loaded. `ModelError` at its end if one of them was
+        written or replaced meanwhile, because the hash may be of other weights than those that were loaded."""
+        before = self._versions()
+        yield
+        after = self._versions()
+        for path in before | after:
+            if before.get(path) != after.get(path):
+                raise ModelError(f"{path}: was changed while it was loaded; start again when the folder is complete")
 
-def _fingerprint(path: Path) -> Iterator[bytes]:
+    def _versions(self) -> dict[Path, tuple[int, ...]]:
+        return {path: _version(path) for path in self.weight_files()}
+
+
+def _contents(path: Path) -> Iterator[bytes | memoryview]:
+    """Name and size of a file, then its bytes. Each part is valid until the next one."""
+    buffer = memoryview(bytearray(_READ_BYTES))
     try:
-        size = path.stat().st_size
-        yield f"{path.name} {size}".encode()
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            file.seek(0)
-            yield file.read(min(8 + length + _EDGE_BYTES, size))
-            file.seek(max(0, size - _EDGE_BYTES))
-            yield file.read(_EDGE_BYTES)
+        with path.open("rb", buffering=0) as file:
+            yield f"{path.name} {os.fstat(file.fileno()).st_size}".encode()
+            while length := file.readinto(buffer):
+                yield buffer[:length]
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def resolve_model(path: str) -> ModelSource:
+def _version(path: Path) -> tuple[int, ...]:
+    """Differs whenever a file was written or replaced. The time of its last change (ctime) cannot be set back, unlike
+    that of its last write."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def resolve_model(path: str, report: Report | None = None, check: Check = lambda: None) -> ModelSource:
     """Find the model that ``path`` names: 'tiny' (the embedded model), 'dummy:135m', 'dummy:8b',
-    'dummy:PATH/config.json', or a folder with ``config.json`` and safetensors. `ModelError` for anything else."""
+    'dummy:PATH/config.json', a folder with ``config.json`` and safetensors, or, where there is no such folder,
+    ``org/name`` or ``org/name@revision`` on the Hugging Face Hub. The latter is downloaded if it is not in this host's
+    cache and ``report`` is given; see `hub_folder`. `ModelError` for anything else."""
     if path.startswith("dummy:"):
         kind = path.removeprefix("dummy:")
         if kind in DUMMIES:
-            return ModelSource(path, None, DUMMIES[kind])
+            return ModelSource(path, None, DUMMIES[kind], path)
         if not kind.endswith(".json"):
             raise ModelError(f"{path}: unknown dummy; known: {', '.join(f'dummy:{k}' for k in DUMMIES)}, "
                              "dummy:PATH/config.json")  # fmt: skip
-        return ModelSource(path, None, shape_from_hf(_read_json(Path(kind)), kind))
+        return ModelSource(path, None, shape_from_hf(_read_json(Path(kind)), kind), path)
     folder = _tiny_folder() if path == "tiny" else Path(path).expanduser()
+    name, shown = folder.resolve().name, str(folder)
     if not folder.is_dir():
-        raise ModelError(f"{path}: no such folder; give a folder with config.json and safetensors, 'tiny', or a "
-                         f"dummy ({', '.join(f'dummy:{k}' for k in DUMMIES)})")  # fmt: skip
+        hub = HubId.of(path)
+        if hub is None:
+            raise ModelError(f"{path}: no such folder; give a folder with config.json and safetensors, the id of a "
+                             "model on the Hugging Face Hub (org/name), 'tiny', or a dummy "
+                             f"({', '.join(f'dummy:{k}' for k in DUMMIES)})")  # fmt: skip
+        folder = hub_folder(hub, report, check)
+        name, shown, path = hub.repo, str(hub), str(HubId(hub.repo, folder.name))
+    elif HubId.of(path) is not None:
+        path = str(folder.absolute())  # in another working folder it would be taken for an id
     config = folder / "config.json"
     if not config.is_file():
-        raise ModelError(f"{folder}: has no config.json, so it is not a Hugging Face model folder")
+        raise ModelError(f"{shown}: has no config.json, so it is not a Hugging Face model folder")
     shape = shape_from_hf(_read_json(config), str(config))
-    source = ModelSource(folder.resolve().name, folder.resolve(), _with_generation_config(shape, folder))
+    source = ModelSource(name, folder.resolve(), _with_generation_config(shape, folder), path)
     if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder}: has no *.safetensors file; only safetensors weights can be loaded")
+        raise ModelError(f"{shown}: has no *.safetensors file; only safetensors weights can be loaded")
     return source
 
 
-def config_of(path: str) -> tuple[dict[str, Any], Path] | None:
-    """The ``config.json`` that ``path`` names, and its place: a folder, a file ``*.json``, or 'dummy:' and either. None
-    for the built-in models and where there is no such file. `ModelError` if it cannot be parsed."""
+def config_of(path: str, report: Report) -> tuple[dict[str, Any], Path] | None:
+    """The ``config.json`` that ``path`` names, and its place: a folder, a file ``*.json``, 'dummy:' and either, or a
+    model on the Hugging Face Hub, of which no more is downloaded (``report`` gets the progress). None for the built-in
+    models and where there is no such file. `ModelError` if it cannot be parsed or downloaded."""
     if path == "tiny" or path.removeprefix("dummy:") in DUMMIES:
         return None
     place = Path(path.removeprefix("dummy:")).expanduser()
+    if not place.exists() and (hub := HubId.of(path)) is not None:
+        place = hub_folder(hub, report, lambda: None, ("config.json",))
     file = place if place.suffix == ".json" else place / "config.json"
     return (_read_json(file), file) if file.is_file() else None
 

@@ -23,8 +23,8 @@ from engine.model.dtypes import choose_dtype, native_dtypes
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
-from engine.model.shape import ModelShape
 from engine.model.source import resolve_model
+from engine.model.structures import Structures
 from engine.offload.block_store import BlockStore
 from engine.offload.disk_store import DiskStore
 from engine.offload.memory_store import MemoryStore
@@ -48,6 +48,7 @@ class BuiltEngine:
     runner: ModelRunner
     scheduler_config: SchedulerConfig
     ready: Ready
+    structures: Structures
 
 
 def build_engine(
@@ -55,9 +56,10 @@ def build_engine(
     memory_fd: int,
     cuda: Cuda | None = None,
     cuda_parts: Callable[[EngineSpec], CudaParts] = triton_parts,
+    woken: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
     """Load the model, create the pool and warm up. On CPUs the pool is in the memory file ``memory_fd``. ``cuda`` is
-    how GPUs are reached (default: torch).
+    how GPUs are reached (default: torch). ``woken`` is called, in another thread, when a structure has been compiled.
 
     Raises `ModelError` for a faulty model, and `ConfigError` with the dotted key for settings that do not fit the model
     or the device.
@@ -68,7 +70,7 @@ def build_engine(
     cuda = cuda or TorchCuda()
     on_gpu = spec.device != "cpu"
     device = _gpu(cuda) if on_gpu else torch.device("cpu")
-    source = resolve_model(spec.model)
+    source = resolve_model(spec.model, log.info)
     shape = source.shape
     choice = choose_dtype(spec.dtype, shape.dtype, {"": native_dtypes(device.type)})
     if choice.note:
@@ -76,16 +78,18 @@ def build_engine(
     dtype = choice.dtype
     # The pool must not matter here: the workers of a service may have pools of different sizes.
     long_rope = shape.uses_long_rope(spec.max_model_len or shape.max_position_embeddings)
+    shape.check_context(spec.max_model_len)
+    with source.unchanged():
+        model_hash = source.model_hash(long_rope)
+        weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=on_gpu)
     layout = KVLayout.uniform(
-        model_hash=source.model_hash(long_rope),
+        model_hash=model_hash,
         dtype=dtype,
         block_size=spec.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
-    _check_context(spec, shape)
-    weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=on_gpu)
     max_context = spec.max_model_len or shape.max_position_embeddings
     if on_gpu:
         parts = cuda_parts(spec)
@@ -106,6 +110,8 @@ def build_engine(
         attention = CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap)
         runner = ModelRunner(model, attention, pool)
         runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
+    tokenizer = None if source.folder is None else source.folder / "tokenizer.json"
+    structures = Structures(tokenizer, shape.vocab_size, shape.eos_token_ids, woken)
     ready = Ready(
         layout=layout,
         num_blocks=num_blocks,
@@ -128,7 +134,7 @@ def build_engine(
         prefix_caching=spec.prefix_caching,
         chunk_tokens=None if spec.chunk_tokens == "off" else spec.chunk_tokens,
     )
-    return BuiltEngine(runner, limits, ready)
+    return BuiltEngine(runner, limits, ready, structures)
 
 
 def with_offload(
@@ -163,14 +169,6 @@ def _gpu(cuda: Cuda) -> torch.device:
     if not cuda.is_available():
         raise ConfigError("cluster.device: cuda is set, but torch finds no GPU in the engine process")
     return cuda.init(_GPU)
-
-
-def _check_context(spec: EngineSpec, shape: ModelShape) -> None:
-    if spec.max_model_len is not None and spec.max_model_len > shape.max_position_embeddings:
-        raise ConfigError(
-            f"engine.max_model_len: {spec.max_model_len} exceeds the model's context of "
-            f"{shape.max_position_embeddings} tokens"
-        )
 
 
 def _num_blocks(spec: EngineSpec, layout: KVLayout, default_bytes: int) -> int:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from engine.core import EngineCore, Outbox, Runner
+from engine.core import EngineCore, Outbox, Runner, Structures
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, Shutdown, encode
 from engine.process.mailbox import Mailbox
 from engine.scheduling.baselines import scheduler_class
@@ -27,13 +27,10 @@ from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.logs import set_up_logging
 from pdserve.core.process import end_with_parent, freeze_heap
 
-NICENESS = 5
-"""Of an engine on CPUs, so that gateway and control get the core at once when they share it with a step. What they take
-is little; without this, an answer waits for the end of the engine's time slice."""
 _READ_BYTES = 2**20
 _MAX_MESSAGE_CHARS = 1000
 
-MakeCore = Callable[[Scheduler, Runner, Clock, Outbox, bool], EngineCore]
+MakeCore = Callable[[Scheduler, Runner, Clock, Outbox, bool, Structures], EngineCore]
 
 
 class ParentGone(Exception):
@@ -55,7 +52,8 @@ class WorkerPipe:
         os.set_blocking(commands_fd, False)
 
     def receive(self, wait: bool) -> list[Command]:
-        """Return the commands that have arrived; with ``wait``, at least one. `ParentGone` at the end of the pipe."""
+        """Return the commands that have arrived; with ``wait``, at least one, or none if the mailbox was woken.
+        `ParentGone` at the end of the pipe."""
         commands: list[Command] = []
         while True:
             ready = [fd for fd, _ in self._poll.poll(None if wait and not commands else 0)]
@@ -130,17 +128,15 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
             os.sched_setaffinity(0, spec.cores)
         except OSError as error:
             raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
-    if spec.device == "cpu":
-        os.nice(NICENESS)
     # After binding: torch counts the cores when it is imported.
     from engine.process.build import build_engine, with_offload
 
-    built = build_engine(spec, memory_fd)
+    built = build_engine(spec, memory_fd, woken=pipe.mailbox.wake)
     clock = MonotonicClock()
     transfer = TransferConnector(clock, built.ready.layout, spec.layer_groups)
     connector = with_offload(transfer, spec, built.runner.pool, pipe.mailbox.put)
     scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
-    core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead)
+    core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead, built.structures)
     freeze_heap()
     pipe.send(built.ready)
     serve(pipe, core)

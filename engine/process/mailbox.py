@@ -23,6 +23,10 @@ class Mailbox:
     def put(self, command: Command) -> None:
         """Add a command. May be called by any thread."""
         self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """End a wait for commands. May be called by any thread."""
         os.eventfd_write(self._fd, 1)
 
     def take(self) -> list[Command]:

@@ -26,8 +26,8 @@ class ScheduledSeq:
     The last ``num_drafts`` of ``token_ids`` may be drafts: guesses of the tokens that come next. Then the step gives
     the drafts that it would have sampled itself, up to the first that differs, and one more token.
 
-    ``history`` is set if ``params`` penalise. It is the request's own object, so read it when the tokens of the step
-    before are known, and before those of this step are.
+    ``history`` is set if ``params`` penalise or have structured outputs. It is the request's own object, so read it
+    when the tokens of the step before are known, and before those of this step are.
     """
 
     attempt_id: str

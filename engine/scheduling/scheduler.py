@@ -17,11 +17,11 @@ from engine.messages import Finished, Load, Rejected, Submit, TokenOut
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq, StepResult
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector, NoTransfer
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import Sequence, TokenMatcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from pdserve.core.prefix_digests import PrefixDigests
-from pdserve.core.request import EngineStatus
+from pdserve.core.request import AGED_S, EngineStatus
 
 SchedulerEvent = Rejected | Finished
 
@@ -150,8 +150,8 @@ class Scheduler:
     runs. If it has finished, or awaits KV, then `kv_ready`, `release` or `abort` follows within the connector's lease,
     and so it does after `pin_prefix`.
     (2) The highest request finishes after at most prompt + ``max_tokens`` such steps, because it is never preempted.
-    Then the next request is the highest. Only requests that are submitted later with a lower ``priority`` can come
-    before it.
+    Then the next request is the highest. Only requests that are submitted with a lower ``priority`` within `AGED_S`
+    after it can come before it: later ones do not overtake it.
     (3) While a request waits or is preempted, no lower request is admitted. So finitely many requests run before it,
     and it fits when they are done: `submit` refuses requests that exceed an empty pool, and an idle pool has no
     watermark. A step that preempts admits nothing, so that the blocks go to the request that needs them.
@@ -187,24 +187,30 @@ class Scheduler:
         memory of the device was divided for."""
         self._token_budget = max(1, min(num_tokens, self.config.max_num_batched_tokens))
 
-    def submit(self, submit: Submit) -> None:
+    def submit(self, submit: Submit, matcher: TokenMatcher | None = None) -> None:
         """Queue a request, or answer with a `Rejected` event: `CapacityExceeded` if it can never fit, `InvalidRequest`
-        for an empty prompt, a ``max_tokens`` below 1, or an id in use."""
+        for an empty prompt, a ``max_tokens`` below 1, or an id in use. ``matcher`` is that of its structured
+        outputs."""
         error = self._objection(submit)
         if error is not None:
-            self._events.append(Rejected(submit.attempt_id, *to_wire(error)))
+            self.reject(submit.attempt_id, error)
             return
-        seq = Sequence.from_submit(submit, self._arrivals, self.config.eos_token_ids)
+        seq = Sequence.from_submit(submit, self._arrivals, self._clock.now(), self.config.eos_token_ids, matcher)
         if self.config.prefix_caching:
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))
         self._arrivals += 1
         self._seqs[seq.attempt_id] = seq
+        self._age_others(seq.priority)
         if self._waiting and seq.rank < self._waiting[-1].rank:
             insort(self._waiting, seq, key=_rank)
         else:
             self._waiting.append(seq)
         self._reserve()
+
+    def reject(self, attempt_id: str, error: PdserveError) -> None:
+        """Answer with a `Rejected` event."""
+        self._events.append(Rejected(attempt_id, *to_wire(error)))
 
     def kv_ready(self, attempt_id: str, first_token_id: int | None = None, num_tokens: int | None = None) -> None:
         """Let a request run, because the KV of its remote tokens is in its blocks and verified, or only that of the
@@ -228,8 +234,9 @@ class Scheduler:
             self.connector.computed(seq)
         seq.transition(EngineStatus.RUNNING)
         reason = None if first_token_id is None else seq.append(first_token_id)
-        if reason is None:
+        if reason is None or seq.error:
             self._join(seq)
+            self._reject_mismatch(seq)
         else:
             self._events.append(Finished(seq.attempt_id, reason.value))
             self._finish(seq)
@@ -387,6 +394,8 @@ class Scheduler:
                     raise ValueError(f"{seq.attempt_id}: {len(tokens)} tokens, and the next step goes on from one")
                 for token in tokens:
                     reason = seq.append(token.token_id)
+                    if seq.error:
+                        break
                     finish_reason = reason.value if reason else ""
                     cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
                     scheduled_s = seq.first_scheduled_s
@@ -395,6 +404,9 @@ class Scheduler:
                     )
                     if reason is not None:
                         break
+            if self._reject_mismatch(seq):
+                any_ended = True
+                continue
             if part.num_drafts:
                 self._confirm_drafts(seq, part)
             self._publish(seq)
@@ -458,6 +470,23 @@ class Scheduler:
                 "shorten one of them or give the engine more KV memory"
             )
         return None
+
+    def _age_others(self, priority: int) -> None:
+        """Give requests that have waited for `AGED_S` this ``priority`` if theirs is later, so that a new request of it
+        does not overtake them."""
+        before_s = self._clock.now() - AGED_S
+        prefilling = [seq for seq in self._running if seq.num_output_tokens == 0]
+        aged = [
+            seq
+            for seq in (*self._waiting, *self._preempted, *prefilling)
+            if seq.priority > priority and seq.queued_s <= before_s
+        ]
+        if aged:
+            for seq in aged:
+                seq.priority = priority
+            self._waiting = deque(sorted(self._waiting, key=_rank))
+            self._preempted.sort(key=_rank)
+            self._running.sort(key=_rank)
 
     def _head(self) -> Sequence | None:
         if not self._preempted:
@@ -618,6 +647,7 @@ class Scheduler:
         self._running.remove(seq)
         seq.transition(EngineStatus.PREEMPTED)
         seq.num_computed_tokens = 0
+        seq.queued_s = self._clock.now()
         self._free(seq)
         insort(self._preempted, seq, key=_rank)
         self._preemptions += 1
@@ -651,6 +681,14 @@ class Scheduler:
         return ScheduledSeq(
             seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history, num_drafts
         )
+
+    def _reject_mismatch(self, seq: Sequence) -> bool:
+        """Whether the output of ``seq`` cannot go on; then it is dropped."""
+        if not seq.error:
+            return False
+        self.reject(seq.attempt_id, InvalidRequest(f"structured_outputs: {seq.error}"))
+        self.abort(seq.attempt_id)
+        return True
 
     def _finish(self, seq: Sequence) -> None:
         """End a running request. It keeps its blocks until `release` if the connector wants to hold them."""

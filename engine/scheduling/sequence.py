@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.messages import KVRole, Submit
 from pdserve.core.prefix_digests import PrefixDigests
@@ -13,16 +14,37 @@ from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transit
 from pdserve.core.sampling import FinishReason, SamplingParams
 
 
+class TokenMatcher(Protocol):
+    """Follows an output that has to match a structure, token by token (`engine.model.structures.Matcher`)."""
+
+    @property
+    def error(self) -> str:
+        """Why the output cannot go on; empty while it can."""
+        ...
+
+    def append(self, token_id: int) -> None:
+        """Add an output token."""
+        ...
+
+    def mask(self) -> bytes:
+        """The tokens that may come next: a bit for each token of the vocabulary, lowest bit first. After an `error` it
+        may be anything."""
+        ...
+
+
 class TokenHistory:
     """The distinct tokens of a request, from which penalties are computed. It grows token by token, so that no step
     reads the whole prompt again.
 
     ``seen_ids`` are the distinct ids of prompt and outputs, ``output_ids`` those of the outputs, and ``output_counts``
-    how often each of these occurred. All are arrays of type code ``q``, in order of first appearance.
+    how often each of these occurred. All are arrays of type code ``q``, in order of first appearance. ``matcher`` has
+    followed the outputs if these have to match a structure.
     """
 
-    def __init__(self, token_ids: Seq[int], num_prompt_tokens: int) -> None:
-        """Start with ``token_ids``, of which the first ``num_prompt_tokens`` are the prompt."""
+    def __init__(self, token_ids: Seq[int], num_prompt_tokens: int, matcher: TokenMatcher | None = None) -> None:
+        """Start with ``token_ids``, of which the first ``num_prompt_tokens`` are the prompt. ``matcher`` has followed
+        the others."""
+        self.matcher: TokenMatcher | None = None
         self.seen_ids = array("q", dict.fromkeys(token_ids[:num_prompt_tokens]))
         self.output_ids = array("q")
         self.output_counts = array("q")
@@ -30,9 +52,12 @@ class TokenHistory:
         self._places: dict[int, int] = {}
         for token_id in token_ids[num_prompt_tokens:]:
             self.append(token_id)
+        self.matcher = matcher
 
     def append(self, token_id: int) -> None:
         """Add an output token."""
+        if self.matcher is not None:
+            self.matcher.append(token_id)
         if token_id not in self._seen:
             self._seen.add(token_id)
             self.seen_ids.append(token_id)
@@ -48,6 +73,7 @@ class Sequence:
     """The state of one request. Compared by identity.
 
     ``arrival``: its number among all requests of this engine.
+    ``queued_s``: when it came, or was preempted the last time.
     ``priority``: lower ones come first.
     ``token_ids``: prompt and outputs; the KV of the first ``num_computed_tokens`` is in ``block_ids``.
     ``num_running_steps``: steps in flight that it is part of. They compute ``num_running_tokens`` tokens more, and
@@ -59,7 +85,7 @@ class Sequence:
     ``kv_role``, ``num_prefix_tokens``: those of its `Submit`, which only the KV connector reads.
     ``num_remote_tokens``: how many of its first tokens await their KV from elsewhere.
     ``pinned``: something outside the engine reads its blocks, so it keeps them.
-    ``history``: kept only for requests with penalties.
+    ``history``: kept only for requests with penalties or structured outputs.
     ``prefix``: the digests of its blocks, of which the first ``num_published_blocks`` are findable (None: no caching).
     ``num_cached_tokens``: its tokens that the prefix cache held at its first admission, or that came from elsewhere.
     """
@@ -67,6 +93,7 @@ class Sequence:
     attempt_id: str
     kv_role: KVRole
     arrival: int
+    queued_s: float
     priority: int
     token_ids: list[int]
     num_prompt_tokens: int
@@ -91,14 +118,22 @@ class Sequence:
     num_cached_tokens: int = 0
 
     @classmethod
-    def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:
-        """Create a WAITING request from its `Submit`."""
+    def from_submit(
+        cls,
+        submit: Submit,
+        arrival: int,
+        now_s: float,
+        eos_token_ids: Collection[int],
+        matcher: TokenMatcher | None = None,
+    ) -> Sequence:
+        """Create a WAITING request from its `Submit`, with the ``matcher`` of its structured outputs."""
         request, sampling = submit.request, submit.request.sampling
         token_ids, stop_token_ids = list(request.token_ids), frozenset(sampling.stop_token_ids)
         return cls(
             attempt_id=request.attempt_id,
             kv_role=submit.kv_role,
             arrival=arrival,
+            queued_s=now_s,
             priority=request.priority,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
@@ -106,7 +141,9 @@ class Sequence:
             params=sampling,
             stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids.union(eos_token_ids),
             num_prefix_tokens=submit.prefix_tokens,
-            history=TokenHistory(token_ids, len(request.prompt_token_ids)) if sampling.penalises else None,
+            history=TokenHistory(token_ids, len(request.prompt_token_ids), matcher)
+            if sampling.penalises or matcher is not None
+            else None,
         )
 
     @property
@@ -114,6 +151,11 @@ class Sequence:
         """Its rank among the requests of this engine: the lowest is the first to be computed and the last to lose its
         blocks."""
         return self.priority, self.arrival
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on: its output does not match its structure. Empty while it can."""
+        return "" if self.history is None or self.history.matcher is None else self.history.matcher.error
 
     @property
     def num_scheduled_tokens(self) -> int:

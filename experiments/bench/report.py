@@ -15,6 +15,7 @@ from experiments.other_requests import OtherRequests
 from experiments.request_row import RequestRow
 from pdserve.client.generation import Generation
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
+from pdserve.core.interval import Interval, median_interval
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
@@ -247,9 +248,9 @@ class BenchReport:
         """Successes that met the SLO; None without one."""
         return None if self.slo is None else sum(self.slo.met_by(g, late_ms) for g, late_ms in self._served)
 
-    def added_ms(self, figure: Figure) -> float | None:
-        """Median of pd minus colocated over the requests that were sent in both modes; None without any, and unless
-        they are ``paired``: requests that share the service also measure each other."""
+    def added_ms(self, figure: Figure) -> Interval | None:
+        """Median of pd minus colocated over the requests that were sent in both modes, with its interval; None without
+        any, and unless they are ``paired``: requests that share the service also measure each other."""
         if not self.paired:
             return None
         by_pair: dict[tuple[int, int], dict[Mode, float]] = {}
@@ -260,7 +261,7 @@ class BenchReport:
         added = [
             pair[Mode.PD] - pair[Mode.COLOCATED] for pair in by_pair.values() if {Mode.PD, Mode.COLOCATED} <= set(pair)
         ]
-        return statistics.median(added) if added else None
+        return median_interval(added)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what ``pdserve bench --json`` prints."""
@@ -286,7 +287,9 @@ class BenchReport:
             "kv_bytes_equal_expected": all(g.kv_bytes == g.kv_bytes_expected for g in self.generations),
             "leaked_blocks": self.leaked_blocks,
             "by_mode": {mode: _plain(self.distributions(mode)) for mode in self.modes},
-            "added_ms": {figure.value: self.added_ms(figure) for figure in Figure},
+            "added_ms": {
+                figure.value: None if (added := self.added_ms(figure)) is None else added.to_dict() for figure in Figure
+            },
         }
 
 

@@ -19,18 +19,20 @@ from experiments.bench.bench import BenchPlan
 from experiments.bench.report import PERCENTILES, SLO, BenchReport, Distribution, parse_percentiles
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Outcome
-from experiments.mode_pairs import COLOCATED, PD
+from experiments.machine_load import LOAD, beside_text, cores_of_others, load_facts
+from experiments.mode_pairs import PD, added_ms, added_text, pairs_of
 from experiments.other_requests import BUSY
 from experiments.plots import bench as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, unexpected_bytes
+from experiments.request_row import LAG, RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData, RunFolder
-from experiments.statistics import mean_interval
 from pdserve.client.status import ServiceStatus
-from pdserve.core.timeline import Figure
+from pdserve.core.request import counted_requests
+from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 
 CELL = "load"
+_TOKENS = (("token 1", Figure.TTFT), ("token 2", Figure.TTFT_DECODE))
 _FIGURES = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 
 
@@ -61,12 +63,14 @@ class BenchRecorder:
         self.folder = RunFolder.create(root, BenchRun.name, options)
         self._begun_s = time.monotonic()
         self._load_begun_s: dict[str, float] = {}
+        self._before_cores = 0.0
 
     def begin(self, status: ServiceStatus) -> None:
         """Write ``env.json``. The cell begins now."""
         self.folder.write_environment(
             {"machine": environment.machine(), "service": environment.service(status), "seed": self._plan.seed}
         )
+        self._before_cores = cores_of_others()  # the service's own are among them, and idle
         self._begun_s = time.monotonic()
 
     def record(self, outcome: Outcome) -> None:
@@ -104,6 +108,7 @@ class BenchRecorder:
             BUSY: [{"arm": str(each.mode), **asdict(each.others)} for each in reports if each.others is not None],
             "leaked_blocks": reports[-1].leaked_blocks,
             "workload": reports[0].workload,
+            **load_facts(self._before_cores, None),
         }
         duration_s = round(time.monotonic() - self._begun_s, 3)
         self.folder.finish_cell(FinishedCell(CELL, {"mode": str(self._plan.mode)}, duration_s, facts))
@@ -149,11 +154,12 @@ class BenchRun(RunKind):
             "workload": facts.get("workload", self.options.workload),
             "partial": not loads or any(load["partial"] for load in loads),
             "leaked_blocks": facts.get("leaked_blocks"),
+            LOAD: facts.get(LOAD),
             "slo_ms": None if slo is None else dict(slo.limits_ms),
             "arms": arms,
-            "added_ms": _added(run.rows, run.options.get("seed", 0)) if self.options.paired else None,
+            "added_ms": _added(run.rows) if self.options.paired else None,
         }
-        failed = [f"{arm}: {each['failed']} requests failed" for arm, each in arms.items() if each["failed"]]
+        failed = [each for arm in arms for each in failures(arm, (row for row in run.rows if row.arm == arm))]
         failed += [
             f"{arm}: {wrong}" for arm in arms if (wrong := unexpected_bytes(row for row in run.rows if row.arm == arm))
         ]
@@ -240,11 +246,11 @@ def _arm(
 
 
 def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
-    """Mean of each stage of each figure, over the requests that have the figure."""
+    """Mean of each stage of each figure in the order of its table, over the requests that have the figure."""
     found: dict[str, dict[str, float]] = {}
     for figure in Figure:
         having = [row.stages_ms[figure.value] for row in rows if figure.value in row.stages_ms]
-        names = dict.fromkeys(name for stages in having for name in stages)
+        names = [name for name in (LAG, *STAGE_NAMES, UNATTRIBUTED) if any(name in stages for stages in having)]
         if having:
             found[figure.value] = {
                 name: round(sum(stages.get(name, 0.0) for stages in having) / len(having), 4) for name in names
@@ -252,17 +258,9 @@ def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _added(rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
-    """Mean of the paired differences of each figure, pd minus colocated, with its interval; None without pairs."""
-    added: dict[str, Any] = {}
-    for figure in Figure:
-        pairs: dict[tuple[int, int], dict[str, float]] = {}
-        for row in rows:
-            if row.error is None and (ms := row.figure_ms(figure)) is not None:
-                pairs.setdefault((row.index, row.turn), {})[row.arm] = ms
-        interval = mean_interval([pair[PD] - pair[COLOCATED] for pair in pairs.values() if len(pair) == 2], seed)
-        added[figure.value] = None if interval is None else interval.to_dict()
-    return added
+def _added(rows: Sequence[RequestRow]) -> dict[str, Any]:
+    """What disaggregation adds to each figure (`added_ms`); None without pairs."""
+    return {figure.value: added_ms(pairs_of(rows)[0], figure) for figure in Figure}
 
 
 def _answer(summary: Mapping[str, Any]) -> str:
@@ -270,14 +268,18 @@ def _answer(summary: Mapping[str, Any]) -> str:
     for arm, each in summary["arms"].items():
         ttft, itl = each["ttft_ms"], each["itl_ms"]
         if ttft is None:
-            sentences.append(f"{arm}: none of {each['requests']} requests succeeded.")
+            sentences.append(f"{arm}: none of {counted_requests(each['requests'])} succeeded.")
             continue
         gaps = "" if itl is None else f" and the gaps between tokens {itl['mean']:.1f} ms"
         good = "" if each["goodput"] is None else f"; {100 * each['goodput']['share']:.0f} % met the SLO"
         sentences.append(
             f"{arm}: {each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
-            f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {each['requests']} requests{good}."
+            f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {counted_requests(each['requests'])}{good}."
         )
+    added = [(token, (summary["added_ms"] or {}).get(figure.value)) for token, figure in _TOKENS]
+    if clauses := [added_text(token, each) for token, each in added if each is not None]:
+        beside = f" ({text})" if (text := beside_text(summary)) else ""
+        sentences.append(f"In pairs of the same request{beside}, {' and '.join(clauses)}.")
     return " ".join(sentences) or "No request ended."
 
 
@@ -297,7 +299,9 @@ def _caveats(summary: Mapping[str, Any], paired: bool, scheduled: bool) -> list[
         )
     if len(summary["arms"]) > 1 and not paired:
         caveats.append(
-            "Each mode had the service to itself, one after the other; a drift of the machine is not averaged."
+            "Each mode had the service to itself, one after the other; a drift of the machine is not averaged. There "
+            "is a single load of each mode, so their difference has no interval; pairs (--mode both without a rate) "
+            "have one."
         )
     return caveats
 

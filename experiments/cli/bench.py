@@ -15,6 +15,7 @@ import typer
 from ops.cli.options import (
     JsonOption,
     TargetOption,
+    in_panels,
     plain_table,
     print_json,
     stderr_console,
@@ -43,6 +44,12 @@ MORE_ARGUMENTS = {"allow_extra_args": True}
 
 
 @with_access
+@in_panels(
+    {
+        "Load": "requests duration warmup concurrency rate ramp speed burstiness max_concurrency mode timeout",
+        "Data": "dataset dataset_path input_len output_len prefix_len num_prefixes turns pause scale block_size seed",
+    }
+)
 def bench(
     context: typer.Context,
     access: AccessOptions,
@@ -272,12 +279,15 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
 def _draw(recorder: BenchRecorder, reports: Sequence[BenchReport]) -> Path:
     """The page of the recorded run."""
     from experiments.bench.run import BenchRun
+    from experiments.cli.progress import link_report
     from experiments.report.page import PAGE
     from experiments.runner import redraw
 
     recorder.finish(reports)
     redraw(BenchRun.of(recorder.folder), recorder.folder)
-    return recorder.folder.path / PAGE
+    page = recorder.folder.path / PAGE
+    link_report(page)
+    return page
 
 
 @contextmanager
@@ -354,6 +364,8 @@ def _summary(reports: Sequence[BenchReport]) -> list[str]:
 
 
 def _of_load(report: BenchReport) -> list[str]:
+    from pdserve.core.interval import CONFIDENCE
+    from pdserve.core.request import counted_requests
     from pdserve.core.timeline import Figure
 
     lines = []
@@ -371,9 +383,12 @@ def _of_load(report: BenchReport) -> list[str]:
         share = "–" if report.good_share is None else f"{100 * report.good_share:.1f}"
         lines.append(f"goodput     {report.per_second(good):.2f} requests/s, {share} % within {limits}")
     added = {figure.value: report.added_ms(figure) for figure in Figure}
-    if any(value is not None for value in added.values()):
-        text = ", ".join(f"{name} {value:+.2f} ms" for name, value in added.items() if value is not None)
-        lines.append(f"added       {text} (median over pairs of pd minus colocated, one request at a time)")
+    for name, interval in added.items():
+        if interval is not None:
+            unclear = " (no difference could be measured)" if interval.known and not interval.sign else ""
+            sure = f"; {100 * CONFIDENCE:.0f} % interval" if interval.known else ""
+            pairs = f"median of {interval.n} pairs, pd - colocated{sure}"
+            lines.append(f"added       {name} {interval.text()}{unclear}, {pairs}")
     if report.others is not None:
         lines.append(f"busy        {report.others.text('this load')}")
     lag = report.load.lag
@@ -382,15 +397,17 @@ def _of_load(report: BenchReport) -> list[str]:
         behind = "; the load is behind its schedule, and latencies contain that wait" if lag.behind else ""
         lines.append(f"lag         {text}{behind}")
     if report.load.unsent:
-        lines.append(f"unsent      {report.load.unsent} requests still waited for --max-concurrency at the end")
+        unsent = counted_requests(report.load.unsent)
+        lines.append(f"unsent      {unsent} still waited for --max-concurrency at the end")
     failures = ", ".join(f"{count} {kind}" for kind, count in report.failures.items()) or "none"
     lines.append(f"failures    {failures}")
     errors = {str(outcome.error) for outcome in report.outcomes if outcome.error is not None}
     lines.extend(f"            {message}" for message in sorted(errors)[:3])
     if report.refusals:
         wait = "" if report.retry_after_ms is None else f"; retry after {report.retry_after_ms:.0f} ms (median)"
-        lines.append(f"refused     {len(report.refusals)} requests{wait}")
+        lines.append(f"refused     {counted_requests(len(report.refusals))}{wait}")
     wrong = [g for g in report.generations if g.kv_bytes != g.kv_bytes_expected]
     if wrong:
-        lines.append(f"kv bytes    {len(wrong)} requests transferred a different number of bytes than expected")
+        kv = counted_requests(len(wrong))
+        lines.append(f"kv bytes    {kv} transferred a different number of bytes than expected")
     return lines

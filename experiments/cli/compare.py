@@ -38,10 +38,16 @@ def compare(
     for key in sorted(options[0].keys() & options[1].keys()):
         if options[0][key] != options[1][key]:
             print_note(stderr_console(), f"the runs differ in {key}: {options[0][key]} and {options[1][key]}")
+    arms = comparing.arms_of(a), comparing.arms_of(b)
+    if comparing.common_arm(a, b):
+        print_note(stderr_console(), f"arm {arms[1][0]} of B is compared with arm {arms[0][0]} of A")
+    elif arms[0] != arms[1]:
+        both = ", ".join(name for name in arms[0] if name in arms[1]) or "none"
+        print_note(stderr_console(), f"arms of A: {', '.join(arms[0])}; of B: {', '.join(arms[1])}; compared: {both}")
     lacking = comparing.missing(a, b)
     for name, other in (("B", "A"), ("A", "B")):
         if keys := [each.key for each in lacking if each.of == name]:
-            print_note(stderr_console(), f"{name} lacks {len(keys)} figures of {other}, such as {keys[0]}")
+            print_note(stderr_console(), f"figures of {other} that {name} lacks: {len(keys)}, such as {keys[0]}")
     for name, folder in (("A", a), ("B", b)):
         for failure in folder.summary.get("failed", ()):
             print_note(stderr_console(), f"{name} failed: {failure}")

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from experiments.catalogue import EXPERIMENTS, run_of
-from experiments.cli.progress import RunProgress
+from experiments.cli.progress import RunProgress, link_report
 from experiments.experiment import Experiment, Options
 from experiments.report.page import PAGE
 from experiments.run_folder import RunFolder
@@ -127,6 +127,7 @@ def _finish(name: str, outcome: Outcome, as_json: bool) -> None:
     folder = outcome.folder
     console = stdout_console()
     if outcome.summary is not None:
+        link_report(folder.path / PAGE)
         if as_json:
             print_json(outcome.summary)
         else:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,7 +13,7 @@ from typing import Annotated
 import typer
 
 from experiments.cli import bench, compare, experiment, plot
-from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, token, top, up
+from ops.cli import chat, config, demo, doctor, generate, logs, model_info, scale, status, token, top, up
 from ops.cli import list as list_command
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.version import VERSION
@@ -47,6 +50,7 @@ app.command("logs")(logs.logs)
 app.command("status")(status.status)
 app.command("top")(top.top)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("bench", context_settings=bench.MORE_ARGUMENTS)(bench.bench)
 app.add_typer(experiment.app, name="experiment")
 app.command("report")(experiment.report)
@@ -57,11 +61,15 @@ app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)
 app.add_typer(token.app, name="token")
 app.command("doctor")(doctor.doctor)
+for _command in (*app.registered_commands, *token.app.registered_commands):
+    # typer keeps the line ends of all paragraphs but the first, and wraps each line again at the terminal's width.
+    _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command (default: from the process's arguments). Ends with SystemExit: 0, 1 (failure, with one line on
     stderr), 2 (invalid usage) or 130 (Ctrl-C)."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # every fork is followed by exec; gRPC logs a line otherwise
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 show '?' instead
     try:

@@ -1,9 +1,10 @@
-"""Shows how far an experiment is: bars on a terminal, otherwise one line per cell."""
+"""Shows how far an experiment is: bars on a terminal, otherwise one line per cell. Links its report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from experiments.experiment import Cell
+from ops.cli.options import print_note, stderr_console
+from ops.launch.state import note_report
+from pdserve.core.errors import LaunchError
+
+_CELL_S = 10.0
+"""What a cell takes beside its ``sending_s`` before any was measured: the start of a service, and warm-up."""
 
 
 class RunProgress:
@@ -24,10 +31,13 @@ class RunProgress:
         self._cells: TaskID | None = None
         self._steps: TaskID | None = None
         self._total = self._done = 0
+        self._cells_to_come: list[Cell] = []
+        self._weight_done_s = 0.0
         self._started_s = time.monotonic()
 
     def begin(self, cells: Sequence[Cell], finished: int) -> None:
-        """Show the number of cells, and the time that the loads of those to come last."""
+        """Show the number of cells, and the time that the loads and pairs of those to come last at most."""
+        self._cells_to_come = list(cells[finished:])
         self._total, self._done = len(cells), finished
         self._cells = self._bars.add_task(self._name, total=len(cells), completed=finished)
         if finished:
@@ -35,18 +45,32 @@ class RunProgress:
         sending_s = sum(cell.sending_s for cell in cells[finished:])
         if sending_s:
             self._console.print(
-                f"{self._name}: {len(cells) - finished} cells; their loads alone take {sending_s / 60:.1f} min, and "
-                "queues that empty and idle requests come on top"
+                f"{self._name}: {len(cells) - finished} cells; their loads and pairs take up to {sending_s / 60:.1f} "
+                "min; starts of services, warm-up and queues that empty come on top"
             )
 
     def cell(self, cell: Cell) -> None:
         """Show the cell and its steps."""
         self._finish_cell()
         self._steps = self._bars.add_task(f"  {cell.name}", total=cell.work)
+        left = self._left()
+        if self._cells is not None:
+            self._bars.update(self._cells, description=f"{self._name}{left and f', {left}'}")
         if not self._console.is_terminal:
             elapsed_s = time.monotonic() - self._started_s
-            self._console.print(f"{self._name} {self._done + 1}/{self._total} {cell.name}  ({elapsed_s:.0f} s)")
+            told = f"{elapsed_s:.0f} s{left and f', {left}'}"
+            self._console.print(f"{self._name} {self._done + 1}/{self._total} {cell.name}  ({told})")
         self._done += 1
+        if self._cells_to_come:
+            self._weight_done_s += _weight_s(self._cells_to_come.pop(0))
+
+    def _left(self) -> str:
+        """``about 4 min left``, from the time that the cells so far took; empty before the first has ended."""
+        if not self._weight_done_s:
+            return ""
+        elapsed_s = time.monotonic() - self._started_s
+        left_s = elapsed_s / self._weight_done_s * sum(map(_weight_s, self._cells_to_come))
+        return f"about {left_s / 60:.0f} min left" if left_s >= 90 else f"about {left_s:.0f} s left"
 
     def advance(self, steps: int) -> None:
         """Move the cell's bar."""
@@ -73,3 +97,15 @@ class RunProgress:
         if kind is None:
             self._finish_cell()
         self._bars.stop()
+
+
+def _weight_s(cell: Cell) -> float:
+    return cell.sending_s + _CELL_S
+
+
+def link_report(page: Path) -> None:
+    """Let the live page of this user's services link a report. A note says why, where that is not possible."""
+    try:
+        note_report(page)
+    except LaunchError as error:
+        print_note(stderr_console(), f"the live page does not link this report: {error}")

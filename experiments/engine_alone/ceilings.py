@@ -27,6 +27,7 @@ class Sizes(NamedTuple):
 
 
 CPU_SIZES = Sizes(400 * 2**20, 2048)
+QUICK_SIZES = Sizes(16 * 2**20, 256)  # for what only has to run: a CPU without bfloat16 takes seconds for the others
 GPU_SIZES = Sizes(4 * 2**30, 8192)  # an H200 reads them in 1 ms; a launch takes 5 us
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from engine.process.client import ALLOCATOR_SETTINGS
-from experiments.engine_alone.program import Task
+from experiments.engine_alone.program import Built, Failed, Rates, Sample, Task, Warm
+from experiments.messages import message_of
 from pdserve.core.errors import LaunchError, from_wire
 
 _MODULE = "experiments.engine_alone.program"
@@ -23,9 +22,10 @@ _LINE_BYTES = 2**24
 _SHOWN_CHARS = 2000
 
 
-async def measurements(task: Task) -> AsyncGenerator[dict[str, Any], None]:
+async def measurements(task: Task) -> AsyncGenerator[Built | Warm | Rates | Sample, None]:
     """What `experiments.engine_alone.program` writes about ``task``. The process has the environment of an engine
-    process with one thread, and ends with this generator. Raises the error it reports; LaunchError if it just ends."""
+    process with one thread, and ends with this generator. Raises the error it reports; LaunchError if it just ends;
+    WrongMessage if it writes anything else."""
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", _MODULE, msgspec.json.encode(task).decode(),
@@ -35,9 +35,9 @@ async def measurements(task: Task) -> AsyncGenerator[dict[str, Any], None]:
         try:
             assert process.stdout is not None
             async for line in process.stdout:
-                message: dict[str, Any] = json.loads(line)
-                if message["kind"] == "failed":
-                    raise from_wire(message["error"], message["message"])
+                message = message_of(line, Built | Warm | Rates | Sample | Failed, _MODULE)
+                if isinstance(message, Failed):
+                    raise from_wire(message.error, message.message)
                 yield message
             status = await process.wait()
             if status:

@@ -1,20 +1,12 @@
 """The process in which an engine is measured alone: ``python -m experiments.engine_alone.program TASK``.
 
 TASK is a `Task` as JSON. The process binds itself to one core (on a GPU it is not bound), builds the engine, and writes
-JSON objects to its standard output, one a line, each with ``kind``:
-
-============ =========================================================================================================
-``engine``   first: the engine's device, dtype, core, chunk, the arithmetic of its model, and the last-level cache
-``warm``     a step of the warm-up is done
-``ceilings`` the device's product rate and read rate, measured between the samples of each repeat
-``sample``   one measurement; see `_cache`, `_profile`, `_prefill`, `_decode` and `_steps`
-``failed``   instead of the rest: ``error`` and ``message``
-============ =========================================================================================================
+messages: `Built`, then `Warm` for each step of the warm-up, then in each repeat `Rates` and its samples. `Failed` comes
+instead of the rest.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -22,21 +14,22 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
 from experiments.engine_alone.step_case import StepCase
+from experiments.messages import Message, say
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.process import end_with_parent
 
 if TYPE_CHECKING:
     from experiments.engine_alone.bare_engine import BareEngine
-    from experiments.engine_alone.ceilings import Ceilings
 
 WARM_STEPS = 2
 STEPS = 5
-WITH, WITHOUT = "with", "without"
+WITH: Final = "with"
+WITHOUT: Final = "without"
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -60,15 +53,89 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[StepCase, ...] = ()
 
 
+class Built(Message):
+    """The engine is built. ``core``: None on a GPU. ``chunk``: most tokens of a step. ``arithmetic``: see
+    `ModelArithmetic.to_dict`. ``last_cache_bytes``: the processor's largest cache; 0 on a GPU, or if it is unknown."""
+
+    device: str
+    dtype: str
+    core: int | None
+    threads: int
+    chunk: int
+    arithmetic: dict[str, Any]
+    last_cache_bytes: int
+
+
+class Warm(Message):
+    """A step of the warm-up is done."""
+
+
+class Rates(Message):
+    """The device's product rate and read rate, measured between the samples of each repeat."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+class CacheSample(Message):
+    """``times_s`` of each token, and the tokens. Both arms of a repeat have the same prompt."""
+
+    repeat: int
+    arm: Literal["with", "without"]
+    times_s: list[float]
+    token_ids: list[int]
+
+
+class ProfileSample(Message):
+    """Token 1, and all others."""
+
+    repeat: int
+    prefill_s: float
+    decode_s: float
+
+
+class PrefillSample(Message):
+    """A prompt of ``tokens``."""
+
+    repeat: int
+    tokens: int
+    time_s: float
+
+
+class DecodeSample(Message):
+    """A step of ``batch`` requests, the median of `STEPS`."""
+
+    repeat: int
+    batch: int
+    time_s: float
+
+
+class StepSample(Message):
+    """A step of the case with this index in ``Task.cases``, the median of a few."""
+
+    repeat: int
+    case: int
+    time_s: float
+
+
+class Failed(Message):
+    """``error`` and ``message`` are a `PdserveError`, as `to_wire` writes it."""
+
+    error: str
+    message: str
+
+
+Sample = CacheSample | ProfileSample | PrefillSample | DecodeSample | StepSample
+
+
 def main() -> None:
-    """The whole process. Exits with 1 after ``failed``."""
+    """The whole process. Exits with 1 after `Failed`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
     end_with_parent()
     try:
         _run(msgspec.json.decode(sys.argv[1], type=Task))
     except PdserveError as error:
-        kind, message = to_wire(error)
-        _write("failed", error=kind, message=message)
+        say(Failed(*to_wire(error)))
         raise SystemExit(1) from None
 
 
@@ -91,69 +158,63 @@ def _run(task: Task) -> None:
     most_seqs = max((64, *task.batches, *(case.batch for case in task.cases)))
     engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs)
     dtype = engine.ready.layout.dtype
-    _write(
-        "engine",
-        device=engine.ready.device,
-        dtype=dtype,
-        core=task.core,
-        threads=torch.get_num_threads(),
-        chunk=engine.chunk,
-        arithmetic=ModelArithmetic.of(resolve_model(task.model).shape, dtype).to_dict(),
-        last_cache_bytes=_last_cache_bytes() if task.device == "cpu" else 0,
+    say(
+        Built(
+            device=engine.ready.device,
+            dtype=dtype,
+            core=task.core,
+            threads=torch.get_num_threads(),
+            chunk=engine.chunk,
+            arithmetic=ModelArithmetic.of(resolve_model(task.model).shape, dtype).to_dict(),
+            last_cache_bytes=_last_cache_bytes() if task.device == "cpu" else 0,
+        )
     )
     ceilings = Ceilings(torch.device(task.device), TORCH_DTYPES[dtype])
     measures = {"cache": _cache, "profile": _profile, "prefill": _prefill, "decode": _decode, "steps": _steps}
     measure = measures[task.part]
     for repeat in range(-1, task.repeats):  # the first one is the warm-up
         if repeat >= 0:
-            _write_ceilings(ceilings)
+            bare, packed = ceilings.product_flops(1), ceilings.packed_flops(1)
+            say(Rates(max(bare, packed), ceilings.read_bytes_per_s(1)))
         for sample in measure(task, engine, repeat):
-            if repeat < 0:
-                _write("warm")
-            else:
-                _write("sample", repeat=repeat, **sample)
+            say(Warm() if repeat < 0 else sample)
 
 
-def _cache(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    """``arm``, ``times_s`` of each token, and ``token_ids``. Both arms of a repeat have the same prompt."""
+def _cache(task: Task, engine: BareEngine, repeat: int) -> Iterator[CacheSample]:
     prompt = _prompt(task, engine, repeat)
-    arms = (WITH, WITHOUT) if repeat % 2 == 0 else (WITHOUT, WITH)
+    arms: tuple[Literal["with", "without"], ...] = (WITH, WITHOUT) if repeat % 2 == 0 else (WITHOUT, WITH)
     tokens = task.output_len if repeat >= 0 else min(4, task.output_len)
     for arm in arms:
         generate = engine.generate if arm == WITH else engine.generate_without_cache
         token_ids, times_s = generate(prompt, tokens)
-        yield {"arm": arm, "times_s": [round(each, 7) for each in times_s], "token_ids": token_ids}
+        yield CacheSample(repeat, arm, [round(each, 7) for each in times_s], token_ids)
 
 
-def _profile(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    """``prefill_s`` and ``decode_s``: token 1, and all others."""
+def _profile(task: Task, engine: BareEngine, repeat: int) -> Iterator[ProfileSample]:
     tokens = task.output_len if repeat >= 0 else min(4, task.output_len)
     _, times_s = engine.generate(_prompt(task, engine, repeat), tokens)
-    yield {"prefill_s": times_s[0], "decode_s": sum(times_s[1:])}
+    yield ProfileSample(repeat, times_s[0], sum(times_s[1:]))
 
 
-def _prefill(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    """``tokens`` of the prompt and ``time_s``."""
+def _prefill(task: Task, engine: BareEngine, repeat: int) -> Iterator[PrefillSample]:
     for tokens in _order(task.lengths, repeat):
-        yield {"tokens": tokens, "time_s": engine.prefill_s(tokens)}
+        yield PrefillSample(repeat, tokens, engine.prefill_s(tokens))
 
 
-def _decode(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    """``batch`` and ``time_s``, the median of `STEPS` steps."""
+def _decode(task: Task, engine: BareEngine, repeat: int) -> Iterator[DecodeSample]:
     for batch in _order(task.batches, repeat):
         steps = engine.decode_steps_s(batch, task.context, WARM_STEPS, STEPS)
-        yield {"batch": batch, "time_s": statistics.median(steps)}
+        yield DecodeSample(repeat, batch, statistics.median(steps))
 
 
-def _steps(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    """``case``, an index of ``task.cases``, and ``time_s``, the median of a few steps."""
+def _steps(task: Task, engine: BareEngine, repeat: int) -> Iterator[StepSample]:
     for index in _order(tuple(range(len(task.cases))), repeat):
         case = task.cases[index]
         if case.kind == "decode":
             steps = engine.decode_steps_s(case.batch, case.context, WARM_STEPS, STEPS)
         else:
             steps = engine.prefill_steps_s(case.batch, case.tokens, case.context, 2)
-        yield {"case": index, "time_s": statistics.median(steps)}
+        yield StepSample(repeat, index, statistics.median(steps))
 
 
 def _order(values: tuple[int, ...], repeat: int) -> tuple[int, ...]:
@@ -164,16 +225,6 @@ def _order(values: tuple[int, ...], repeat: int) -> tuple[int, ...]:
 def _prompt(task: Task, engine: BareEngine, repeat: int) -> list[int]:
     draw = random.Random(f"{task.seed}/{task.part}/{repeat}")
     return [draw.randrange(engine.ready.vocab_size) for _ in range(task.prompt_len)]
-
-
-def _write_ceilings(ceilings: Ceilings) -> None:
-    bare, packed = ceilings.product_flops(1), ceilings.packed_flops(1)
-    _write("ceilings", flops_per_s=max(bare, packed), bytes_per_s=ceilings.read_bytes_per_s(1))
-
-
-def _write(kind: str, **fields: Any) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, **fields}, allow_nan=False) + "\n")
-    sys.stdout.flush()
 
 
 def _last_cache_bytes() -> int:

@@ -1,21 +1,22 @@
-"""A child process that exchanges JSON lines with its parent and ends with it."""
+"""A child process that exchanges messages with its parent and ends with it."""
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
+from experiments.messages import Message, line_of, message_of
 from experiments.pairs.pair import PairFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 _LOG_LINES = 12  # of the log's end, in an error
 _END_S = 5.0
+T = TypeVar("T")
 
 
 class ChildProcess:
@@ -47,20 +48,27 @@ class ChildProcess:
         """Its process id."""
         return self._process.pid
 
-    def ask(self, timeout_s: float, **command: Any) -> dict[str, Any]:
+    def ask(self, timeout_s: float, command: Message, expected: type[T]) -> T:
         """Send a command and return its answer; raises as `send` and `receive` do."""
-        self.send(**command)
-        return self.receive(timeout_s)
+        self.send(command)
+        return self.receive(timeout_s, expected)
 
-    def send(self, **command: Any) -> None:
+    def send(self, command: Message) -> None:
         """Send a command; PairFailed if the process is gone."""
         try:
-            self._stdin.write(json.dumps(command, allow_nan=False).encode() + b"\n")
+            self._stdin.write(line_of(command))
         except BrokenPipeError:
             raise self._ended() from None
 
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next JSON object; PairFailed if the process ended, printed anything else, or timed out."""
+    @overload
+    def receive(self, timeout_s: float, expected: type[T]) -> T: ...
+
+    @overload
+    def receive(self, timeout_s: float, expected: Any) -> Any: ...
+
+    def receive(self, timeout_s: float, expected: Any) -> Any:
+        """The next message, of type ``expected`` or of a union of types. PairFailed if the process ended or timed out,
+        WrongMessage if it sent anything else."""
         deadline_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
@@ -72,13 +80,7 @@ class ChildProcess:
                     raise self._ended()
                 self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise PairFailed(f"{self._label} said {line[:200]!r}, which is no JSON object")
-        return answer
+        return message_of(line, expected, self._label)
 
     def log_tail(self) -> str:
         """The end of its log with an introduction to it, or nothing if it is empty."""

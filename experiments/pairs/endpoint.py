@@ -1,19 +1,89 @@
-"""One side of a pair, as a separate program. It needs only the standard library and numpy.
+"""One side of a pair, as a separate program. It needs only the standard library, numpy and msgspec.
 
-The program gets its role and the size of its buffer as arguments. It answers ``{"address": ...}`` once it is ready (or
-``{"unavailable": reason}``), then one JSON line per JSON line of its input, and ends with its input."""
+The program gets its role and the size of its buffer as arguments. It sends `Ready` once it is ready (or `Unavailable`),
+then one answer per `Command` of its input, and ends with its input."""
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
 import threading
 from abc import ABC, abstractmethod
-from typing import Any
 
+import msgspec
+
+from experiments.messages import Message, line_of, message_of
 from experiments.pairs.buffer import Buffer
+
+
+class Ready(Message):
+    """The endpoint can be connected. ``address`` is what the other one's `Endpoint.connect` gets."""
+
+    address: msgspec.Raw
+
+
+class Unavailable(Message):
+    """The endpoint cannot run on this machine."""
+
+    reason: str
+
+
+class Connect(Message):
+    """Get ready for transfers from or to the endpoint with this address. Answered with `Done`."""
+
+    address: msgspec.Raw
+
+
+class Move(Message):
+    """Do this side's part of a transfer. Answered with `Moved`; where both sides have a part, the target sends
+    `Expecting` before."""
+
+    num_bytes: int
+
+
+class Serve(Message):
+    """Do what the other side's transfer requires, until the next command. Answered with `Done` at its beginning."""
+
+
+class Rest(Message):
+    """End `Serve`. Answered with `Done`."""
+
+
+class Clear(Message):
+    """Zero the first bytes of the buffer. Answered with `Done`."""
+
+    num_bytes: int
+
+
+class Digest(Message):
+    """Answered with `Digested`, of the first bytes of the buffer."""
+
+    num_bytes: int
+
+
+Command = Connect | Move | Serve | Rest | Clear | Digest
+
+
+class Done(Message):
+    """The command was obeyed."""
+
+
+class Expecting(Message):
+    """The target is ready for the bytes of the source."""
+
+
+class Moved(Message):
+    """``seconds``: what the transfer took, where one side measures it; else when the source began or the target had
+    everything, on the host's clock."""
+
+    seconds: float
+
+
+class Digested(Message):
+    """A digest in hexadecimal."""
+
+    digest: str
 
 
 class CannotRun(RuntimeError):
@@ -29,16 +99,16 @@ class Endpoint(ABC):
 
     @property
     @abstractmethod
-    def address(self) -> dict[str, Any]:
-        """The address for the other side, as JSON."""
+    def address(self) -> Message:
+        """The address for the other side."""
 
     @abstractmethod
-    def connect(self, address: dict[str, Any]) -> None:
-        """Get ready for transfers from or to the endpoint with that address."""
+    def connect(self, address: bytes) -> None:
+        """Get ready for transfers from or to the endpoint whose `address` that line is."""
 
     @abstractmethod
     def transfer(self, num_bytes: int) -> float:
-        """This side's part of a transfer, and its seconds."""
+        """This side's part of a transfer; returns what `Moved` tells."""
 
     def serve(self) -> None:  # noqa: B027 - most endpoints have nothing to do
         """Do what the other side's transfer requires, until the next command."""
@@ -47,17 +117,12 @@ class Endpoint(ABC):
         """Whether there is a next command."""
         return not self._commands.empty()
 
-    def told(self) -> dict[str, Any]:
-        """The next line of the input, for a transfer that needs more data."""
-        command: dict[str, Any] = json.loads(self._commands.get())
-        return command
-
-    def say(self, **values: Any) -> None:
-        """Answer with a line."""
-        os.write(self._answers, json.dumps(values, allow_nan=False).encode() + b"\n")
+    def answer(self, message: Message) -> None:
+        """Send a message to the parent."""
+        os.write(self._answers, line_of(message))
 
     _answers = 1
-    _commands: queue.SimpleQueue[str]
+    _commands: queue.SimpleQueue[bytes]
 
     @classmethod
     def run(cls) -> None:
@@ -69,40 +134,38 @@ class Endpoint(ABC):
         try:
             endpoint = cls(sys.argv[1], int(sys.argv[2]))
         except (ImportError, CannotRun) as error:
-            os.write(cls._answers, json.dumps({"unavailable": str(error)}).encode() + b"\n")
+            os.write(cls._answers, line_of(Unavailable(str(error))))
             cls._commands.get()  # the end of the input ends the program
             return
-        endpoint.say(address=endpoint.address)
+        endpoint.answer(Ready(msgspec.Raw(msgspec.json.encode(endpoint.address))))
         while True:
-            endpoint._obey(json.loads(cls._commands.get()))
+            endpoint._obey(message_of(cls._commands.get(), Command, "the parent"))
 
-    def _obey(self, command: dict[str, Any]) -> None:
+    def _obey(self, command: Command) -> None:
         match command:
-            case {"connect": dict(address)}:
-                self.connect(address)
-                self.say()
-            case {"bytes": int(num_bytes)}:
-                self.say(seconds=self.transfer(num_bytes))
-            case {"serve": True}:
-                self.say()
+            case Connect(address):
+                self.connect(bytes(address))
+                self.answer(Done())
+            case Move(num_bytes):
+                self.answer(Moved(self.transfer(num_bytes)))
+            case Serve():
+                self.answer(Done())
                 self.serve()
-            case {"serve": False}:
-                self.say()
-            case {"clear": int(num_bytes)}:
+            case Rest():
+                self.answer(Done())
+            case Clear(num_bytes):
                 self.buffer.clear(num_bytes)
-                self.say()
-            case {"digest": int(num_bytes)}:
-                self.say(digest=self.buffer.digest(num_bytes))
-            case _:
-                raise ValueError(f"unknown command {command}")
+                self.answer(Done())
+            case Digest(num_bytes):
+                self.answer(Digested(self.buffer.digest(num_bytes)))
 
 
-def _read(commands: queue.SimpleQueue[str]) -> None:
+def _read(commands: queue.SimpleQueue[bytes]) -> None:
     """Queue the lines of the input. When the input ends, the program exits at once, because some libraries crash while
     the interpreter is finalized."""
     rest = b""
     while chunk := os.read(0, 2**16):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            commands.put(line.decode())
+            commands.put(line)
     os._exit(0)

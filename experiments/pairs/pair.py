@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
+from experiments.messages import WrongMessage
+
 
 class PairUnavailable(RuntimeError):
     """The pair cannot run on this machine; the message says why. Benchmarks report it and skip the pair."""
@@ -26,18 +28,19 @@ class Pair(ABC):
         self._checked: set[int] = set()
 
     def start(self, max_bytes: int) -> None:
-        """Make source and target, with buffers of this size; PairUnavailable where this cannot run, PairFailed if it
-        does not. Nothing is left running then."""
+        """Make source and target, with buffers of this size; PairUnavailable where this cannot run, PairFailed or
+        WrongMessage if it does not. Nothing is left running then."""
         self._max_bytes = max_bytes
         try:
             self._open(max_bytes)
-        except (PairFailed, PairUnavailable):
+        except (PairFailed, PairUnavailable, WrongMessage):
             self.close()
             raise
 
     def seconds(self, num_bytes: int) -> float:
         """One transfer of the buffers' first bytes, until all of them are in the target's memory. The first one of a
-        size is checked too, outside its timed part; PairFailed if the bytes differ or a process gave up."""
+        size is checked too, outside its timed part; PairFailed if the bytes differ or a process gave up, WrongMessage
+        if one did not send what was expected."""
         if not 0 < num_bytes <= self._max_bytes:
             raise PairFailed(f"{self.name} cannot move {num_bytes} bytes: its buffers have {self._max_bytes}")
         if num_bytes in self._checked:

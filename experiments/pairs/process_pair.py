@@ -7,9 +7,22 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.endpoint import (
+    Clear,
+    Connect,
+    Digest,
+    Digested,
+    Done,
+    Expecting,
+    Move,
+    Moved,
+    Ready,
+    Unavailable,
+)
 from experiments.pairs.pair import Pair, PairUnavailable
 
 TIMEOUT_S = 60.0
@@ -17,7 +30,7 @@ _PROBE_BYTES = 4096
 
 
 class ProcessPair(Pair):
-    """Runs ``module`` (an `Endpoint`) twice. A subclass says which Python runs it and how a transfer goes."""
+    """Runs ``module`` (an `Endpoint`) twice. By default this Python does, and the source pushes."""
 
     module: str
     probe = True
@@ -43,10 +56,10 @@ class ProcessPair(Pair):
         target = self._child(python, "target", max_bytes, folder)
         self._children = (source, target)
         source_address, target_address = (self._address(child) for child in self._children)
-        source.send(connect=target_address)  # both at once: either may need the other's answers
-        target.send(connect=source_address)
-        source.receive(TIMEOUT_S)
-        target.receive(TIMEOUT_S)
+        source.send(Connect(target_address))  # both at once: either may need the other's answers
+        target.send(Connect(source_address))
+        source.receive(TIMEOUT_S, Done)
+        target.receive(TIMEOUT_S, Done)
         if self.probe:
             self.seconds(min(max_bytes, _PROBE_BYTES))
 
@@ -55,11 +68,11 @@ class ProcessPair(Pair):
 
     def _clear_target(self, num_bytes: int) -> None:
         _, target = self._both()
-        target.ask(TIMEOUT_S, clear=num_bytes)
+        target.ask(TIMEOUT_S, Clear(num_bytes), Done)
 
     def _digests(self, num_bytes: int) -> tuple[str, str]:
-        source, target = self._both()
-        return source.ask(TIMEOUT_S, digest=num_bytes)["digest"], target.ask(TIMEOUT_S, digest=num_bytes)["digest"]
+        source, target = (child.ask(TIMEOUT_S, Digest(num_bytes), Digested).digest for child in self._both())
+        return source, target
 
     def _close(self) -> None:
         self._children = None
@@ -74,8 +87,12 @@ class ProcessPair(Pair):
         return Path(sys.executable)
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
-        """Seconds of one transfer; by default the target reads, and measures it."""
-        return float(target.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
+        """Seconds of one transfer: from before the source's first act until the target has everything. Both read the
+        same clock."""
+        target.send(Move(num_bytes))
+        target.receive(TIMEOUT_S, Expecting)
+        started_s = source.ask(TIMEOUT_S, Move(num_bytes), Moved).seconds
+        return target.receive(TIMEOUT_S, Moved).seconds - started_s
 
     def _child(self, python: Path, role: str, max_bytes: int, folder: Path) -> ChildProcess:
         child = ChildProcess(
@@ -90,9 +107,8 @@ class ProcessPair(Pair):
         self._stack.callback(child.close)
         return child
 
-    def _address(self, child: ChildProcess) -> dict[str, Any]:
-        answer = child.receive(TIMEOUT_S)
-        if "unavailable" in answer:
-            raise PairUnavailable(f"{answer['unavailable']}{child.log_tail()}")
-        address: dict[str, Any] = answer["address"]
-        return address
+    def _address(self, child: ChildProcess) -> msgspec.Raw:
+        answer: Ready | Unavailable = child.receive(TIMEOUT_S, Ready | Unavailable)
+        if isinstance(answer, Unavailable):
+            raise PairUnavailable(f"{answer.reason}{child.log_tail()}")
+        return answer.address

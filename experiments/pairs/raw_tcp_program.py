@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any
 
-from experiments.pairs.endpoint import Endpoint
+from experiments.messages import Message, message_of
+from experiments.pairs.endpoint import Endpoint, Expecting
 from experiments.pairs.pinning import pin
+
+
+class Address(Message):
+    """The target's port; the source has none."""
+
+    port: int = 0
 
 
 class RawTcpEndpoint(Endpoint):
@@ -20,14 +26,14 @@ class RawTcpEndpoint(Endpoint):
         self._socket = socket.create_server(("127.0.0.1", 0)) if role == "target" else socket.socket()
 
     @property
-    def address(self) -> dict[str, Any]:
-        """The target's port; the source has none."""
-        return {"port": self._socket.getsockname()[1]} if self.role == "target" else {}
+    def address(self) -> Address:
+        """Where it listens."""
+        return Address(self._socket.getsockname()[1] if self.role == "target" else 0)
 
-    def connect(self, address: dict[str, Any]) -> None:
+    def connect(self, address: bytes) -> None:
         """One connection, which the source's call makes and the target's accepts."""
         if self.role == "source":
-            self._socket.connect(("127.0.0.1", address["port"]))
+            self._socket.connect(("127.0.0.1", message_of(address, Address, "the target").port))
         else:
             listener, (self._socket, _) = self._socket, self._socket.accept()
             listener.close()
@@ -37,7 +43,7 @@ class RawTcpEndpoint(Endpoint):
         """Write, or read and answer: when the source began, or when the target had everything, by the host's clock."""
         data = self.buffer.view[:num_bytes]
         if self.role == "target":
-            self.say(reading=True)
+            self.answer(Expecting())
         at_s = time.perf_counter()
         if self.role == "source":
             self._socket.sendall(data)

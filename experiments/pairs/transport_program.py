@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import numpy as np
 
+from experiments.messages import Message, message_of
 from experiments.pairs.buffer import Buffer
+from experiments.pairs.endpoint import Expecting
 from experiments.pairs.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
@@ -32,6 +33,12 @@ class FileBuffer(Buffer):
             self.array[:] = Buffer(num_bytes, filled=True).array
 
 
+class Address(Message):
+    """The target's endpoint; the source has none."""
+
+    endpoint: KVEndpoint | None = None
+
+
 class TransportEndpoint(LoopEndpoint):
     """The target listens, the source connects."""
 
@@ -46,14 +53,15 @@ class TransportEndpoint(LoopEndpoint):
         self._link: KVLink | None = None
 
     @property
-    def address(self) -> dict[str, Any]:
-        """The target's endpoint; the source has none."""
-        return {} if self._endpoint is None else {"address": self._endpoint.address}
+    def address(self) -> Address:
+        """Where it listens."""
+        return Address(self._endpoint)
 
-    def connect(self, address: dict[str, Any]) -> None:
+    def connect(self, address: bytes) -> None:
         """Open the link, or take it."""
         if self.role == "source":
-            endpoint = KVEndpoint(self.transport_name, address["address"])
+            endpoint = message_of(address, Address, "the target").endpoint
+            assert endpoint is not None, "a target listens"
             self._link = self.on_loop(self._transport.connect(endpoint, TIMEOUT_S))
             # Where no hardware serves the target's reads, a task that receives does.
             self._receiving = asyncio.run_coroutine_threadsafe(self._link.recv(), self._loop)
@@ -69,7 +77,7 @@ class TransportEndpoint(LoopEndpoint):
         """Send everything, or take it: when the source began, or when the target had everything, by the host's
         clock."""
         if self.role == "target":
-            self.say(reading=True)
+            self.answer(Expecting())
             return self.on_loop(self._take(num_bytes))
         return self.on_loop(self._send(num_bytes))
 

@@ -6,28 +6,38 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from experiments.machine_load import beside_text
 from experiments.plots import style
 from experiments.report.page import Picture
-from experiments.statistics import Interval
 from ops.waterfall.bars import COLORS
+from pdserve.core.interval import Interval
 from pdserve.core.timeline import UNATTRIBUTED, Figure
 
 Cell = Mapping[str, Any]
+_UNEXPLAINED = "unexplained"
+"""What is unattributed and, of pairs, the distance of the middle half's mean from the median."""
 
 
 def waterfall_of_causes(cell: Cell) -> Picture:
-    """The means of colocated and disaggregated ``ttft_decode``, and between them the difference of every stage."""
-    colocated_ms = cell["arms_ms"]["colocated"][Figure.TTFT_DECODE.value]
-    pd_ms = cell["arms_ms"]["pd"][Figure.TTFT_DECODE.value]
+    """The colocated ``ttft_decode``, what each stage adds to it, and the disaggregated one, which is both together."""
+    idle = cell["load"] == "idle"
+    plain = cell["added_ttft_ms"][Figure.TTFT_DECODE.value]
+    added = Interval.from_dict(plain)
+    colocated_ms = cell["middle_colocated_ms" if idle else "arms_ms"]
+    if not idle:
+        colocated_ms = colocated_ms["colocated"][Figure.TTFT_DECODE.value]
+    pd_ms = colocated_ms + added.value
     causes = [(name, value) for name, value in cell["causes_ms"].items() if abs(value) >= 0.005]
-    causes.append((UNATTRIBUTED, cell["unexplained_ms"]))
+    causes.append((_UNEXPLAINED, cell["unexplained_ms"]))
     figure = style.canvas(height_in=0.36 * (len(causes) + 2) + 1.3)
     axes = figure.axes[0]
     names = ["colocated", *(name for name, _ in causes), "disaggregated"]
     axes.barh(0, colocated_ms, color=style.COLOCATED, height=0.68)
     at_ms = colocated_ms
     for row, (name, value) in enumerate(causes, 1):
-        axes.barh(row, value, left=at_ms, color=COLORS.get(name, style.FAINT), height=0.68)
+        axes.barh(row, value, left=at_ms, color=COLORS.get(name, COLORS[UNATTRIBUTED]), height=0.68)
         axes.plot([at_ms, at_ms], [row - 0.66, row + 0.34], color=style.FAINT, linewidth=0.7)
         right = max(at_ms, at_ms + value)
         axes.annotate(
@@ -47,18 +57,27 @@ def waterfall_of_causes(cell: Cell) -> Picture:
     axes.set_xlim(low, max(edges) + margin)
     cut = " (axis starts later than 0)" if low else ""
     style.label(axes, x=f"ms until token 2 is at the client{cut}", y="")
-    added = Interval.from_dict(cell["added_ttft_ms"][Figure.TTFT_DECODE.value])
-    idle = cell["load"] == "idle"
-    load = "" if idle else f", {cell['rate']:g} requests/s"
-    means = f"Means over {cell['n']} {'pairs' if idle else 'requests of each arm'}"
+    where = [f"{cell['prompt_len']} tokens", cell["transport"], *([] if idle else [f"{cell['rate']:g} requests/s"])]
+    where += filter(None, (beside_text(cell),))
+    means = f"Means over {cell['n']} requests of each arm"
+    if idle:
+        means = (
+            f"Means over the middle half of {cell['n']} pairs, whose differences lie around the median; disaggregated "
+            "is colocated and the median difference"
+        )
     return Picture(
         "causes" if idle else "causes_under_load",
-        f"From colocated to disaggregated, stage by stage ({cell['prompt_len']} tokens, {cell['transport']}{load})",
+        f"From colocated to disaggregated, stage by stage ({', '.join(where)})",
         f"{means}. Each bar is the difference of one stage between the arms. Together they are the added ttft_decode "
-        f"of {added.text()}, except for {cell['unexplained_ms']:+.2f} ms that no stage explains (unattributed).",
+        f"of {added.text()}, except for {cell['unexplained_ms']:+.2f} ms that no stage explains." + _claim(added),
         figure,
         "Waterfall of the differences between colocated and disaggregated requests by stage",
     )
+
+
+def _claim(added: Interval) -> str:
+    """What a picture of causes says where there may be nothing to explain."""
+    return "" if added.sign else " As no difference could be measured, its causes may be chance."
 
 
 def over_length(cells: Sequence[Cell]) -> Picture:
@@ -68,24 +87,27 @@ def over_length(cells: Sequence[Cell]) -> Picture:
     for axes, key in zip(figure.axes, Figure, strict=True):
         for number, (name, series) in enumerate(_series(cells).items()):
             points = [Interval.from_dict(cell["added_ttft_ms"][key.value]) for cell in series]
+            for cell in series:
+                _differences(axes, cell, key, number)
             axes.errorbar(
                 [cell["prompt_len"] for cell in series],
-                [point.mean for point in points],
-                yerr=[[p.mean - p.lo for p in points], [p.hi - p.mean for p in points]],
+                **style.vertical(points),
                 color=style.PALETTE[number % len(style.PALETTE)],
                 marker=style.MARKERS[number % len(style.MARKERS)],
                 markersize=5, capsize=3, linewidth=1.6, label=name,
             )  # fmt: skip
         axes.axhline(0, color=style.FAINT, linewidth=0.8)
         axes.set_xscale("log", base=2)
+        axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
         style.plain_ticks(axes, lengths)
         style.label(axes, x="prompt length, tokens", y="added, ms", title=f"added {key.value}")
     style.legend(figure.axes[0])
     return Picture(
         "added_over_length",
         "Added latency over prompt length",
-        "Mean of the paired differences, disaggregated minus colocated, with 95 % intervals. Left: token 1, which does "
-        "not wait for the hand-off. Right: token 2, which does.",
+        "Median of the paired differences, disaggregated minus colocated, with 95 % intervals. Faint points are the "
+        "pairs, hollow ones those beside which other processes used the machine; triangles at the edge stand for pairs "
+        "beyond it. Left: token 1, which does not wait for the hand-off. Right: token 2, which does.",
         figure,
         "Two line plots of added latency over prompt length",
     )
@@ -154,11 +176,11 @@ def over_width(cells: Sequence[Cell]) -> Picture:
         added = Interval.from_dict(cell["added_ttft_ms"][Figure.TTFT_DECODE.value])
         megabytes = cell["kv_bytes"] / cell["n"] / 1e6
         axes.errorbar(
-            megabytes, added.mean, yerr=[[added.mean - added.lo], [added.hi - added.mean]],
+            megabytes, added.value, yerr=[[each] for each in added.errors],
             color=style.PALETTE[number % len(style.PALETTE)], marker=style.MARKERS[number % len(style.MARKERS)],
             markersize=6, capsize=3,
         )  # fmt: skip
-        axes.annotate(cell["width"].upper(), (megabytes, added.mean), xytext=(7, 5), textcoords="offset points")
+        axes.annotate(cell["width"].upper(), (megabytes, added.value), xytext=(7, 5), textcoords="offset points")
     axes.set_xscale("log")
     axes.set_xlim(*(factor * cell for factor, cell in zip(
         (0.6, 1.8), (f(c["kv_bytes"] / c["n"] / 1e6 for c in cells) for f in (min, max)), strict=True)))  # fmt: skip
@@ -181,8 +203,7 @@ def first_tokens(usual: Cell, late: Cell) -> Picture:
         points = [Interval.from_dict(cell["added_ttft_ms"][each.value]) for each in Figure]
         axes.errorbar(
             [row + 0.14 * (2 * number - 1) for row in range(len(points))],
-            [point.mean for point in points],
-            yerr=[[p.mean - p.lo for p in points], [p.hi - p.mean for p in points]],
+            **style.vertical(points),
             color=style.PALETTE[number], marker=style.MARKERS[number], markersize=7, capsize=4, linestyle="none",
             label=f"router.first_token: {name}",
         )  # fmt: skip
@@ -235,3 +256,18 @@ def _series(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     for cell in cells:
         series.setdefault(f"{cell['transport']} · {cell['overlap']}", []).append(cell)
     return series
+
+
+def _differences(axes: Any, cell: Cell, figure: Figure, number: int) -> None:
+    """The single differences behind a median, a little to its right; hollow where the pair was disturbed. Those more
+    than eight times as far from the median as the middle half are drawn at that distance, as triangles."""
+    added = cell["added_ttft_ms"][figure.value]
+    differences_ms, hollow = added["differences_ms"], added["disturbed"] or ()
+    lower, upper = np.percentile(differences_ms, (25, 75))
+    reach = 8 * max(float(upper - lower), 0.5)
+    low, high = added["median"] - reach, added["median"] + reach
+    color = style.PALETTE[number % len(style.PALETTE)]
+    for place, ms in enumerate(differences_ms):
+        marker = "^" if ms > high else "v" if ms < low else "o"
+        axes.plot(cell["prompt_len"] * 1.06, min(max(ms, low), high), marker=marker, markersize=3.2, alpha=0.45,
+                  color=color, markerfacecolor="none" if place in hollow else color, zorder=1)  # fmt: skip

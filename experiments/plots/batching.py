@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.plots import style
 from experiments.report.page import Picture
-from experiments.statistics import Interval
+from pdserve.core.interval import Interval
 
 _POOLS = {
     "paged": ("paged", style.PALETTE[2]),
@@ -27,8 +27,7 @@ def sweeps(decode: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, A
         for row, (key, unit) in enumerate((("step_ms", "step time, ms"), ("tokens_per_s", "tokens per second"))):
             axes = figure.axes[2 * row + column]
             values = [Interval.from_dict(point[key]) for point in points]
-            axes.errorbar(batches, [value.mean for value in values],
-                          yerr=[[v.mean - v.lo for v in values], [v.hi - v.mean for v in values]],
+            axes.errorbar(batches, **style.vertical(values),
                           color=style.PALETTE[column], marker=style.MARKERS[column], markersize=5, capsize=3,
                           linewidth=1.6)  # fmt: skip
             axes.set_xscale("log", base=2)
@@ -53,8 +52,8 @@ def joining(arms: Mapping[str, Mapping[str, Any]], e2e_ms: Mapping[str, Sequence
     rate, whole = figure.axes
     for row, (name, arm) in enumerate(arms.items()):
         value = Interval.from_dict(arm["output_tokens_per_s"])
-        rate.barh(row, value.mean, height=0.5, color=_ARMS[name],
-                  xerr=[[value.mean - value.lo], [value.hi - value.mean]], error_kw={"capsize": 4})  # fmt: skip
+        rate.barh(row, value.value, height=0.5, color=_ARMS[name],
+                  xerr=[[each] for each in value.errors], error_kw={"capsize": 4})  # fmt: skip
         values = np.sort(list(e2e_ms[name])) / 1e3
         whole.step(values, np.arange(1, values.size + 1) / values.size, where="post", color=_ARMS[name],
                    linewidth=1.8, label=name)  # fmt: skip
@@ -114,7 +113,7 @@ def pools(summary: Mapping[str, Mapping[str, Any]]) -> Picture:
         _, color = _POOLS[name]
         for axes, key in zip(figure.axes, ("output_tokens_per_s", "running"), strict=False):
             value = Interval.from_dict(pool[key])
-            axes.errorbar(value.mean, row, xerr=[[value.mean - value.lo], [value.hi - value.mean]], color=color,
+            axes.errorbar(value.value, row, xerr=[[each] for each in value.errors], color=color,
                           marker="o", markersize=6, capsize=3)  # fmt: skip
         e2e = pool["e2e_ms"]
         figure.axes[2].plot([e2e["p50"] / 1e3, e2e["p99"] / 1e3], [row, row], color=color, linewidth=1.4)

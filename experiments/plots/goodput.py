@@ -19,9 +19,7 @@ def over_load(systems: Sequence[System]) -> Picture:
     for number, system in enumerate(systems):
         points = [(point["rate_per_device"], point["goodput_rps_per_device"]) for point in system["points"]]
         axes.errorbar(
-            [rate for rate, _ in points],
-            [good["mean"] for _, good in points],
-            yerr=[[good["mean"] - good["lo"] for _, good in points], [good["hi"] - good["mean"] for _, good in points]],
+            [rate for rate, _ in points], **style.vertical([good for _, good in points]),
             label=system["system"], capsize=3, markersize=5, linewidth=1.6, **_look(number, system, systems),
         )  # fmt: skip
     axes.plot([0, rates[-1]], [0, rates[-1]], color=style.FAINT, linewidth=1, linestyle=(0, (2, 3)))
@@ -48,12 +46,7 @@ def attainment(systems: Sequence[System]) -> Picture:
     for number, system in enumerate(systems):
         points = [(point["rate_per_device"], point["attainment"]) for point in system["points"]]
         axes.errorbar(
-            [rate for rate, _ in points],
-            [100 * met["mean"] for _, met in points],
-            yerr=[
-                [100 * (met["mean"] - met["lo"]) for _, met in points],
-                [100 * (met["hi"] - met["mean"]) for _, met in points],
-            ],
+            [rate for rate, _ in points], **style.vertical([met for _, met in points], 100),
             label=system["system"], capsize=3, markersize=5, linewidth=1.6, **_look(number, system, systems),
         )  # fmt: skip
     axes.axhline(90, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from experiments.plots import style
 from experiments.report.page import Picture
-from experiments.statistics import Interval
+from pdserve.core.interval import Interval
 
 Cell = Mapping[str, Any]
 Predicted = Callable[[Any, float, float], float]
@@ -97,8 +98,8 @@ def added_over_bandwidth(summary: Mapping[str, Any]) -> Picture:
     return Picture(
         "added_over_bandwidth",
         "Added latency over bandwidth",
-        "Mean of the paired differences, disaggregated minus colocated, with 95 % intervals. Left: token 1, which does "
-        "not wait for the hand-off. Right: token 2, which does. The vertical line is Φ.",
+        "Median of the paired differences, disaggregated minus colocated, with 95 % intervals. Left: token 1, which "
+        "does not wait for the hand-off. Right: token 2, which does. The vertical line is Φ.",
         figure,
         "Two line plots of added latency over bandwidth",
     )
@@ -150,11 +151,13 @@ def _points(
     series = sorted((cell for cell in series if cell[y] is not None), key=lambda cell: float(cell[x]))
     points = [Interval.from_dict(cell[y]) for cell in series]
     if floor is not None:
-        points = [Interval(max(floor, p.mean), max(floor, p.lo), max(floor, p.hi), p.n) for p in points]
+        points = [
+            replace(p, value=max(floor, p.value), lo=float(np.maximum(floor, p.lo)), hi=float(np.maximum(floor, p.hi)))
+            for p in points  # numpy's maximum keeps nan
+        ]
     axes.errorbar(
         [cell[x] for cell in series],
-        [point.mean for point in points],
-        yerr=[[p.mean - p.lo for p in points], [p.hi - p.mean for p in points]],
+        **style.vertical(points),
         color=color, marker=marker, markersize=5.5, capsize=3, linewidth=1.4 if line else 0, elinewidth=1.2,
         label=name, zorder=3,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.neighbours import WindowData
 from experiments.plots import style
 from experiments.report.page import Picture, TableBlock
-from experiments.statistics import Interval, interval_text
+from pdserve.core.interval import Interval, interval_text
 
 _APART = {"pd": style.PD, "alone-busy": "#e69f00", "alone-idle": style.FAINT}
 _CHUNKED = ("#cc79a7", "#56b4e9", "#0072b2", "#009e73", "#88a020", "#6a3d9a")
@@ -19,22 +19,25 @@ _PERCENTS = {"p50": "median", "p99": "p99", "max": "longest"}
 
 
 def trade(arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Picture:
-    """p99 ITL, TTFT of the long prompts, and output rate of every arm, side by side."""
-    figure = style.canvas(columns=3, width_in=10.5, height_in=0.42 * len(arms) + 1.4, sharey=True)
-    gaps, ttft, rate = figure.axes
+    """p99 ITL, longest gap beside a long prompt, TTFT of the long prompts, and output rate of every arm, side by
+    side."""
+    figure = style.canvas(columns=4, width_in=13.0, height_in=0.42 * len(arms) + 1.4, sharey=True)
+    gaps, stall, ttft, rate = figure.axes
     colors = colors_of(list(arms))
     for row, (name, arm) in enumerate(arms.items()):
         color = colors[name]
         for axes, key in ((gaps, "itl_p99_ms"), (rate, "output_tokens_per_s")):
             value = Interval.from_dict(arm[key])
-            axes.errorbar(value.mean, row, xerr=[[value.mean - value.lo], [value.hi - value.mean]], color=color,
+            axes.errorbar(value.value, row, xerr=[[each] for each in value.errors], color=color,
                           marker="o", markersize=6, capsize=3)  # fmt: skip
-        ttft.plot([arm["long_ttft_ms"]["p50"], arm["long_ttft_ms"]["p99"]], [row, row], color=color, linewidth=1.4)
-        ttft.plot(arm["long_ttft_ms"]["p50"], row, color=color, marker="o", markersize=6)
-        ttft.plot(arm["long_ttft_ms"]["p99"], row, color=color, marker="|", markersize=10, markeredgewidth=2)
+        for axes, tail in ((stall, arm["stall_ms"]), (ttft, arm["long_ttft_ms"])):
+            if tail is not None:
+                axes.plot([tail["p50"], tail["p99"]], [row, row], color=color, linewidth=1.4)
+                axes.plot(tail["p50"], row, color=color, marker="o", markersize=6)
+                axes.plot(tail["p99"], row, color=color, marker="|", markersize=10, markeredgewidth=2)
     gaps.set_yticks(range(len(arms)), [labels[name] for name in arms])
     gaps.set_ylim(len(arms) - 0.5, -0.5)
-    for axes in (ttft, rate):
+    for axes in (stall, ttft, rate):
         axes.set_xlim(left=0)
     if max(arm["itl_p99_ms"]["mean"] for arm in arms.values()) > 5 * min(
         arm["itl_p99_ms"]["mean"] for arm in arms.values()
@@ -43,16 +46,18 @@ def trade(arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> P
     else:
         gaps.set_xlim(left=0)
     style.label(gaps, x="p99 ITL, ms", y="", title="gaps of decoding requests")
+    style.label(stall, x="longest gap, ms (dot: median, bar: p99)", y="", title="beside a long prompt")
     style.label(ttft, x="TTFT, ms (dot: median, bar: p99)", y="", title="long prompts")
     style.label(rate, x="output tokens per second", y="", title="throughput")
     return Picture(
         "trade",
         "The trade",
-        "Left: the 99th percentile of the gaps between tokens, mean over windows with its 95 % interval; lower is "
-        "better. Middle: how long the long prompts wait for their first token; lower is better. Right: output tokens "
-        "per second of all requests, with its interval; higher is better.",
+        "From left to right: the 99th percentile of the gaps between tokens, mean over windows with its 95 % interval; "
+        "the longest gap of a decoding request while a long prompt waits for its first token; how long the long "
+        "prompts wait for it; output tokens per second of all requests, with its interval. Lower is better, and of the "
+        "last one higher.",
         figure,
-        "Three dot plots that compare the arms by p99 ITL, TTFT and throughput",
+        "Four dot plots that compare the arms by p99 ITL, longest gap, TTFT and throughput",
     )
 
 
@@ -147,8 +152,7 @@ def over_chunk(arms: Mapping[str, Mapping[str, Any]]) -> Picture:
     _log_axis(gaps, [arm["itl_ms"][key] for arm in arms.values() for key in ("p50", "max")], "y")
     for number, (key, name) in enumerate((("tokens_per_s", "prompt and output"), ("output_tokens_per_s", "output"))):
         values = [Interval.from_dict(arm[key]) for arm in arms.values()]
-        rate.errorbar(places, [value.mean for value in values],
-                      yerr=[[v.mean - v.lo for v in values], [v.hi - v.mean for v in values]],
+        rate.errorbar(places, **style.vertical(values),
                       color=style.PALETTE[number], marker=style.MARKERS[number], markersize=5, capsize=3,
                       linewidth=1.6, label=name)  # fmt: skip
     rate.set_ylim(bottom=0)

@@ -12,6 +12,7 @@ from experiments.plots import style
 from experiments.report.page import Picture
 from experiments.run_folder import RunData
 from experiments.statistics import mean_interval
+from pdserve.core.interval import Interval
 from pdserve.core.timeline import STAGE_NAMES, Figure
 
 _MOST_STAGES = 6
@@ -66,7 +67,7 @@ def _exposed(sources: Sequence[Source]) -> Drawing | None:
         for (name, length), measured in sorted(values.items()):
             interval = mean_interval(measured)
             if interval is not None:
-                points.append((name, length, interval.mean, interval.lo, interval.hi, interval.n))
+                points.append((name, length, interval.value, interval.lo, interval.hi, interval.n))
     if not points:
         return None
 
@@ -105,7 +106,8 @@ def _goodput(sources: Sequence[Source]) -> Drawing | None:
             for arm, good in cell["goodput_rps"].items():
                 if good is not None:
                     name = " · ".join(where)
-                    points.append((name, source.label, arm, float(rate), good["mean"], good["lo"], good["hi"]))
+                    interval = Interval.from_dict(good)
+                    points.append((name, source.label, arm, float(rate), interval.value, interval.lo, interval.hi))
     if not points:
         return None
 

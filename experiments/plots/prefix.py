@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.plots import style
 from experiments.report.page import Picture
-from experiments.statistics import Interval
+from pdserve.core.interval import Interval
 from pdserve.core.timeline import Figure
 
 Cell = Mapping[str, Any]
@@ -30,8 +30,7 @@ def ttft_over_shared(cells: Sequence[Cell], predicted: Sequence[Cell]) -> Pictur
             points = [Interval.from_dict(cell[f"{key.value}_ms"]) for cell in series]
             axes.errorbar(
                 [cell["shared_len"] for cell in series],
-                [point.mean for point in points],
-                yerr=[[p.mean - p.lo for p in points], [p.hi - p.mean for p in points]],
+                **style.vertical(points),
                 color=color, marker=style.MARKERS[number], markersize=5, capsize=3, linewidth=1.6, label=name,
             )  # fmt: skip
         _shared_axis(axes, cells)

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.plots import style
 from experiments.report.page import Picture
-from experiments.statistics import Interval
+from pdserve.core.interval import Interval
 
 Plain = Mapping[str, Any]
 
@@ -168,8 +168,10 @@ def roofline(summary: Plain) -> Picture:
     low = min([ridge, *(p["intensity"] for p in points)]) / 2
     high = max([ridge, *(p["intensity"] for p in points)]) * 2
     axes.plot([low, ridge, high], [low * read["mean"], peak["mean"], peak["mean"]], color=style.INK, linewidth=1.6)
-    axes.fill_between([low, peak["lo"] / read["lo"], high], [low * read["lo"], peak["lo"], peak["lo"]],
-                      [low * read["hi"], peak["hi"], peak["hi"]], color=style.INK, alpha=0.12, linewidth=0)  # fmt: skip
+    if peak["lo"] is not None and read["lo"] is not None:
+        lower, upper = ([low * read[edge], peak[edge], peak[edge]] for edge in ("lo", "hi"))
+        corner = peak["lo"] / read["lo"]
+        axes.fill_between([low, corner, high], lower, upper, color=style.INK, alpha=0.12, linewidth=0)
     axes.annotate(f"products: {peak['mean']:.0f} GFLOP/s", (high, peak["mean"]), xytext=(-4, 5),
                   textcoords="offset points", ha="right", fontsize=9, color=style.INK)  # fmt: skip
     middle = math.sqrt(low * ridge)
@@ -232,7 +234,7 @@ def _totals(axes: Any, rows: Sequence[tuple[str, str, Plain, float]]) -> None:
 def _dot(axes: Any, row: int, plain: Plain, color: str) -> None:
     point = Interval.from_dict(plain)
     axes.errorbar(
-        [point.mean], [row], xerr=[[point.mean - point.lo], [point.hi - point.mean]], color=color, marker="o",
+        [point.value], [row], xerr=[[each] for each in point.errors], color=color, marker="o",
         markersize=8, capsize=4, linestyle="",
     )  # fmt: skip
 
@@ -240,8 +242,7 @@ def _dot(axes: Any, row: int, plain: Plain, color: str) -> None:
 def _line(axes: Any, xs: Sequence[float], plain: Sequence[Plain], number: int, name: str) -> None:
     points = [Interval.from_dict(each) for each in plain]
     axes.errorbar(
-        xs, [point.mean for point in points],
-        yerr=[[p.mean - p.lo for p in points], [p.hi - p.mean for p in points]],
+        xs, **style.vertical(points),
         color=style.PALETTE[number % len(style.PALETTE)], marker=style.MARKERS[number % len(style.MARKERS)],
         markersize=5, capsize=3, linewidth=1.6, label=name,
     )  # fmt: skip

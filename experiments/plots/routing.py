@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.plots import style
 from experiments.report.page import Picture
+from pdserve.core.interval import Interval
 
 
 def ttft_by_policy(policies: Sequence[Mapping[str, Any]]) -> Picture:
@@ -15,11 +16,10 @@ def ttft_by_policy(policies: Sequence[Mapping[str, Any]]) -> Picture:
     places = range(len(in_order))
     figure = style.canvas(columns=2, width_in=10.0, height_in=1.6 + 0.45 * len(in_order), sharey=True)
     left, right = figure.axes
-    means = [each["ttft_ms"] for each in in_order]
-    left.barh(places, [each["mean"] for each in means], height=0.55, color=style.PALETTE[0], label="mean", zorder=2)
+    means = [Interval.from_dict(each["ttft_ms"]) for each in in_order]
+    left.barh(places, [each.value for each in means], height=0.55, color=style.PALETTE[0], label="mean", zorder=2)
     left.errorbar(
-        [each["mean"] for each in means], places,
-        xerr=[[each["mean"] - each["lo"] for each in means], [each["hi"] - each["mean"] for each in means]],
+        [each.value for each in means], places, xerr=list(zip(*(each.errors for each in means), strict=True)),
         color=style.INK, linestyle="", capsize=3, linewidth=1.2, zorder=3,
     )  # fmt: skip
     for key, name, number in (("ttft_p50_ms", "median", 1), ("ttft_p99_ms", "99th percentile", 4)):

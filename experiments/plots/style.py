@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdserve.core.interval import Interval
+
 INK, FAINT, GRID = "#1d2733", "#5f6b7a", "#e6e8eb"
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 """Okabe and Ito's colours, which remain distinct with any common colour vision deficiency."""
@@ -48,6 +50,12 @@ def legend(axes: Any, columns: int = 1, **options: Any) -> None:
     axes.legend(frameon=False, fontsize=9, ncols=columns, labelcolor=INK, **options)
 
 
+def vertical(points: Sequence[Mapping[str, Any] | Interval], factor: float = 1.0) -> dict[str, Any]:
+    """``y`` and ``yerr`` of axes.errorbar for intervals times ``factor``. What has no interval gets no bar."""
+    chosen = [(p if isinstance(p, Interval) else Interval.from_dict(p)).scaled(factor) for p in points]
+    return {"y": [each.value for each in chosen], "yerr": list(zip(*(each.errors for each in chosen), strict=True))}
+
+
 def plain_ticks(axes: Any, values: Sequence[float], which: str = "x") -> None:
     """Ticks of a logarithmic axis at ``values``, written as plain numbers."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
@@ -66,12 +74,7 @@ def attainment(axes: Any, rates: Sequence[float], arms: Mapping[str, Sequence[Ma
     for number, (name, intervals) in enumerate(arms.items()):
         known = [(rate, each) for rate, each in zip(rates, intervals, strict=True) if each is not None]
         axes.errorbar(
-            [rate for rate, _ in known],
-            [100 * each["mean"] for _, each in known],
-            yerr=[
-                [100 * (each["mean"] - each["lo"]) for _, each in known],
-                [100 * (each["hi"] - each["mean"]) for _, each in known],
-            ],
+            [rate for rate, _ in known], **vertical([each for _, each in known], 100),
             color=colors.get(name, PALETTE[(number + 2) % len(PALETTE)]),
             marker=MARKERS[number % len(MARKERS)],
             linestyle="-" if name != "colocated" else (0, (5, 2)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.plots import style
 from experiments.report.page import Picture
-from experiments.statistics import Interval
+from pdserve.core.interval import Interval
 
 Summary = Mapping[str, Any]
 Cells = Sequence[Mapping[str, Any]]
@@ -111,8 +111,7 @@ def _series(axes: Any, number: int, name: str, cells: Cells, key: str, *, line: 
     color = style.PALETTE[number % len(style.PALETTE)]
     axes.errorbar(
         [cell["size_bytes"] for cell in cells],
-        [point.mean for point in points],
-        yerr=[[point.mean - point.lo for point in points], [point.hi - point.mean for point in points]],
+        **style.vertical(points),
         color=color, marker=style.MARKERS[number % len(style.MARKERS)], markersize=5, capsize=3,
         linewidth=1.6 if line else 0, elinewidth=1.2, label=name,
     )  # fmt: skip

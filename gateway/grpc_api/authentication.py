@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health
 
 from gateway.callers import Caller
+from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.failures import Context, failure_of
 from pdserve.core.errors import Unauthenticated
 
@@ -23,10 +24,12 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Sets `CALLER` for all calls but those for the health. Refuses callers that ``identify`` does not know."""
+    """Sets `CALLER` for all calls but those for the health. Refuses callers that ``identify`` does not know, and tells
+    the ``guard`` of their calls."""
 
-    def __init__(self, identify: Callable[[str], Caller]) -> None:
+    def __init__(self, identify: Callable[[str], Caller], guard: ConnectionGuard) -> None:
         self._identify = identify
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -38,19 +41,19 @@ class Authentication(grpc.aio.ServerInterceptor):
             try:
                 CALLER.set(self._identify(_authorization(handler_call_details.invocation_metadata)))
             except Unauthenticated as error:
-                return _refusal(error)
+                return self._refusal(error)
         return await continuation(handler_call_details)
+
+    def _refusal(self, error: Unauthenticated) -> Handler:
+        async def refuse(requests: object, context: Context) -> NoReturn:
+            self._guard.unauthenticated(context.peer())
+            await failure_of(error).end(context)
+
+        # A handler of streams reads no message before it runs, so it serves calls of all kinds.
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _authorization(metadata: Iterable[Any] | None) -> str:
     """The value of the metadata ``authorization``; empty if there is none, or more than one."""
     values = [value for key, value in metadata or () if key == "authorization" and isinstance(value, str)]
     return values[0] if len(values) == 1 else ""
-
-
-def _refusal(error: Unauthenticated) -> Handler:
-    async def refuse(requests: object, context: Context) -> NoReturn:
-        await failure_of(error).end(context)
-
-    # A handler of streams reads no message before it runs, so it serves calls of all kinds.
-    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -11,16 +11,19 @@ from typing import Any
 import grpc
 
 from gateway.grpc_api.authentication import CALLER
+from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.failures import failure_of
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
-from gateway.inference import Completion, Inference
+from gateway.inference import Arrival, Completion, Inference
 from pdserve.core.awake_clock import wait_awake
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.pb import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+RESET_S = 0.01
+"""A call that was reset first looks as if it had ended without a message, and is then cancelled within this time."""
 SEND_FAILURE_S = 5.0
 """Time for sending a failure's reason to the client."""
 
@@ -28,17 +31,20 @@ Context = grpc.aio.ServicerContext[bytes, Any]
 
 
 class InferenceServicer:
-    """``status`` gives the answer of `GetStatus`."""
+    """``status`` gives the answer of `GetStatus`. ``guard`` reads the requests of `Generate`."""
 
-    def __init__(self, inference: Inference, status: Callable[[], pb.GetStatusResponse]) -> None:
+    def __init__(
+        self, inference: Inference, status: Callable[[], pb.GetStatusResponse], guard: ConnectionGuard
+    ) -> None:
         self._inference = inference
         self._status = status
+        self._guard = guard
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with ``server``. `Generate` gets requests as bytes, so that a malformed one is refused like any
-        other invalid request."""
+        """Register with ``server``. `Generate` reads its request itself, so that the guard knows of it, and gets it as
+        bytes, so that a malformed one is refused like any other invalid request."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Generate": grpc.unary_stream_rpc_method_handler(
+            "Generate": grpc.stream_stream_rpc_method_handler(
                 self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
             ),
             "GetStatus": grpc.unary_unary_rpc_method_handler(
@@ -51,15 +57,31 @@ class InferenceServicer:
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """The service's workers, their load, and their blocks."""
+        self._guard.authenticated(context.peer())
         return self._status()
 
-    async def Generate(self, data: bytes, context: Context) -> None:
+    async def _message(self, peer: str, context: Context, arrival: Arrival) -> bytes:
+        """The request. `InvalidRequest` if the call has none, `DeadlineExceeded` if it comes too late."""
+        reading = self._guard.read(peer, context.read())
+        message = await arrival.deadline.bound(reading, "the client was sending its message")
+        if message is not None:
+            return message
+        await asyncio.sleep(RESET_S)
+        raise InvalidRequest("message: the call ended without one; send a GenerateRequest")
+
+    async def Generate(self, requests: object, context: Context) -> None:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
+        peer = context.peer()
+        self._guard.authenticated(peer)
+        arrival: Arrival | None = None
         beginning: asyncio.Future[None] | None = None
         try:
+            # A call that is refused because of the queue or a limit is refused before its message is read.
             with self._inference.admission(
-                CALLER.get(), context.time_remaining(), _traceparent(context), _host(context)
+                CALLER.get(), context.time_remaining(), _traceparent(context), peer.rpartition(":")[0]
             ) as arrival:
+                data = await self._message(peer, context, arrival)
+                self._inference.was_read()
                 outputs = self._inference.generate(submission_of(data), arrival)
                 bound = arrival.deadline.bound
                 async with aclosing(outputs):
@@ -80,6 +102,8 @@ class InferenceServicer:
             return
         except PdserveError as error:
             failure: Exception = error
+            if arrival is None:
+                self._guard.refused(peer)
         except Exception as error:
             log.exception("unexpected error in a request")
             failure = error
@@ -94,11 +118,6 @@ class InferenceServicer:
                 sending.result()
             else:  # the client does not read
                 sending.cancel()
-
-
-def _host(context: Context) -> str:
-    """The host that a call came from, without its port."""
-    return context.peer().rpartition(":")[0]
 
 
 def _traceparent(context: Context) -> str:

@@ -11,7 +11,7 @@ from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
-from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams, StructuredOutputs
 from pdserve.pb import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 128
@@ -61,7 +61,7 @@ def _refuse_unknown_fields(message: pb.GenerateRequest, data: bytes) -> None:
     unknown_bytes = size - message.ByteSize()
     if 0 < unknown_bytes <= MAX_UNKNOWN_BYTES:
         whole = pb.GenerateRequest.FromString(data)
-        parts: tuple[Message, ...] = (whole, whole.sampling, whole.token_ids)
+        parts: tuple[Message, ...] = (whole, whole.sampling, whole.sampling.structured_outputs, whole.token_ids)
         for part in parts:
             unknown_fields = UnknownFieldSet(part)
             if len(unknown_fields):
@@ -80,6 +80,10 @@ def _sampling(asked: pb.Sampling) -> SamplingParams:
     for name, most in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_BIASES)):
         if (count := len(getattr(asked, name))) > most:
             raise InvalidRequest(f"{name}: {count} entries are more than {most}; send fewer")
+    structure = asked.structured_outputs
+    kind = structure.WhichOneof("kind")
+    if kind is None and asked.HasField("structured_outputs"):
+        raise InvalidRequest("structured_outputs: it is empty; set json, regex or grammar")
     return SamplingParams(
         max_tokens=asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
         temperature=asked.temperature,
@@ -95,6 +99,7 @@ def _sampling(asked: pb.Sampling) -> SamplingParams:
         frequency_penalty=asked.frequency_penalty,
         logit_bias=dict(asked.logit_bias),
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
+        structured_outputs=None if kind is None else StructuredOutputs(kind, getattr(structure, kind)),
     )
 
 

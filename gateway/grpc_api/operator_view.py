@@ -9,9 +9,10 @@ from pathlib import Path
 import grpc
 
 from gateway.grpc_api.failures import failure_of
-from gateway.grpc_api.inference_servicer import SERVICE
 from pdserve.core.errors import PdserveError
 from pdserve.pb import inference_pb2 as pb
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class OperatorView:
@@ -25,7 +26,7 @@ class OperatorView:
         handler: grpc.RpcMethodHandler[bytes, pb.GetStatusResponse] = grpc.unary_unary_rpc_method_handler(
             self.GetStatus, response_serializer=pb.GetStatusResponse.SerializeToString
         )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"GetStatus": handler}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"GetStatus": handler}),))
 
     def GetStatus(self, request: bytes, context: grpc.ServicerContext) -> pb.GetStatusResponse:
         """The service's workers, with their addresses and processes."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gateway.account import account_of
 from gateway.inference import Completion, OutputToken
 from gateway.tokenizer import Tokenizer
+from gateway.tool_calls import ToolCallParser
+from pdserve.core.sampling import FinishReason
+from router.request_record import RequestRecord
 
 Object = dict[str, Any]
 
@@ -171,14 +174,24 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of ``/v1/chat/completions``."""
+    """Of ``/v1/chat/completions``. ``parser`` makes the parser of tool calls of one output; None if it is to have no
+    calls."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, *args: Any, parser: Callable[[], ToolCallParser | None] = lambda: None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._new_parser = parser
+        self._parsers: dict[str, ToolCallParser | None] = {}  # by request
+
     def whole_choice(self, completion: Completion, tokens: Sequence[OutputToken]) -> Object:
         """The message and log-probabilities."""
-        message = {"role": "assistant", "content": completion.output.text, "refusal": None}
+        parts = self._parts(completion.record, completion.output.text, last=True)
+        message = {"role": "assistant", **parts, "refusal": None}
+        if "tool_calls" in parts:
+            message["content"] = parts["content"] or None
+            message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in parts["tool_calls"]]
         return {"message": message, "logprobs": self._logprobs(tokens[: len(completion.output.token_ids)])}
 
     def first(self, index: int) -> Object:
@@ -186,8 +199,38 @@ class ChatAnswer(Answer):
         return {"delta": {"role": "assistant"}}
 
     def token_choice(self, token: OutputToken) -> Object:
-        """Text and log-probabilities."""
-        return {"delta": {"content": token.text}, "logprobs": self._logprobs([token])}
+        """Text, tool calls that it completes, and log-probabilities."""
+        return {"delta": self._parts(token.record, token.text, token.last), "logprobs": self._logprobs([token])}
+
+    def _parts(self, record: RequestRecord, text: str, last: bool) -> Object:
+        """What ``text`` adds to the content and to the tool calls of an output."""
+        request_id = record.request.request_id
+        if request_id not in self._parsers:
+            self._parsers[request_id] = self._new_parser()
+        parser = self._parsers[request_id]
+        if parser is None:
+            return {"content": text}
+        before = parser.num_calls
+        content, calls = parser.feed(text, last)
+        if not calls:
+            return {"content": content}
+        described = [
+            {
+                "index": index,
+                "id": f"call-{request_id}-{index}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for index, (name, arguments) in enumerate(calls, before)
+        ]
+        return {"content": content, "tool_calls": described}
+
+    def _end(self, completion: Completion) -> Object:
+        end = super()._end(completion)
+        parser = self._parsers.get(completion.record.request.request_id)
+        if parser is not None and parser.num_calls and completion.finish_reason is FinishReason.STOP:
+            end["finish_reason"] = "tool_calls"
+        return end
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> Object | None:
         if not tokens or tokens[0].logprobs is None:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
-from gateway.http_api.authentication import HEALTH_PATH, PAGE_PATH, Authentication
+from gateway.callers import Caller
+from gateway.http_api.authentication import HEALTH_PATH, HEALTHZ_PATH, MANUAL_PATH, PAGE_PATH, Authentication, caller_of
 from gateway.http_api.failures import failure_of
 from gateway.http_api.generation import ChatExchange, CompletionExchange, Served
+from gateway.http_api.hosts import AllowedHosts
+from gateway.http_api.manual import manual
 from gateway.http_api.openapi import DescribedApp, answers, failures, generates, takes
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.http_api.utilities import DetokenizeExchange, TokenizeExchange
 from gateway.metrics import CONTENT_TYPE
-from pdserve.core.errors import InvalidRequest, PdserveError, UnknownModel
+from pdserve.core.errors import InvalidRequest, PdserveError
 
-_READING = (400, 404, 408, 413, 429, 503, 504)
+_READING = (400, 404, 408, 413, 415, 429, 503, 504)
 """Statuses of routes that read a body and generate nothing."""
-_CONTENT = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-"""The live page loads nothing but its own data."""
+_NO_TEXT = "it is not served: the service generates text, and makes no embeddings, rankings or scores"
+_CONTENT = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""Pages load nothing."""
+_LIVE_CONTENT = f"{_CONTENT}; script-src 'unsafe-inline'; connect-src 'self'"
+"""The live page loads nothing but its own data and the pages that it links."""
 
 
 def make_app(
@@ -31,10 +38,13 @@ def make_app(
     version: str,
     problem: Callable[[], PdserveError | None],
     metrics: Callable[[], bytes],
-    live: Callable[[], dict[str, Any]],
+    live: Callable[[Caller], dict[str, Any]],
+    host_names: Collection[str] | None,
+    report: Path | None,
 ) -> FastAPI:
     """The application. ``problem`` gives the reason why requests cannot be served now, ``metrics`` all metrics in
-    Prometheus' text format, ``live`` what the live page shows."""
+    Prometheus' text format, ``live`` what the live page shows to a caller. ``host_names``: see `Security`.
+    ``report``: the page at ``/report``, for callers that see all."""
     app = DescribedApp(
         title="pdserve",
         version=version,
@@ -45,6 +55,12 @@ def make_app(
         redirect_slashes=False,  # a path with a slash too many is another path, as with any other mistake in it
     )
     app.add_middleware(Authentication, identify=served.inference.identify)
+    if host_names is not None:  # the last one that is added is the first to see a call
+        app.add_middleware(AllowedHosts, names=host_names, refused=served.inference.refused)
+
+    def reported(caller: Caller) -> bool:
+        return report is not None and caller.sees_all and report.is_file()
+
     created_s = int(time.time())
     page = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
@@ -82,6 +98,7 @@ def make_app(
     unready = failures(503)
 
     @app.get(HEALTH_PATH, tags=["operations"], response_class=Response, responses=unready)
+    @app.get(HEALTHZ_PATH, include_in_schema=False)  # the name that Kubernetes' probes often have
     async def health() -> Response:
         """Status 200 if requests are served."""
         if (reason := problem()) is not None:
@@ -96,12 +113,27 @@ def make_app(
     @app.get(PAGE_PATH, include_in_schema=False)
     async def live_page() -> Response:
         """A page that shows the service while it runs."""
-        return HTMLResponse(page, headers={"content-security-policy": _CONTENT})
+        return HTMLResponse(page, headers={"content-security-policy": _LIVE_CONTENT})
+
+    described = functools.cache(lambda: manual(app.openapi()))
+
+    @app.get(MANUAL_PATH, include_in_schema=False)
+    async def api_page() -> Response:
+        """The API's page."""
+        return HTMLResponse(described(), headers={"content-security-policy": _CONTENT})
+
+    @app.get("/report", include_in_schema=False)
+    async def last_report(request: Request) -> Response:
+        """The report of the last run, for operators."""
+        if report is None or not reported(caller_of(request.scope)):
+            raise HTTPException(404)
+        return FileResponse(report, media_type="text/html", headers={"content-security-policy": _CONTENT})
 
     @app.get("/live.json", tags=["operations"], response_model=None, responses=answers("Live"))
-    async def live_json() -> dict[str, Any]:
-        """What the page at / shows: workers, links, running requests, and breakdowns of the last ones."""
-        return live()
+    async def live_json(request: Request) -> dict[str, Any]:
+        """What the page at / shows: workers, links, the caller's running requests, and breakdowns of its last ones."""
+        caller = caller_of(request.scope)
+        return {**live(caller), "report": reported(caller)}
 
     @app.get("/version", tags=["operations"], response_model=None, responses=answers("Version"))
     async def show_version() -> dict[str, str]:
@@ -114,9 +146,10 @@ def make_app(
 
     async def refuse_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        wrong = UnknownModel if error.status_code == 404 else InvalidRequest
         # The scope's path, because `request.url` is put together from the header Host, which may be no host at all.
-        failure = failure_of(wrong(f"path: {request.method} {request.scope['path']}: {error.detail}"))
+        path = request.scope["path"]
+        why = _NO_TEXT if path.rpartition("/")[2] in ("embeddings", "rerank", "score") else error.detail
+        failure = failure_of(InvalidRequest(f"path: {request.method} {path}: {why}"))
         return JSONResponse(failure.body, error.status_code, dict(error.headers or {}))
 
     app.add_exception_handler(PdserveError, refuse)

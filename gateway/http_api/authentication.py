@@ -13,10 +13,12 @@ from gateway.http_api.failures import failure_of
 from pdserve.core.errors import Unauthenticated
 
 HEALTH_PATH = "/health"
+HEALTHZ_PATH = "/healthz"
 PAGE_PATH = "/"
-OPEN_PATHS = frozenset({HEALTH_PATH, PAGE_PATH})
-"""Paths that need no token: load balancers and orchestrators ask for the health, and the live page is a form until it
-has a token for its data."""
+MANUAL_PATH = "/docs"
+OPEN_PATHS = frozenset({HEALTH_PATH, HEALTHZ_PATH, PAGE_PATH, MANUAL_PATH})
+"""Paths that need no token: load balancers and orchestrators ask for the health, the live page is a form until it has a
+token for its data, and the API's page has nothing of the service."""
 
 _CALLER = "pdserve.caller"
 

@@ -9,16 +9,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.http_api.authentication import caller_of
+from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.failures import Failure, failure_of, invalid_body
+from gateway.http_api.requests import CallBody
 from gateway.inference import Arrival, ClientLeft, Inference
 from pdserve.core.awake_clock import wait_awake
-from pdserve.core.errors import BodyIncomplete, BodyTooLarge, DeadlineExceeded, PdserveError
+from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError
 
 log = logging.getLogger(__name__)
 
@@ -26,25 +28,26 @@ SEND_FAILURE_S = 5.0
 """Time for sending a failure's reason to the client."""
 _ENCODER = msgspec.json.Encoder()
 
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=CallBody)
 
 
 class Exchange(Response):
-    """Subclasses answer in `respond`. ``max_body_bytes`` bounds the body."""
+    """Subclasses answer in `respond`. Each call of one has a body of ``body_type``."""
 
+    body_type: ClassVar[type[CallBody]]
     media_types: ClassVar[dict[bool, bytes]] = {False: b"application/json", True: b"text/event-stream; charset=utf-8"}
 
-    def __init__(self, inference: Inference, max_body_bytes: int) -> None:
+    def __init__(self, inference: Inference, bodies: Bodies) -> None:
         # Starlette's own attributes of a response are not used: everything is sent by `__call__`.
         self.background = None
         self._inference = inference
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._own_headers: list[tuple[bytes, bytes]] = []
         self._begun = False
         self._streams = False
 
     @abstractmethod
-    async def respond(self, body: bytes, arrival: Arrival) -> None:
+    async def respond(self, body: Body, arrival: Arrival) -> None:
         """Send the answer with `send_json`, or `send_event` and `end_events`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +55,7 @@ class Exchange(Response):
         self._send = send
         self._caller = caller_of(scope)
         self._host = (scope.get("client") or ("",))[0]
-        self._traceparent = Headers(scope=scope).get("traceparent", "")
+        self._request_headers = Headers(scope=scope)
         answering = asyncio.create_task(self._answer(receive))
         try:
             await answering
@@ -62,8 +65,13 @@ class Exchange(Response):
 
     async def _answer(self, receive: Receive) -> None:
         try:
-            with self._inference.admission(self._caller, None, self._traceparent, self._host) as arrival:
-                body = await self._read(receive, arrival)
+            traceparent = self._request_headers.get("traceparent", "")
+            with (
+                self._inference.admission(self._caller, None, traceparent, self._host) as arrival,
+                self._bodies.arriving(arrival.client(""), self._request_headers, self.body_type.shape) as body,
+            ):
+                await self._read(receive, body, arrival)
+                self._inference.was_read()
                 responding = asyncio.create_task(self.respond(body, arrival))
                 leaving = asyncio.create_task(_left(receive))
                 try:
@@ -125,33 +133,29 @@ class Exchange(Response):
             await self.send_event(failure.body)
             await self.end_events()
 
-    async def _read(self, receive: Receive, arrival: Arrival) -> bytes:
+    async def _read(self, receive: Receive, body: Body, arrival: Arrival) -> None:
         try:
-            return await arrival.deadline.bound(self._receive(receive), "the client was sending its body")
+            await arrival.deadline.bound(_receive(receive, body), "the client was sending its body")
         except DeadlineExceeded as error:
             raise BodyIncomplete(f"body: {error}") from None
 
-    async def _receive(self, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body_bytes:
-                raise BodyTooLarge(f"body: it is larger than {self._max_body_bytes} bytes; shorten it")
-            if not message.get("more_body"):
-                return b"".join(parts)
 
-
-def parsed(body_type: type[B], body: bytes) -> B:
+def parsed(body_type: type[B], body: bytes | bytearray) -> B:
     """The body as ``body_type``. `InvalidRequest` names the first field that is wrong."""
     try:
         return body_type.model_validate_json(body)
     except ValidationError as error:
         raise invalid_body(error) from None
+
+
+async def _receive(receive: Receive, body: Body) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body.add(message.get("body", b""))
+        if not message.get("more_body"):
+            return
 
 
 async def _left(receive: Receive) -> None:

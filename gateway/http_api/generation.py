@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from gateway.chat_template import ChatTemplate
 from gateway.http_api.answers import Answer, ChatAnswer, CompletionAnswer
+from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.exchange import Exchange, parsed
 from gateway.http_api.requests import ChatBody, CompletionBody, GenerationBody
-from gateway.http_api.submissions import chat, completions
+from gateway.http_api.submissions import chat, completions, tool_calls
 from gateway.inference import Arrival, Completion, Inference, OutputToken
 from gateway.submission import Submission
 from gateway.validation import check_request_id
@@ -24,12 +25,12 @@ Output = OutputToken | Completion
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the calls need: the service, the name of its model, its chat template, and the limit of bodies."""
+    """What the calls need: the service, the name of its model, its chat template, and the bodies that arrive."""
 
     inference: Inference
     model: str
     chat_template: ChatTemplate | None
-    max_body_bytes: int
+    bodies: Bodies
 
     def check_model(self, asked: str | None) -> None:
         """`UnknownModel` unless ``asked`` is the served model, or None."""
@@ -45,23 +46,27 @@ class GenerationExchange(Exchange):
     def __init__(self, served: Served, request_id: str) -> None:
         self._served = served
         self._request_id = request_id or f"{self.prefix}-{uuid.uuid4().hex}"
-        super().__init__(served.inference, served.max_body_bytes)
+        super().__init__(served.inference, served.bodies)
 
     @abstractmethod
-    def read(self, data: bytes) -> tuple[GenerationBody, list[Submission], Answer]:
-        """The body, its submissions, and the answer to fill."""
+    def read(self, data: bytearray) -> tuple[GenerationBody, list[Submission], Answer]:
+        """The body, its submissions, and the answer to fill. May run in another thread."""
 
-    async def respond(self, data: bytes, arrival: Arrival) -> None:
+    async def respond(self, body: Body, arrival: Arrival) -> None:
         """Send the outputs, as a whole or as a stream."""
-        body, submissions, answer = self.read(data)
-        if body.pdserve.timeout_s is not None:
-            self._inference.within(arrival, body.pdserve.timeout_s)
+        asked, submissions, answer = await self._bodies.parse(body, self.read, arrival.deadline)
+        stream, options, timeout_s = asked.stream, asked.stream_options, asked.pdserve.timeout_s
+        with_usage = options is not None and options.include_usage
+        with_counts = options is not None and options.continuous_usage_stats
+        del asked, options  # unknown fields, which both keep, may take much memory
+        if timeout_s is not None:
+            self._inference.within(arrival, timeout_s)
         self.add_header("x-request-id", self._request_id)
         self._inference.admit_outputs(arrival, len(submissions))
         outputs = self._outputs(submissions, arrival)
         async with aclosing(outputs):
-            if body.stream:
-                await self._stream(body, answer, outputs, arrival, len(submissions))
+            if stream:
+                await self._stream(answer, outputs, arrival, len(submissions), with_usage, with_counts)
             else:
                 await self._whole(answer, outputs, arrival, len(submissions))
 
@@ -87,28 +92,28 @@ class GenerationExchange(Exchange):
 
     async def _stream(
         self,
-        body: GenerationBody,
         answer: Answer,
         outputs: AsyncGenerator[tuple[int, Output], None],
         arrival: Arrival,
         count: int,
+        with_usage: bool,
+        with_counts: bool,
     ) -> None:
-        options, bound = body.stream_options, arrival.deadline.bound
-        counts = options is not None and options.continuous_usage_stats
+        bound = arrival.deadline.bound
         completions: dict[int, Completion] = {}
         last: dict[int, OutputToken] = {}  # tokens whose chunk waits for the completion
         async for index, output in outputs:
             if isinstance(output, Completion):
                 completions[index] = output
-                event = answer.chunk(index, last[index], output, counts)
+                event = answer.chunk(index, last[index], output, with_counts)
             elif output.last:
                 last[index] = output
                 continue
             else:
-                event = answer.chunk(index, output, None, counts)
+                event = answer.chunk(index, output, None, with_counts)
             # Bounded, because a client that stops reading blocks the write.
             await bound(self.send_event(event), "the client was reading the answer")
-        if options and options.include_usage:
+        if with_usage:
             usage = answer.usage([completions[index] for index in range(count)])
             await bound(self.send_event(answer.usage_chunk(usage)), "the client was reading the answer")
         await bound(self.end_events(), "the client was reading the answer")
@@ -153,9 +158,10 @@ class GenerationExchange(Exchange):
 class CompletionExchange(GenerationExchange):
     """``POST /v1/completions``."""
 
+    body_type = CompletionBody
     prefix = "cmpl"
 
-    def read(self, data: bytes) -> tuple[GenerationBody, list[Submission], Answer]:
+    def read(self, data: bytearray) -> tuple[GenerationBody, list[Submission], Answer]:
         """See `GenerationExchange.read`."""
         body = parsed(CompletionBody, data)
         self._served.check_model(body.model)
@@ -183,14 +189,16 @@ class CompletionExchange(GenerationExchange):
 class ChatExchange(GenerationExchange):
     """``POST /v1/chat/completions``."""
 
+    body_type = ChatBody
     prefix = "chatcmpl"
 
-    def read(self, data: bytes) -> tuple[GenerationBody, list[Submission], Answer]:
+    def read(self, data: bytearray) -> tuple[GenerationBody, list[Submission], Answer]:
         """See `GenerationExchange.read`."""
         body = parsed(ChatBody, data)
         self._served.check_model(body.model)
         self._take_id(body)
-        submissions = chat(body, self._served.chat_template, self._request_id)
+        template = self._served.chat_template
+        submissions = chat(body, template, self._request_id)
         return body, submissions, ChatAnswer(
             self._request_id,
             self._served.model,
@@ -198,4 +206,5 @@ class ChatExchange(GenerationExchange):
             per_prompt=body.n or 1,
             token_ids=body.return_token_ids,
             account=body.pdserve.breakdown,
+            parser=lambda: tool_calls(body, template),
         )  # fmt: skip

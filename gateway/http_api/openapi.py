@@ -45,7 +45,7 @@ def _ref(name: str) -> Schema:
 
 def _answer(kind: str, choice: Mapping[str, Schema], usage: Mapping[str, Schema], *, whole: bool) -> Schema:
     """An answer, or a chunk of one. Only the last chunks of a stream have a usage and an account."""
-    end = {"finish_reason": _or_null({"enum": [str(reason) for reason in FinishReason]})}
+    end = {"finish_reason": _or_null({"enum": [*map(str, FinishReason), "tool_calls"]})}
     token_ids = {"token_ids": _NUMBERS, "prompt_token_ids": _NUMBERS}
     stop_reason = {"stop_reason": _or_null(_TEXT)}
     required, optional = ({**end, **stop_reason}, token_ids) if whole else (end, {**stop_reason, **token_ids})
@@ -58,8 +58,14 @@ def _answer(kind: str, choice: Mapping[str, Schema], usage: Mapping[str, Schema]
 def _answers() -> dict[str, Schema]:
     usage = {"usage": _ref("Usage")}
     text = {"text": _TEXT, "logprobs": _or_null(_OBJECT)}
-    message = _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": {"type": "null"}})
-    delta = _object({"content": _TEXT}, {"role": {"const": "assistant"}})
+    function = _object({"name": _TEXT, "arguments": _TEXT})
+    call = {"id": _TEXT, "type": {"const": "function"}, "function": function}
+    message = _object(
+        {"role": {"const": "assistant"}, "content": _or_null(_TEXT), "refusal": {"type": "null"}},
+        {"tool_calls": _list(_object(call))},
+    )
+    calls = {"tool_calls": _list(_object({"index": _NUMBER, **call}))}
+    delta = _object({"content": _TEXT}, {"role": {"const": "assistant"}, **calls})
     model = {"id": _TEXT, "object": {"const": "model"}, "created": _NUMBER, "owned_by": _TEXT}
     error: dict[str, Schema] = {
         "message": {"type": "string", "description": "begins with the field that is wrong"},
@@ -97,10 +103,12 @@ def _answers() -> dict[str, Schema]:
 _ERRORS = {
     400: "a field is wrong, or the request can never fit",
     401: "no token, or one that is unknown or has expired",
+    403: "the header Host is not a name of the service",
     404: "another model is served",
     408: "the body was not complete within the deadline",
     409: "the request id is in use",
     413: "the body is too large",
+    415: "the body is not said to be JSON",
     429: "there is no room now",
     503: "the service is not ready, or workers were lost for good",
     504: "the deadline passed",
@@ -169,8 +177,8 @@ class DescribedApp(FastAPI):
             for path, operations in document["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)  # FastAPI's own errors, which no route has
-                    if path not in OPEN_PATHS:
-                        operation["responses"] |= {str(status): answer for status, answer in failures(401).items()}
+                    refusals = failures(403) if path in OPEN_PATHS else failures(401, 403)
+                    operation["responses"] |= {str(status): answer for status, answer in refusals.items()}
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
         return document

@@ -4,7 +4,8 @@ Fields that the service cannot honour are accepted only with the value that asks
 checked by `gateway.validation`, for both APIs alike.
 
 A body has few errors, whatever its size: lists and objects stop at their first wrong item, and unknown fields count
-once. Pydantic would describe every one of them, which takes seconds for a million."""
+once. Pydantic would describe every one of them, which takes seconds for a million. How many values a body may hold is
+checked before it is parsed: `CallBody.shape`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.http_api.bodies import Shape
 from gateway.http_api.failures import UNKNOWN_FIELD
 from gateway.validation import MAX_SALT_CHARACTERS, MAX_SESSION_CHARACTERS
 from pdserve.core.request import MAX_PRIORITY, Mode
@@ -23,6 +25,12 @@ MAX_CHOICES = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_METADATA = 16
+MAX_TOKEN_IDS = 2**19
+"""Most token ids of one call, in all its prompts, unless one prompt may have more. Parsing so many takes 30 ms."""
+MAX_COMPLETION_NODES = 1024
+"""Lists, objects and fields of a completion: `MAX_CHOICES` lists of token ids, `MAX_BIASES`, and its other fields."""
+MAX_CHAT_VALUES, MAX_CHAT_NODES = 2**17, 2**16
+"""Values of a chat with its tools, and lists, objects and fields among them: 16 for each of `MAX_MESSAGES`."""
 
 Count = Annotated[int, Field(ge=0, lt=2**32)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -60,6 +68,15 @@ class _Body(BaseModel):
         return self
 
 
+class CallBody(_Body):
+    """A whole body."""
+
+    @classmethod
+    def shape(cls, context_length: int) -> Shape:
+        """The most that a body may hold, with a model of ``context_length`` tokens."""
+        return Shape(MAX_CHAT_VALUES, MAX_CHAT_NODES)
+
+
 class StreamOptions(_Body):
     """Options of a stream."""
 
@@ -81,7 +98,39 @@ class Extension(_Body):
     )
 
 
-class GenerationBody(_Body):
+class JsonSchema(_Body):
+    """A JSON schema of OpenAI's API. Its output matches the schema with and without ``strict``."""
+
+    name: str
+    definition: dict[str, Any] = Field({}, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """The format of the output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema: it belongs to the type json_schema, which needs it")
+        return self
+
+
+class Structure(_Body):
+    """What the output has to match, in the fields that vLLM has; one of them."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema, or its text")
+    json_object: Literal[True] | None = None
+    regex: str | None = Field(None, description="as the Rust crate regex reads it")
+    choice: Annotated[list[str], Field(fail_fast=True, min_length=1)] | None = None
+    grammar: str | None = Field(None, description="in Lark's notation")
+
+
+class GenerationBody(CallBody):
     """Fields that both kinds of generation have."""
 
     model: str | None = Field(None, description="the served model's name; may be left out")
@@ -104,6 +153,8 @@ class GenerationBody(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: LogitBias | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structure | None = Field(None, description="not together with a response_format")
     return_token_ids: bool = Field(False, description="send the token ids of prompt and outputs")
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARACTERS)] | None = Field(
         None, description="cached KV is shared only within one salt"
@@ -150,9 +201,9 @@ def _kind_of_prompt(value: object) -> str:
 
 Prompts = Annotated[
     Annotated[str, Tag("a text")]
-    | Annotated[list[str], Field(fail_fast=True), Tag("the texts")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES), Tag("the texts")]
     | Annotated[TokenIds, Tag("the token ids")]
-    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists of token ids")],
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES), Tag("lists of token ids")],
     Discriminator(_kind_of_prompt),
 ]
 
@@ -166,6 +217,12 @@ class CompletionBody(GenerationBody):
     echo: bool = Field(False, description="begin the text with the prompt; not together with logprobs")
     best_of: Count | None = Field(None, description="only the value of n")
     suffix: Literal[""] | None = None
+
+    @classmethod
+    def shape(cls, context_length: int) -> Shape:
+        """See `CallBody.shape`."""
+        token_ids = min(MAX_CHOICES * context_length, max(MAX_TOKEN_IDS, context_length))
+        return Shape(token_ids + MAX_STOP_TOKEN_IDS + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -196,10 +253,17 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-class ResponseFormat(_Body):
-    """The format of the output."""
+class FunctionName(_Body):
+    """The function of a tool."""
 
-    type: Literal["text"] = Field(description="only text is supported")
+    name: str
+
+
+class ToolChoice(_Body):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatBody(GenerationBody):
@@ -210,11 +274,12 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Count | None = Field(None, description="with each token that many likeliest ones (at most 20)")
     tools: Tools | None = Field(
-        None, description="definitions for the chat template; the output is not parsed for calls"
+        None, description="functions that the model may call, if its chat template is of a family that is known"
     )
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="accepted, not used")
-    response_format: ResponseFormat | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None, description="default: auto. With none, tools go to the chat template alone"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: required is one call")
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the chat template")
 
@@ -224,8 +289,19 @@ class ChatBody(GenerationBody):
             raise ValueError("top_logprobs: it needs logprobs: true")
         return self
 
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice: it needs tools")
+        return self
 
-class TokenizeBody(_Body):
+    @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are looked for in the output."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+class TokenizeBody(CallBody):
     """The body of ``POST /tokenize``: a prompt, or messages."""
 
     model: str | None = None
@@ -243,8 +319,13 @@ class TokenizeBody(_Body):
         return self
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(CallBody):
     """The body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: TokenIds
+
+    @classmethod
+    def shape(cls, context_length: int) -> Shape:
+        """See `CallBody.shape`. So a body with a few tokens too many still learns that of its field."""
+        return Shape(2 * context_length + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)

@@ -9,10 +9,21 @@ from typing import Any
 import msgspec
 
 from gateway.chat_template import NO_TEMPLATE, ChatTemplate
-from gateway.http_api.requests import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody, Message
+from gateway.http_api.bodies import JsonCount, Shape
+from gateway.http_api.requests import (
+    MAX_CHAT_NODES,
+    MAX_CHAT_VALUES,
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    ToolChoice,
+)
 from gateway.submission import Submission
+from gateway.tool_calls import FORMATS, ToolCallParser, calls_grammar, functions_of
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, StructuredOutputs
 
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_TEMPERATURE = 1.0
@@ -32,7 +43,34 @@ def chat(body: ChatBody, template: ChatTemplate | None, request_id: str) -> list
     """The submissions of a chat: its ``n`` outputs."""
     text = render(template, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _submissions(body, [text], request_id, logprobs, MOST_TOKENS, special_tokens=False)
+    parser = tool_calls(body, template)
+    calls = None
+    if parser is not None:
+        if _structure(body) is not None:
+            raise InvalidRequest("tools: a call would not match the structure of the output; leave out one of them")
+        functions = functions_of(body.tools or ())
+        if isinstance(body.tool_choice, ToolChoice):
+            name = body.tool_choice.function.name
+            if name not in functions:
+                raise InvalidRequest(f"tool_choice: {name!r} is none of the tools")
+            calls = calls_grammar(parser.form, {name: functions[name]}, many=False)
+        elif body.tool_choice == "required":
+            calls = calls_grammar(parser.form, functions, many=body.parallel_tool_calls is not False)
+    return _submissions(body, [text], request_id, logprobs, MOST_TOKENS, special_tokens=False, structure=calls)
+
+
+def tool_calls(body: ChatBody, template: ChatTemplate | None) -> ToolCallParser | None:
+    """A new parser of an output's tool calls; None if it is to have none. `InvalidRequest` for a model whose calls are
+    not known."""
+    if not body.may_call:
+        return None
+    if template is None or template.tool_format is None:
+        known = ", ".join(form.name for form in FORMATS)
+        raise InvalidRequest(
+            f"tools: the model's chat template has none of the formats of calls that are known ({known}); leave tools "
+            "out, set tool_choice to none, or give the model a template that has one (docs/api.md, Tool calls)"
+        )
+    return ToolCallParser(template.tool_format, frozenset(functions_of(body.tools or ())))
 
 
 def render(
@@ -45,22 +83,25 @@ def render(
     """The prompt of a chat."""
     if template is None:
         raise InvalidRequest(NO_TEMPLATE)
+    arguments = JsonCount(Shape(MAX_CHAT_VALUES, MAX_CHAT_NODES), "messages: the arguments of tool calls have")
     return template.render(
-        [_plain(message) for message in messages],
+        [_plain(message, arguments) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         variables=variables,
     )
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """The message as templates expect it: content is text, and arguments of tool calls are objects."""
+def _plain(message: Message, arguments: JsonCount) -> dict[str, Any]:
+    """The message as templates expect it: content is text, and arguments of tool calls are objects, counted with those
+    of other messages."""
     plain = {key: value for key, value in message.model_dump().items() if value is not None or key == "content"}
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)
     for call in plain.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            arguments.add_text(function["arguments"])
             try:
                 function["arguments"] = json.loads(function["arguments"])
             except ValueError:
@@ -75,6 +116,7 @@ def _submissions(
     logprobs: int | None,
     default_max_tokens: int,
     special_tokens: bool = True,
+    structure: StructuredOutputs | None = None,
 ) -> list[Submission]:
     choices = body.n or 1
     count = len(prompts) * choices
@@ -82,7 +124,7 @@ def _submissions(
         raise InvalidRequest(
             f"n: {len(prompts)} prompts with {choices} outputs are more than {MAX_CHOICES}; ask for less"
         )
-    sampling, shorten = _sampling(body, logprobs, default_max_tokens)
+    sampling, shorten = _sampling(body, logprobs, default_max_tokens, structure or _structure(body))
     submissions = []
     for index in range(count):
         seed = None if sampling.seed is None else (sampling.seed + index % choices) % 2**63
@@ -103,7 +145,9 @@ def _submissions(
     return submissions
 
 
-def _sampling(body: GenerationBody, logprobs: int | None, default_max_tokens: int) -> tuple[SamplingParams, bool]:
+def _sampling(
+    body: GenerationBody, logprobs: int | None, default_max_tokens: int, structure: StructuredOutputs | None
+) -> tuple[SamplingParams, bool]:
     """The sampling, and whether its ``max_tokens`` are the default."""
     asked: int | None = getattr(body, "max_tokens", None)
     if body.max_completion_tokens is not None:
@@ -132,4 +176,17 @@ def _sampling(body: GenerationBody, logprobs: int | None, default_max_tokens: in
         frequency_penalty=or_default(body.frequency_penalty, 0.0),
         logit_bias=dict(body.logit_bias or {}),
         logprobs=logprobs,
+        structured_outputs=structure,
     ), asked is None
+
+
+def _structure(body: GenerationBody) -> StructuredOutputs | None:
+    """What the output has to match, by either of the two fields."""
+    form, asked = body.response_format, body.structured_outputs
+    if form is None or form.type == "text":
+        return None if asked is None else StructuredOutputs.of(asked.model_dump(by_alias=True))
+    if asked is not None:
+        raise InvalidRequest("structured_outputs: the response_format has a structure already; leave one out")
+    if form.json_schema is None:
+        return StructuredOutputs.of({"json_object": True})
+    return StructuredOutputs.of({"json": form.json_schema.definition})

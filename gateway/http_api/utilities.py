@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from gateway.http_api.bodies import Body
 from gateway.http_api.exchange import Exchange, parsed
 from gateway.http_api.generation import Served
 from gateway.http_api.requests import DetokenizeBody, TokenizeBody
@@ -15,7 +18,7 @@ from pdserve.core.errors import InvalidRequest
 class _TokenizerExchange(Exchange):
     def __init__(self, served: Served) -> None:
         self._served = served
-        super().__init__(served.inference, served.max_body_bytes)
+        super().__init__(served.inference, served.bodies)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -28,30 +31,37 @@ class _TokenizerExchange(Exchange):
 class TokenizeExchange(_TokenizerExchange):
     """``POST /tokenize``."""
 
-    async def respond(self, data: bytes, arrival: Arrival) -> None:
+    body_type = TokenizeBody
+
+    async def respond(self, body: Body, arrival: Arrival) -> None:
         """Send the token ids of a prompt or of messages."""
-        body, tokenizer, limits = parsed(TokenizeBody, data), self.tokenizer, self._inference.limits()
-        self._served.check_model(body.model)
-        special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        if body.messages is not None:
-            template = self._served.chat_template
-            text = render(template, body.messages, body.tools, body.add_generation_prompt)
-        else:
-            text = body.prompt or ""
-        reading = text_to_token_ids(text, tokenizer, limits, special)
+        asked, text = await self._bodies.parse(body, self._read_text, arrival.deadline)
+        tokenizer, limits = self.tokenizer, await self._inference.limits(arrival)
+        special = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
+        reading = text_to_token_ids(text, tokenizer, limits, special, arrival.client())
         token_ids = await arrival.deadline.bound(reading, "its prompt was tokenized")
         answer = {"count": len(token_ids), "max_model_len": limits.context_length, "tokens": token_ids}
-        if body.return_token_strs:
+        if asked.return_token_strs:
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
         await self.send_json(answer)
+
+    def _read_text(self, data: bytearray) -> tuple[TokenizeBody, str]:
+        """The body, and the text that it asks for."""
+        asked = parsed(TokenizeBody, data)
+        self._served.check_model(asked.model)
+        if asked.messages is None:
+            return asked, asked.prompt or ""
+        return asked, render(self._served.chat_template, asked.messages, asked.tools, asked.add_generation_prompt)
 
 
 class DetokenizeExchange(_TokenizerExchange):
     """``POST /detokenize``."""
 
-    async def respond(self, data: bytes, arrival: Arrival) -> None:
+    body_type = DetokenizeBody
+
+    async def respond(self, body: Body, arrival: Arrival) -> None:
         """Send the text of token ids."""
-        body, tokenizer = parsed(DetokenizeBody, data), self.tokenizer
-        self._served.check_model(body.model)
-        check_token_ids("tokens", body.tokens, self._inference.limits())
-        await self.send_json({"prompt": tokenizer.decode(body.tokens)})
+        asked = await self._bodies.parse(body, partial(parsed, DetokenizeBody), arrival.deadline)
+        self._served.check_model(asked.model)
+        check_token_ids("tokens", asked.tokens, await self._inference.limits(arrival))
+        await self.send_json({"prompt": self.tokenizer.decode(asked.tokens)})

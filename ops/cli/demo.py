@@ -24,7 +24,13 @@ def demo(
     ] = None,
     model: Annotated[str, typer.Option(help="model of the started service")] = "tiny",
     png: Annotated[Path, typer.Option(help="path of the picture")] = Path("out/demo/waterfall.png"),
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="rounds of the paired comparison")] = 5,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, max=100, help="rounds of the paired comparison (default: 5, or fewer within 25 s)"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the findings as one JSON object on stdout, all else on stderr")
+    ] = False,
 ) -> None:
     """Send 8 prompts of very different lengths at once, show the waterfall of each, and measure what the hand-off
     costs.
@@ -37,9 +43,11 @@ def demo(
 
     check_picture("--png", png)
     given = None if target is None else Target.of(target, **access)
+    console = stderr_console() if as_json else stdout_console()
     with _service(given, model, stderr_console()) as service:
-        report = asyncio.run(run_demo(service, png, stdout_console(), rounds))
-    print_json(report.to_dict())
+        report = asyncio.run(run_demo(service, png, console, rounds))
+    if as_json:
+        print_json(report.to_dict())
     if not report.ok:
         raise typer.Exit(1)
 

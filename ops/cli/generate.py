@@ -7,11 +7,19 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import JsonOption, TargetsOption, print_json, stderr_console, stdout_console, with_access
+from ops.cli.options import (
+    JsonOption,
+    TargetsOption,
+    in_panels,
+    print_json,
+    stderr_console,
+    stdout_console,
+    with_access,
+)
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target, Targets
 
 if TYPE_CHECKING:
@@ -22,6 +30,12 @@ if TYPE_CHECKING:
 
 
 @with_access
+@in_panels(
+    {
+        "Sampling": "max_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
+        "logit_bias logprobs structured_outputs seed stop ignore_eos",
+    }
+)
 def generate(
     access: AccessOptions,
     text: Annotated[
@@ -52,6 +66,9 @@ def generate(
     ] = None,
     logprobs: Annotated[
         int | None, typer.Option(help="show log-probabilities of each token and the N likeliest ones (0 to 20)")
+    ] = None,
+    structured_outputs: Annotated[
+        str | None, typer.Option(help='what the output matches, as JSON: {"json": SCHEMA}, {"regex": "[0-9]+"}, …')
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the sampling (default: random)")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
@@ -86,6 +103,7 @@ def generate(
         "frequency_penalty": frequency_penalty,
         "logit_bias": _biases(logit_bias or []),
         "logprobs": logprobs,
+        "structured_outputs": _structure(structured_outputs),
         "seed": seed,
         "stop": stop,
         "ignore_eos": ignore_eos,
@@ -162,6 +180,15 @@ def _prompt(text: str | None, token_ids: str | None, file: Path | None) -> Promp
         return [int(part) for part in token_ids.split(",")] if token_ids.strip() else []
     except ValueError:
         raise InvalidRequest(f"token_ids: {token_ids!r} is not a list like 1,2,3") from None
+
+
+def _structure(text: str | None) -> Any:
+    from pdserve.core.errors import InvalidRequest
+
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"structured_outputs: it is not valid JSON: {error}") from None
 
 
 def _biases(entries: list[str]) -> dict[int, float]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.cli.options import JsonOption, plain_table, print_json, stdout_console
+from ops.cli.options import JsonOption, fitted, plain_table, print_json, stdout_console
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from rich.table import Table
+
     from ops.launch.state import ServiceState
 
 ASK_TIMEOUT_S = 2.0
@@ -24,16 +28,21 @@ def list_services(as_json: JsonOption = False) -> None:
     if not services:
         console.print("no service of yours runs on this host")
         return
-    columns = ("target", "pid", "model", "workers", "state", "ray", "since")
-    table = plain_table(columns)
-    table.columns[columns.index("state")].no_wrap = False
-    for service in services:
-        color = {"ready": "green", "killed": "red"}.get(service["state"], "yellow")
-        table.add_row(
-            service["target"], str(service["pid"]), service["model"], service["workers"],
-            f"[{color}]{service['state']}[/]", service["ray"], service["since"],
-        )  # fmt: skip
-    console.print(table)
+
+    def table(left_out: Collection[str]) -> Table:
+        columns = [name for name in ("target", "pid", "model", "workers", "state", "ray", "since")
+                   if name not in left_out]  # fmt: skip
+        made = plain_table(columns)
+        for name in ("model", "state"):
+            made.columns[columns.index(name)].no_wrap = False
+            made.columns[columns.index(name)].overflow = "fold"
+        for service in services:
+            color = {"ready": "green", "killed": "red"}.get(service["state"], "yellow")
+            shown = {**service, "pid": str(service["pid"]), "state": f"[{color}]{service['state']}[/]"}
+            made.add_row(*(shown[name] for name in columns))
+        return made
+
+    console.print(fitted(console, table, ("ray", "since", "pid", "workers")))
     if any(service["state"] == "killed" for service in services):
         console.print("[yellow]killed: `pdserve down --target …`, or the next `pdserve up`, removes the remains[/]")
 

@@ -18,7 +18,9 @@ _DEFAULT_WINDOW = 4096
 
 
 def model_info(
-    model: Annotated[str, typer.Argument(help="a model folder, a config.json, 'tiny', 'dummy:135m', or 'dummy:8b'")],
+    model: Annotated[
+        str, typer.Argument(help="folder, config.json, org/name on the hub, 'tiny', 'dummy:135m' or 'dummy:8b'")
+    ],
     dtype: Annotated[
         str, typer.Option(help="auto (a type that the device computes natively), float32, bfloat16 or float16")
     ] = "auto",
@@ -50,7 +52,7 @@ def model_info(
     if memory is not None and not 0 < memory < 1e9:
         raise InvalidRequest(f"memory: {memory} is not a positive number of GB")
     sizes_gb = _DEFAULT_MEMORY_GB if memory is None else (memory,)
-    found = config_of(model)
+    found = config_of(model, lambda stage: typer.echo(stage, err=True))
     if found is not None and not is_served(found[0]):
         outline = outline_from_hf(found[0], str(found[1]))
         choice = choose_dtype(dtype, outline.dtype, {"this host": _devices(device)})
@@ -63,7 +65,7 @@ def model_info(
     if window is not None or not source.shape.windows:
         window = window or min(_DEFAULT_WINDOW, max(1, context // 4))
     choice = choose_dtype(dtype, source.shape.dtype, {"this host": _devices(device)})
-    facts = _facts(source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
+    facts = _facts(model if alone else source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
     facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
     if as_json:
         print_json(facts)
@@ -128,6 +130,7 @@ def _facts(
 
 def _show(facts: dict[str, Any]) -> None:
     from ops.waterfall.bars import human_bytes
+    from pdserve.core.request import counted_requests
 
     console, shape, per_token = stdout_console(), facts["shape"], facts["kv_bytes_per_token"]
     console.print(
@@ -172,7 +175,7 @@ def _show(facts: dict[str, Any]) -> None:
     console.print()
     for fit in facts["fits"]:
         fits = (
-            f"{fit['tokens']:,} tokens of KV: {fit['requests']:,} requests of {facts['context']}"
+            f"{fit['tokens']:,} tokens of KV: {counted_requests(fit['requests'])} of {facts['context']}"
             if fit["kv_bytes"]
             else f"too small for weights and activations; {fit['devices']} such devices would hold them and one request"
         )

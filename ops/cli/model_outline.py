@@ -41,6 +41,7 @@ def show_outline(facts: dict[str, Any]) -> None:
     """Print ``facts``."""
     from engine.model.families import FAMILIES
     from ops.waterfall.bars import human_bytes
+    from pdserve.core.request import counted_requests
 
     console = stdout_console()
     console.print(f"[bold]{facts['model']}[/] · {facts['architecture']} · {facts['num_layers']} layers")
@@ -61,7 +62,7 @@ def show_outline(facts: dict[str, Any]) -> None:
     )
     for fit in facts["fits"]:
         fits = (
-            f"{fit['requests']:,} requests of {facts['context']} tokens beside the weights"
+            f"{counted_requests(fit['requests'])} of {facts['context']} tokens beside the weights"
             if fit["requests"]
             else f"too small; {fit['devices']} such devices would hold the weights and one request"
         )

@@ -22,21 +22,29 @@ TOKEN_VARIABLE = "PDSERVE_TOKEN"
 _UNBOUNDED = 10_000
 _PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap wide tables
 
+CONNECTION = "Connection"
+"""The panel of help for the options that say where a service is and how to reach it."""
 TargetOption = Annotated[
-    str, typer.Option("--target", help="host, host:port or URL of the service; https:// means TLS")
+    str,
+    typer.Option(
+        "--target",
+        help="host, host:port or URL of the service; https:// means TLS",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 TargetsOption = Annotated[
     str,
     typer.Option(
         "--target",
         help="host, host:port or URL of the service; https:// means TLS; several gateways with commas between",
+        rich_help_panel=CONNECTION,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on one line instead")]
 
 _ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")]
 _SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
-    "model": ("model.path", str, "model folder, 'tiny', or 'dummy:…'"),
+    "model": ("model.path", str, "model folder, org/name on the Hugging Face Hub, 'tiny', or 'dummy:…'"),
     "prefill": ("cluster.prefill", int, "prefill workers"),
     "decode": ("cluster.decode", int, "decode workers"),
     "device": ("cluster.device", str, "auto, cpu or cuda"),
@@ -78,28 +86,39 @@ def with_service_options(command: Callable[..., None]) -> Callable[..., None]:
     return _dressed(run, command, [*parameters, *own])
 
 
+def _access(name: str, kind: Any, text: str) -> Any:
+    variable = f"PDSERVE_{name.upper()}"
+    option = typer.Option(f"--{name.replace('_', '-')}", help=text, envvar=variable, rich_help_panel=CONNECTION)
+    return Annotated[kind, option]
+
+
 ACCESS_OPTIONS: Mapping[str, tuple[Any, Any]] = {
-    "ca": (
-        Annotated[Path | None, typer.Option("--ca", help="certificates of those who sign the service's, for https://")],
-        None,
-    ),
-    "cert": (
-        Annotated[Path | None, typer.Option("--cert", help="own certificate, for services that ask for one")],
-        None,
-    ),
-    "key": (Annotated[Path | None, typer.Option("--key", help="its private key")], None),
+    "ca": (_access("ca", Path | None, "certificates of those who sign the service's, for https://"), None),
+    "cert": (_access("cert", Path | None, "own certificate, for services that ask for one"), None),
+    "key": (_access("key", Path | None, "its private key"), None),
     "token_file": (
-        Annotated[
-            Path | None, typer.Option("--token-file", help=f"file with the bearer token (default: {TOKEN_VARIABLE})")
-        ],
+        _access("token_file", Path | None, f"file with the bearer token (default: {TOKEN_VARIABLE})"),
         None,
     ),
-    "token_in_clear": (
-        Annotated[bool, typer.Option("--token-in-clear", help="send the token to another host without TLS")],
-        False,
-    ),
+    "token_in_clear": (_access("token_in_clear", bool, "send the token to another host without TLS"), False),
 }
-"""Options of all commands that are clients of a service: annotation and default."""
+"""Options of all commands that are clients of a service: annotation and default. Each may be given by the environment
+instead, in ``PDSERVE_`` and its name."""
+
+
+def in_panels(panels: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Group parameters of a command (names with spaces between) under titles in its help."""
+
+    def grouped(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        for title, names in panels.items():
+            for name in names.split():
+                (option,) = signature.parameters[name].annotation.__metadata__
+                option.rich_help_panel = title
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        return command
+
+    return grouped
 
 
 def with_access(command: Callable[..., None]) -> Callable[..., None]:

@@ -68,13 +68,14 @@ def status(access: AccessOptions, target: TargetsOption = DEFAULT_TARGET, as_jso
 
 
 def scaling_line(scaling: ServiceScaling) -> str:
-    """What the controller of roles and workers did last."""
+    """What the controller of roles and workers did last, and why it does nothing now."""
+    now = f"; now: {scaling.verdict}" if scaling.verdict else ""
     if not scaling.last_action:
-        return f"controller of {scaling.controller}: no action yet"
+        return f"controller of {scaling.controller}: no action yet{now}"
     actions = sum(scaling.actions.values())
     return (
         f"controller of {scaling.controller}: {actions} action{'s' if actions > 1 else ''}, the last "
-        f"{scaling.last_action_age_s:.0f} s ago: {scaling.last_action} ({scaling.reason})"
+        f"{scaling.last_action_age_s:.0f} s ago: {scaling.last_action} ({scaling.reason}){now}"
     )
 
 

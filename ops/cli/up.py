@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +20,7 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="return once the service is ready")] = False,
 ) -> None:
     """Start the service on Ray: gateway, prefill and decode workers. Ctrl-C (or `pdserve down`) ends it."""
-    console = stderr_console()
+    console, began_s = stderr_console(), time.monotonic()
 
     def note(text: str) -> None:
         print_note(console, text)
@@ -35,29 +36,24 @@ def up(
             also = f" and {','.join(scheme + target_here(gateway, http_port + number) for number in numbers)}"
         console.print(
             f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at "
-            f"{','.join(target_here(gateway, port + number) for number in numbers)}{also}",
+            f"{','.join(target_here(gateway, port + number) for number in numbers)}{also} "
+            f"({time.monotonic() - began_s:.1f} s)",
             soft_wrap=True,
         )
 
     with console.status("starting") as status:
 
-        def show(stage: str) -> None:
-            if console.is_terminal:
-                status.update(stage)
-            else:
-                console.print(f"  {stage}")
+        def report(stage: str) -> None:
+            console.print(f"  {stage}")
+            status.update(stage)
 
         if detach:
             from ops.launch.detach import start_detached
 
-            announce(start_detached(settings, show, note))
+            announce(start_detached(settings, report, note))
             return
         from ops.launch.shutdown import StartCancelled
         from ops.launch.supervisor import supervise
-
-        def report(stage: str) -> None:
-            console.print(f"  {stage}")
-            status.update(stage)
 
         def on_ready(port: int) -> None:
             status.stop()

@@ -1,4 +1,4 @@
-"""The demo's results, and the JSON object that it prints last."""
+"""The demo's results, and the JSON object of ``--json``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from pdserve.client.generation import Generation
 from pdserve.core.errors import PdserveError
+from pdserve.core.interval import Interval, median_interval
 from pdserve.core.timeline import Figure
 
 
@@ -83,10 +84,9 @@ class DemoReport:
                 by_prompt.setdefault(pair.prompt, []).append(added)
         return {prompt: statistics.median(values) for prompt, values in by_prompt.items()}
 
-    def added_ms(self, figure: Figure) -> float | None:
-        """The median over the prompts; None if no pair has the figure."""
-        by_prompt = self.added_by_prompt_ms(figure)
-        return statistics.median(by_prompt.values()) if by_prompt else None
+    def added_ms(self, figure: Figure) -> Interval | None:
+        """The median over the prompts with its interval; None if no pair has the figure."""
+        return median_interval(list(self.added_by_prompt_ms(figure).values()))
 
     def median_ms(self, prompt: int, mode: str, figure: Figure) -> float | None:
         """The median of one prompt's figure in one mode (pd or colocated) over the rounds."""
@@ -97,7 +97,7 @@ class DemoReport:
         return statistics.median(values) if values else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The demo's last line of output; times are in ms."""
+        """Plain values; times are in ms."""
         return {
             "requests": self.requests,
             "failed": len(self.errors),
@@ -105,7 +105,10 @@ class DemoReport:
             "kv_bytes_equal_expected": self.kv_bytes_equal_expected,
             "unattributed": {figure.value: self.unattributed(figure) for figure in Figure},
             "leaked_blocks": self.leaked_blocks,
-            "added_ttft_ms": {figure.value: _rounded(self.added_ms(figure)) for figure in Figure},
+            "rounds": self.rounds,
+            "added_ttft_ms": {
+                figure.value: None if (added := self.added_ms(figure)) is None else added.to_dict() for figure in Figure
+            },
         }
 
 

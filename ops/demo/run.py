@@ -5,12 +5,14 @@ Each request has its own salt, because a prefix cache would make later rounds in
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ops.demo.live import LiveTexts
@@ -24,17 +26,19 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.target import Target
 from pdserve.core.errors import PdserveError
+from pdserve.core.interval import CONFIDENCE
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
 MAX_TOKENS = 32
 LATER_ROUNDS_MAX_TOKENS = 4  # enough for both figures; the first round compares the whole text
 ROUNDS = 5
-ROUNDS_BUDGET_S = 25.0  # no round starts after this time
+ROUNDS_BUDGET_S = 25.0  # unless rounds are asked for, none starts after this time
 
 
-async def run_demo(target: str | Target, png: Path, console: Console, rounds: int = ROUNDS) -> DemoReport:
-    """Run the demo: print to ``console``, save the picture, and return the results. Failed requests are counted;
+async def run_demo(target: str | Target, png: Path, console: Console, rounds: int | None = None) -> DemoReport:
+    """Run the demo: print to ``console``, save the picture, and return the results. ``rounds`` of the paired comparison
+    are run whatever time they take; None runs `ROUNDS` of them within `ROUNDS_BUDGET_S`. Failed requests are counted;
     `NotReady` if the service does not answer at all."""
     async with AsyncClient(target) as client:
         prompts = await _prepare(client)
@@ -87,11 +91,15 @@ async def _at_once(client: AsyncClient, prompts: Sequence[DemoPrompt], report: D
 
 
 async def _rounds(
-    client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, rounds: int, console: Console
+    client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, rounds: int | None, console: Console
 ) -> None:
-    started_s = time.monotonic()
-    for round_index in range(rounds):
-        if round_index and time.monotonic() - started_s > ROUNDS_BUDGET_S:
+    end_s = time.monotonic() + (ROUNDS_BUDGET_S if rounds is None else math.inf)
+    for round_index in range(ROUNDS if rounds is None else rounds):
+        if round_index and time.monotonic() > end_s:
+            console.print(
+                f"{round_index} of {ROUNDS} rounds were run in {ROUNDS_BUDGET_S:.0f} s; --rounds {ROUNDS} runs all of "
+                "them"
+            )
             break
         max_tokens = LATER_ROUNDS_MAX_TOKENS if round_index else MAX_TOKENS
         for index, prompt in enumerate(prompts):
@@ -115,13 +123,18 @@ async def _rounds(
 def _summarise(report: DemoReport, console: Console) -> None:
     console.print(
         f"disaggregated against colocated: the same {report.requests} prompts, one request at a time, modes "
-        f"interleaved,\n{report.rounds} rounds; medians of the rounds in ms"
+        f"interleaved,\n{report.rounds} rounds; medians of the rounds in ms (added: of the paired differences)"
     )
     console.print(_paired_table(report))
     for figure in Figure:
-        added_ms = report.added_ms(figure)
-        text = "not measured" if added_ms is None else f"{added_ms:+.2f} ms"
-        console.print(f"added {figure.value}: [bold]{text}[/] (median over the prompts of the paired differences)")
+        added = report.added_ms(figure)
+        text = "not measured" if added is None else escape(added.text())
+        if added is not None and added.known and not added.sign:
+            text += " (no difference could be measured)"
+        console.print(
+            f"added {figure.value}: [bold]{text}[/], the median of the prompts' paired differences, with its "
+            f"{100 * CONFIDENCE:.0f} % interval"
+        )
     pairs = len(report.pairs)
     equal = sum(pair.tokens_equal for pair in report.pairs)
     console.print(f"tokens: {equal} of {pairs} pairs equal (greedy); leaked blocks: {report.leaked_blocks}")

@@ -31,7 +31,9 @@ from pdserve.core.secret import ServiceSecret
 
 JOIN_S = 60.0
 _AT_ONCE = 16
-_REPORT_S = 120.0  # a process or actor starts and imports torch
+_REPORT_S = 120.0  # a process or actor starts and imports torch; then it reads the model's files
+_READ_BYTES_PER_S = 100e6  # of a slow disk
+_UNKNOWN_MODEL_BYTES = 10**11  # nodes may have a model whose files this host has not
 _OPEN_S = 180.0
 _DIAL_S = 5.0
 _SERVICE = "the service"
@@ -39,8 +41,8 @@ _NO_PROBE = (
     "install pdserve there as on this host, and copy ~/.ray/auth_token if there is one; see that node's Ray logs"
 )
 _CANNOT_JOIN = (
-    "a process answers there: ~/.ray/auth_token has to be the same on every host (or RAY_AUTH_MODE=disabled on all), "
-    "and the versions of python and ray those of the head; check with `ray status` on the head"
+    "~/.ray/auth_token has to be the same on every host, and accessible to its user alone (or RAY_AUTH_MODE=disabled "
+    "on all), and the versions of python and ray those of the head; check with `ray status` on the head"
 )
 Progress = Callable[[str], None]
 
@@ -49,7 +51,7 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
     """Examine the hosts that ``config`` would run on. A Ray that cannot be joined is a finding, too."""
     address = config.cluster.address
     if address == "local":
-        return Examination(config, LocalHost(config.model.path, config.cluster.device), progress).run()
+        return Examination(config, LocalHost(config.cluster.device), progress).run()
     progress(f"joining Ray at {address}")
     if re.fullmatch(r"\S+:\d+", address) and (found := dial(address, _DIAL_S)) is not Obstacle.NONE:
         # Ray itself would retry for minutes and report less.
@@ -57,10 +59,10 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
         if found is not Obstacle.REFUSED:
             remedy = REMEDIES[found]
         return _not_joined(config, f"there is no Ray at {address}: {found}", remedy)
-    prepare_environment(address)
-    from ops.doctor.ray_host import RayHost  # imports Ray
-
     try:
+        prepare_environment(address)
+        from ops.doctor.ray_host import RayHost  # imports Ray
+
         host = RayHost(address, JOIN_S)
     except LaunchError as error:
         return _not_joined(config, str(error), _CANNOT_JOIN)
@@ -102,21 +104,22 @@ class Examination:
             self._own_port = self._config.gateway.port
         seats = self._seat(ray_nodes)
         nodes = [*self._nodes.values()]
-        self._say(f"starting probes for {len(seats)} workers on {len(nodes)} nodes")
-        list(pool.map(self._start_probes, nodes))
-        source = None
-        with contextlib.suppress(ModelError):  # a finding of check_models
-            source = resolve_model(self._config.model.path)
+        source, model_bytes = None, _UNKNOWN_MODEL_BYTES
+        with contextlib.suppress(ModelError, OSError):  # a finding of check_models
+            source = resolve_model(self._config.model.path, self._say)
+            model_config = self._config.model.model_copy(update={"path": source.path})
+            self._config = self._config.model_copy(update={"model": model_config})
+            model_bytes = sum(path.stat().st_size for path in source.weight_files())
+        self._say(f"starting probes for {len(seats)} workers on {len(nodes)} nodes, which read the model's files")
+        report_s = _REPORT_S + model_bytes / _READ_BYTES_PER_S
+        list(pool.map(lambda node: self._start_probes(node, report_s), nodes))
         if source is not None:
             self._decide_dtype(source, nodes)
         self._say("opening the workers' ports and KV ends")
         list(pool.map(self._open, nodes))
         self._say("connecting to workers, comparing clocks")
         self._check_gateway(source, nodes, pool)
-        model = None
-        if source is not None:
-            with contextlib.suppress(ModelError):  # a finding of check_models
-                model = ServedModel.of(source, self._config, self._device)
+        model = None if source is None else ServedModel.of(source, self._config, self._device)
         pairs = [*examine_pairs(seats, self._nodes, self._config.transfer, model, pool, self._say)]
         self._check_nodes(nodes, model)
         self._findings += check_reach(pairs)
@@ -178,12 +181,12 @@ class Examination:
 
     # --- probes ------------------------------------------------------------------------------------------------------
 
-    def _start_probes(self, node: ExaminedNode) -> None:
-        """Start a probe per worker, and have the first one report on the node."""
+    def _start_probes(self, node: ExaminedNode, report_s: float) -> None:
+        """Start a probe per worker, and have the first one report on the node within ``report_s`` seconds."""
         for name in [seat.worker_id for seat in node.seats] or ["no worker"]:
             node.probes[name] = self._host.probe(node.node, f"the probe of {name}")
         with node.noting(node.name, _NO_PROBE):
-            node.report = node.any_probe.call("report", {"model": self._config.model.path}, _REPORT_S, NodeReport)
+            node.report = node.any_probe.call("report", {"model": self._config.model.path}, report_s, NodeReport)
 
     def _decide_dtype(self, source: ModelSource, nodes: Sequence[ExaminedNode]) -> None:
         """Choose one dtype for all workers, as `up` would."""
@@ -206,7 +209,8 @@ class Examination:
             if device == "cuda":
                 device = f"cuda:{seat.index_on_node % max(1, len(node.report.devices))}"
             spec = seat.spec(self._config, self._device, host).to_wire()
-            arguments = {"spec": spec, "device": device, "secret": self._secret.hex()}
+            model_hash = node.report.model_hash  # the files are read once on each node
+            arguments = {"spec": spec, "device": device, "secret": self._secret.hex(), "model_hash": model_hash}
             with node.noting(f"{seat.worker_id} on {node.name}"):
                 probe = node.probes[seat.worker_id]
                 node.endpoints[seat.worker_id] = probe.call("open", arguments, _OPEN_S, Endpoints)
@@ -231,6 +235,7 @@ class Examination:
 
     def _check_nodes(self, nodes: Sequence[ExaminedNode], model: ServedModel | None) -> None:
         cluster, path, device, own_port = self._config.cluster, self._config.model.path, self._device, self._own_port
+        self._say("reading the model's files here")
         here = report_versions(path)
         self._findings += node_checks.check_versions(here, nodes)
         self._findings += node_checks.check_models(here, self._host.node_id, nodes, path)

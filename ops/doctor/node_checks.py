@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.model.dtypes import DtypeChoice
+from engine.model.hub import HubId
 from ops.doctor.finding import Finding, fail, ok, warn
 from ops.doctor.node_report import NodeReport
 from ops.doctor.report import ExaminedNode
@@ -48,7 +49,10 @@ def check_models(here: NodeReport, here_id: str, nodes: Sequence[ExaminedNode], 
     known = here.model_hash
     for node, report in _reported(nodes):
         if report.model_error:
-            if not here.model_error or node.node.node_id != here_id:
+            if HubId.of(model) is not None and not here.model_error:
+                later = "none needed if that host reaches the hub: `up` downloads it there before it starts workers"
+                yield warn("model", node.name, report.model_error, later)
+            elif not here.model_error or node.node.node_id != here_id:
                 yield fail("model", node.name, report.model_error, remedy)
         elif not known:
             known = report.model_hash

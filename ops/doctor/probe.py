@@ -90,10 +90,10 @@ class WorkerProbe:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def _open(self, spec: dict[str, Any], device: str, secret: str) -> Endpoints:
+    def _open(self, spec: dict[str, Any], device: str, secret: str, model_hash: str) -> Endpoints:
         """Listen on the ports of the worker ``spec``, or on free ones where they are taken, which is a finding.
         ``device`` is the worker's (``cuda:1``), ``secret`` the examination's in hexadecimal, without which the probe
-        opens and accepts no link."""
+        opens and accepts no link, ``model_hash`` the node's hash of the weights."""
         self._close()
         worker = self._spec = WorkerSpec.from_wire(spec)
         where, findings = f"{worker.worker_id} on {worker.node}", list[Finding]()
@@ -103,7 +103,7 @@ class WorkerProbe:
         try:
             interface = resolve_interface(worker.config.transfer.interface, worker.host)
             endpoints = self._listen_kv(
-                worker, device, ServiceSecret.from_hex(secret), interface.address, where, findings
+                worker, device, ServiceSecret.from_hex(secret), model_hash, interface.address, where, findings
             )
         except ConfigError as error:
             check, remedy = "transport", "choose another transfer.transport, or auto"
@@ -157,6 +157,7 @@ class WorkerProbe:
         worker: WorkerSpec,
         device: str,
         secret: ServiceSecret,
+        model_hash: str,
         address: str,
         where: str,
         findings: list[Finding],
@@ -168,7 +169,7 @@ class WorkerProbe:
             transfer.transport, device=device, shared_device=worker.device_share < 1, shaped=shape is not None
         )
         source = resolve_model(worker.config.model.path)
-        layout = layout_of(source, worker.config)
+        layout = layout_of(source, worker.config, model_hash)
         check_block_size(layout)
         self._pool = _small_pool(layout, device)
         for port in dict.fromkeys((worker.kv_port, 0)):

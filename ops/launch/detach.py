@@ -15,10 +15,10 @@ from types import FrameType
 
 import psutil
 
-from ops.launch.leftovers import GRACE_S, end_processes
+from ops.launch.leftovers import GRACE_S, end_processes, wait_ended
 from ops.launch.operator import OperatorClient
 from ops.launch.shutdown import DRAIN_S
-from ops.launch.state import ServiceState, clear_dead_services, writable_state
+from ops.launch.state import ServiceState, clear_dead_services, private, writable_state
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 
@@ -36,7 +36,7 @@ def start_detached(
     before that (also by SIGTERM), the service is ended again."""
     with writable_state() as folder:
         log_path = folder / f"up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-        log = log_path.open("wb")
+        log = open(log_path, "wb", opener=private)  # noqa: SIM115 - closed below
     read_fd, write_fd = os.pipe()
     with log, open(read_fd, encoding="utf-8") as reports, _sigterm_raises():
         try:
@@ -94,7 +94,7 @@ def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], N
     except LaunchError:  # it is ending already, or does not answer
         with contextlib.suppress(psutil.NoSuchProcess):
             supervisor.terminate()
-    psutil.wait_procs([supervisor], timeout=drain_s + STOP_TIMEOUT_S)
+    wait_ended([supervisor], drain_s + STOP_TIMEOUT_S)
     end_processes(family, GRACE_S)
     state.clear()  # nothing is left unless it was killed
 
@@ -123,7 +123,7 @@ def _end_family(process: psutil.Process) -> None:
     try:
         family.update(process.children(recursive=True))
         process.terminate()
-        psutil.wait_procs([process], timeout=STOP_TIMEOUT_S)
+        wait_ended([process], STOP_TIMEOUT_S)
     except psutil.NoSuchProcess:
         pass
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 import psutil
@@ -11,19 +12,35 @@ import psutil
 from ops.launch.leftovers import is_private_ray
 from pdserve.core.errors import LaunchError
 
-TOKEN_FILE = Path.home() / ".ray" / "auth_token"
-
 
 def prepare_environment(address: str) -> None:
     """Set the environment variables that Ray and gRPC read when they are imported, for a service on the Ray at
-    ``address``. Variables that are set already are kept."""
+    ``address``. Variables that are set already are kept. LaunchError if other users may read or change the token of a
+    Ray that is joined."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not start a Ray of its own
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # every fork is followed by exec; gRPC warns otherwise
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the new behaviour, without a warning
-    if address != "local" and TOKEN_FILE.exists():
-        # `ray start` uses the token file by itself; a driver needs this variable.
+    if address != "local":
+        _use_token()
+
+
+def _use_token() -> None:
+    """Have this process use the user's token, if there is one. `ray start` does so by itself."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:  # Ray says so itself, if it needs the file
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if mode & 0o077 and os.environ["RAY_AUTH_MODE"] == "token":
+        raise LaunchError(
+            f"other users of this host can read or change Ray's token {path} (mode {mode:o}), and with it run programs "
+            f"as the users that Ray runs as; chmod 600 {path}"
+        )
 
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"

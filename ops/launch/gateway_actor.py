@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import ray
 
-from gateway.gateway_thread import GatewayThread
 from gateway.scaling_report import ScalingReport
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
@@ -25,14 +24,25 @@ RESTART_PAUSE_S = 1.0
 @ray.remote
 class GatewayActor:
     """Restarted by Ray when its process dies; workers then find it by their next heartbeat. Call `wait_started` first,
-    and nothing else if that reports an error. ``secret`` is the service's in hexadecimal."""
+    and nothing else if that reports an error. ``secret`` is the service's in hexadecimal. ``cache_key``: see
+    `gateway.gateway.Gateway`."""
 
-    def __init__(self, config: dict[str, Any], registry_address: str, service: str, secret: str) -> None:
+    def __init__(
+        self, config: dict[str, Any], registry_address: str, service: str, secret: str, cache_key: bytes
+    ) -> None:
+        from gateway.gateway_thread import GatewayThread  # the supervisor imports this module without the gateway
+
         set_up_logging(PdserveConfig.parse(config).logging)
         self._error: PdserveError | None = None
         try:
             self._gateway = GatewayThread(
-                PdserveConfig.parse(config), registry_address, VERSION, ServiceSecret.from_hex(secret), service
+                PdserveConfig.parse(config),
+                registry_address,
+                VERSION,
+                ServiceSecret.from_hex(secret),
+                service,
+                cache_key,
+                ray.get_runtime_context().was_current_actor_reconstructed,
             )
             self._gateway.start()
         except PdserveError as error:

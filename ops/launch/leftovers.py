@@ -19,6 +19,7 @@ OPERATOR_FOLDER_PREFIX = "pdserve-operator-"
 
 GRACE_S = 5.0
 """How long a process may take to end after SIGTERM before it is killed."""
+_POLL_S = 0.02
 CLEAR_TIMEOUT_S = 30.0
 """After this time, processes that survive being killed are reported instead."""
 
@@ -26,13 +27,22 @@ ProcessId = tuple[int, float]
 """Process id and creation time, which together are unique."""
 
 
+def wait_ended(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait up to ``timeout_s`` for processes to end; returns those that still run. Zombies have ended. (For them
+    `psutil.wait_procs` waits until their parent collects them, which the init of a container may do late or never.)"""
+    deadline_s = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    return alive
+
+
 def end_processes(processes: Collection[psutil.Process], timeout_s: float) -> None:
     """Wait up to ``timeout_s`` for processes to end, then kill the others by process id."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    alive = wait_ended(processes, timeout_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
+    wait_ended(alive, 5.0)
 
 
 def end_children() -> None:
@@ -103,7 +113,8 @@ def _family(folder: Path | None, noted: Iterable[ProcessId]) -> set[psutil.Proce
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        # While a process ends, its first thread may be a zombie before the others have ended.
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 

@@ -1,4 +1,5 @@
-"""The logs of gateway and workers. Ray writes the output of a process to a file on its node."""
+"""The logs of gateway and workers. Ray writes the output of a process to a file on its node. Ray is imported by those
+functions that need it, since commands show logs without it."""
 
 from __future__ import annotations
 
@@ -6,11 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray._private.state import actors
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from ops.launch.ray_session import one_line
 from pdserve.core.errors import LaunchError
 
 PART_BYTES = 256 * 1024
@@ -37,6 +33,8 @@ class LogPart:
 
 def locate(actor: Any) -> ProcessPlace | None:
     """The process of an actor; None while it has none."""
+    from ray._private.state import actors
+
     known = actors(actor._actor_id.hex())
     if not known or known["State"] != "ALIVE":
         return None
@@ -66,12 +64,19 @@ def read_part(path: str, offset: int) -> LogPart:
 
 
 def _find_log(pid: int) -> str:
+    import ray
+
     folder = Path(ray._private.worker._global_node.get_logs_dir_path())
     return next((str(path) for path in folder.glob(f"worker-*-{pid}.err")), "")
 
 
 def _on_node(node_id: str, function: Any, *arguments: Any) -> Any:
     """Call ``function`` on a node, by a Ray task unless it is this node. LaunchError if that fails."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from ops.launch.ray_session import one_line
+
     try:
         if node_id == ray.get_runtime_context().get_node_id():
             return function(*arguments)

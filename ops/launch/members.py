@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import secrets
 import time
 from collections import Counter
@@ -73,7 +74,8 @@ Check = Callable[[], None]
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
     """One worker. It keeps its name if its ``role`` changes; ``born`` is the role that it started with. ``ordinal`` is
-    its number among all workers of the service, from which its ports follow."""
+    its number among all workers of the service, from which its ports follow. ``asked_s``: when Ray was asked for it, by
+    `time.monotonic`."""
 
     worker_id: str
     role: Role
@@ -82,11 +84,23 @@ class Member:
     group: PlacementGroup
     actor: Any
     bundle: Bundle
+    asked_s: float
 
     @property
     def node_id(self) -> str:
         """The worker's node; empty while it waits for one."""
         return node_of(self.group)
+
+
+def _niceness_note(niceness: int) -> list[str]:
+    """A note for the user if workers run at a higher niceness than this process."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness <= own:
+        return []
+    return [
+        f"Ray runs workers at niceness {niceness}, and `pdserve up` has {own}: other programs of their hosts come "
+        "first; start Ray with RAY_worker_niceness=0 in its environment"
+    ]
 
 
 class Members:
@@ -107,7 +121,7 @@ class Members:
     ) -> None:
         self.device = device
         self._config = config
-        self._bundles = bundles
+        self.bundles = bundles
         self._registry_addresses, self._service, self._secret = registry_addresses, service, secret
         self._port_base = port_base
         self._host = host
@@ -130,10 +144,10 @@ class Members:
         LaunchError if there is not one node for each; no worker is added then."""
         policy = self._config.cluster.placement
         present = [(member.node_id, member.role) for member in self._members.values()]
-        targets = plan(roles, self._bundles, nodes, policy, present)
+        targets = plan(roles, self.bundles, nodes, policy, present)
         shared = shared_bundles(self._config.cluster, self.device) if share and None in targets else {}
         bundles = [
-            shared[role] if shared and target is None else self._bundles[role]
+            shared[role] if shared and target is None else self.bundles[role]
             for role, target in zip(roles, targets, strict=True)
         ]
         on_node = Counter([node_id for node_id, _ in present] + [node.node_id for node in targets if node])
@@ -150,7 +164,7 @@ class Members:
                 spec = self._spec(name, role, ordinal, on_node[target.node_id] if target else 1, bundle)
                 group = reserve_slot(bundle, target, policy, taken)
                 actor = self._start(spec, group, bundle)
-                member = self._members[name] = Member(name, role, role, ordinal, group, actor, bundle)
+                member = self._members[name] = Member(name, role, role, ordinal, group, actor, bundle, time.monotonic())
                 self.version += 1
                 added.append(member)
         except BaseException:
@@ -162,7 +176,7 @@ class Members:
     def may_flip(self) -> bool:
         """Whether a worker of one role may take the other. Not if the roles ask for different Ray resources: what one
         has need not do for the other."""
-        return self._bundles[Role.PREFILL] == self._bundles[Role.DECODE]
+        return self.bundles[Role.PREFILL] == self.bundles[Role.DECODE]
 
     def flip(self, members: Sequence[Member], role: Role) -> list[Member]:
         """Give workers another role. They learn of it from the gateways. Returns them as they are now."""
@@ -180,10 +194,10 @@ class Members:
         self, members: Collection[Member], timeout_s: float, report: Report, check: Check = lambda: None
     ) -> dict[str, list[str]]:
         """Return once all of them are ready to serve; LaunchError (or what kept one from starting) otherwise. The
-        result is what users have to know of each, by worker id. ``check`` is called every moment and may raise, which
-        ends the wait."""
+        result is what users have to know of each, by worker id. ``report`` gets each worker that is ready, with the
+        seconds since Ray was asked for it. ``check`` is called every moment and may raise, which ends the wait."""
         notes: dict[str, list[str]] = {}
-        waiting = {member.actor.wait_ready.remote(): member.worker_id for member in members}
+        waiting = {member.actor.wait_ready.remote(): member for member in members}
         deadline_s = time.monotonic() + timeout_s
         while waiting:
             check()
@@ -192,8 +206,10 @@ class Members:
             if not done:
                 if left_s > 0:
                     continue
-                raise LaunchError(f"{', '.join(sorted(waiting.values()))}: not ready within {timeout_s:.0f} s")
-            name = waiting.pop(done[0])
+                late = sorted(member.worker_id for member in waiting.values())
+                raise LaunchError(f"{', '.join(late)}: not ready within {timeout_s:.0f} s")
+            member = waiting.pop(done[0])
+            name = member.worker_id
             try:
                 answer = ray.get(done[0])
             except ray.exceptions.RayError as error:
@@ -201,7 +217,9 @@ class Members:
             if "error" in answer:
                 raise from_wire(*answer["error"])
             notes[name] = answer["notes"]
-            report(f"{name} is up")
+            if self._config.cluster.address != "local":  # else who started the service has chosen it
+                notes[name] = [*notes[name], *_niceness_note(answer["niceness"])]
+            report(f"{name} is up ({time.monotonic() - member.asked_s:.1f} s)")
         return notes
 
     def remove(self, members: Sequence[Member], stop_timeout_s: float = STOP_TIMEOUT_S) -> None:

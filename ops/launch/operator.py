@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
-from gateway.grpc_api.operator_view import OperatorView
-from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX
 from ops.launch.log_files import LogPart
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from pdserve.core.worker import Role
@@ -35,11 +32,6 @@ Report = Callable[[str], None]
 T = TypeVar("T")
 
 
-def new_socket() -> str:
-    """A path for the socket of an `OperatorServer`, in a folder that does not exist yet."""
-    return f"/tmp/{OPERATOR_FOLDER_PREFIX}{secrets.token_hex(4)}/socket"
-
-
 class OperatorServer(operator_pb2_grpc.OperatorServicer):
     """Serves operator calls at ``socket`` until `stop`. ``log`` is the path of the supervisor's log (empty: it logs to
     its terminal). ``on_scaled`` is called after scaling, before the caller gets the answer."""
@@ -47,6 +39,8 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
     def __init__(
         self, service: Service, shutdown: ServiceShutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
     ) -> None:
+        from gateway.grpc_api.operator_view import OperatorView  # imports the gateway, which clients do not need
+
         self._service, self._shutdown, self._log = service, shutdown, log
         self._on_scaled = on_scaled
         self.socket = socket

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
 
+import psutil
+
+from ops.launch.state import ServiceState, listeners
 from pdserve.core.address import join_address
 from pdserve.core.config import ClusterConfig
 from pdserve.core.errors import LaunchError
@@ -40,7 +45,7 @@ _HINTS = {"gateway.port": " with --port", "gateway.http_port": " with --http-por
 
 def free_port(host: str, port: int, key: str = "gateway.port") -> int:
     """``port`` if it is free, or for 0 a free port. ``host`` is a name or an address (IPv4 or IPv6). LaunchError, which
-    names the configuration's ``key``, if the port is taken."""
+    names the configuration's ``key`` and whose the port is, if it is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -55,8 +60,22 @@ def free_port(host: str, port: int, key: str = "gateway.port") -> int:
         where = join_address(host, port)
         if isinstance(error, socket.gaierror):
             raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
-        hint = _HINTS.get(key, "")
-        raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}; choose another{hint}") from None
+        hint = f"choose another{_HINTS.get(key, '')}"
+        owner = ""
+        if error.errno == errno.EADDRINUSE:
+            if (service := ServiceState.using(port)) is not None:
+                raise service.in_the_way(key, port, hint) from None
+            owner = f" by {_users_of(port)}"
+        raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}{owner}; {hint}") from None
+
+
+def _users_of(port: int) -> str:
+    """Who has a port that is taken, as far as this user may know."""
+    names: dict[str, None] = {}
+    for process in listeners(port):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            names[f"{process.name()} (process {process.pid})"] = None
+    return ", ".join(names) or "another connection, or a process that this user may not see"
 
 
 def free_ports(host: str, port: int, count: int, key: str = "gateway.port") -> int:

@@ -1,61 +1,59 @@
-"""The Ray that a service runs on: one that it starts and ends itself, or one that it joins."""
+"""The Ray that a service runs on: one of its own (`ops.launch.ray_head`), or one that it joins."""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
 from ops.launch.discovery import find_ray
-from ops.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS, clear_leftovers
 from ops.launch.plan import Node
+from ops.launch.ray_head import RayHead
 from pdserve.core.address import split_address
-from pdserve.core.errors import LaunchError, PdserveError
+from pdserve.core.errors import LaunchError
 
-OBJECT_STORE_BYTES = 100 * 2**20
-"""Small, because KV does not travel through the object store."""
+log = logging.getLogger(__name__)
 
 _ALIVE_TIMEOUT_S = 3.0
+_ANY_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _LISTENER_TIMEOUT_S = 10.0
 _LISTENER_POLL_S = 0.25
 _INIT_POLL_S = 0.05
 _INIT_END_S = 15.0
 """How long a cancelled start of Ray may go on before it is ended by force."""
+_JOIN_HINT = (
+    "check `ray status`, and that both sides have the same ~/.ray/auth_token (or RAY_AUTH_MODE=disabled on both)"
+)
 _INIT_ERRORS = (OSError, RayError, RuntimeError, ValueError)
 
 
 class RaySession:
-    """Joins or starts Ray in `start`, and undoes that in `stop`. `discovery.prepare_environment` must be called before
-    this module is imported."""
+    """Connects to the Ray at ``address``, or to that of ``head``, in `start`, and undoes that in `stop`, which also
+    ends ``head``. Call `RayHead.begin` or `discovery.prepare_environment` before this module is imported."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, head: RayHead | None = None) -> None:
+        self._address, self._head = address, head
         self._gcs_address = ""
         self._raylet_address = ""
         self._connected = False
-        self._left = threading.Event()
-        self.folder = Path(RAY_FOLDERS, f"{RAY_FOLDER_PREFIX}{secrets.token_hex(4)}") if self.owned else None
-        """The folder of a Ray of our own. Chosen before it is created, so that the state file can name it first."""
 
     @property
     def owned(self) -> bool:
-        """Whether this session starts its own Ray."""
-        return self._address == "local"
+        """Whether the Ray is the service's own."""
+        return self._head is not None
 
     @property
     def address(self) -> str:
-        """Address of Ray's control service, once it is running."""
+        """Address of Ray's control service, once this process is connected."""
         return self._gcs_address
 
     def start(
@@ -64,56 +62,39 @@ class RaySession:
         check: Callable[[], None] = lambda: None,
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """Start or join Ray; LaunchError if that fails. ``check`` is called repeatedly and may raise to end the wait.
-        ``report`` gets the address that is joined, if the configuration leaves it open."""
-        if self.folder is None:
-            address = self._address
-            if address == "auto":
-                address = find_ray()
-                report(f"joining Ray at {address}")
-            self._await_listener(address, check)
-            try:
-                self._init(check, address=address)
-            except _INIT_ERRORS as error:
-                raise LaunchError(
-                    f"cluster.address: cannot join Ray at {address!r}: {error}; check `ray status`, and that "
-                    "both sides have the same ~/.ray/auth_token (or RAY_AUTH_MODE=disabled)"
-                ) from None
+        """Connect to Ray; LaunchError if that fails. ``check`` is called repeatedly and may raise to end the wait.
+        ``report`` gets the address that is joined, and the seconds that it took."""
+        address, began_s = self._address, time.monotonic()
+        if self._head is not None:
+            address, began_s = self._head.wait_started(check), self._head.began_s
         else:
-            try:
-                self.folder.mkdir(mode=0o700)
-                self._init(
-                    check,
-                    address="local",
-                    num_cpus=len(os.sched_getaffinity(0)),
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    _temp_dir=str(self.folder),
-                )
-            except PdserveError:
-                raise
-            except Exception as error:  # noqa: BLE001 - Ray raises a plain Exception if its processes start too slowly
-                why = " ".join(str(error).split()) or type(error).__name__
-                raise LaunchError(f"cannot start a Ray of our own (cluster.address: local): {why}") from None
+            address = find_ray() if address == "auto" else address
+            report(f"joining Ray at {address}")
+        self._await_listener(address, check)
+        try:
+            self._init(address, check)
+        except _INIT_ERRORS as error:
+            hint = "" if self.owned else f"; {_JOIN_HINT}"
+            raise LaunchError(f"cluster.address: cannot join Ray at {address!r}: {error}{hint}") from None
         here = ray.get_runtime_context()
         self._gcs_address = here.gcs_address
         for node in ray.nodes():
             if node["NodeID"] == here.get_node_id():
                 self._raylet_address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        report(f"{'started' if self.owned else 'joined'} Ray ({time.monotonic() - began_s:.1f} s)")
 
-    def _init(self, check: Callable[[], None], **options: Any) -> None:
-        """Run `ray.init` on a thread that lives until `stop`. On the main thread Ray would replace the signal handlers
-        with one that raises anywhere, and Linux ends Ray's processes when the *thread* that started them ends."""
+    def _init(self, address: str, check: Callable[[], None]) -> None:
+        """Run `ray.init` on a thread of its own. On the main thread Ray would replace the signal handlers with one that
+        raises anywhere."""
         failed: list[BaseException] = []
-        done, left = threading.Event(), self._left
+        done = threading.Event()
 
         def init() -> None:
             try:
-                ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except BaseException as error:  # noqa: BLE001 - raised by the caller
                 failed.append(error)
             done.set()
-            left.wait()
 
         threading.Thread(target=init, name="ray", daemon=True).start()
         while not done.wait(_INIT_POLL_S):
@@ -140,6 +121,19 @@ class RaySession:
         """Whether Ray's control service still listens. Ray's own calls would wait a minute for it, then end the whole
         process."""
         return bool(self._gcs_address) and _listens(self._gcs_address) is None
+
+    def is_open(self) -> bool:
+        """Whether Ray's control service answers calls without a token. Every host and user that reaches it can
+        then run programs as the users that Ray runs as."""
+        with grpc.insecure_channel(self._gcs_address, [("grpc.enable_http_proxy", 0)]) as channel:
+            try:
+                call: Any = channel.unary_unary(_ANY_CALL)  # its type is that of calls with messages
+                call(b"", timeout=_ALIVE_TIMEOUT_S)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                    log.warning("cannot find out whether Ray asks for a token: %s", error.details())
+                return False
+        return True
 
     def trouble(self) -> str:
         """Which part of Ray is gone: its control service, or this node's raylet, without which Ray starts no workers
@@ -169,10 +163,9 @@ class RaySession:
         if self._connected and not self.trouble():
             ray.shutdown()
         self._connected = False
-        self._left.set()
         self._gcs_address = self._raylet_address = ""
-        if self.folder is not None:
-            clear_leftovers(str(self.folder))
+        if self._head is not None:
+            self._head.stop()
 
 
 def _listens(address: str) -> OSError | None:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -16,26 +16,24 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine.model.folder import check_weight_files, tokenizer_note
-from engine.model.source import ModelSource, resolve_model
+from engine.model.hub import HubId
 from gateway.load_meter import GatewayLoad
 from gateway.scaling_report import ScalingReport
-from gateway.security import security_of
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, identify
 from ops.launch.log_files import LogPart, ProcessPlace, locate, log_path, read_log
 from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
+from ops.launch.model_files import fetch_model
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import free_ports, port_base
+from ops.launch.preparation import Preparation
 from ops.launch.ray_session import RaySession, one_line
 from ops.launch.shutdown import StartCancelled
 from ops.launch.state import target_here
 from pdserve.core.address import join_address
-from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
-from pdserve.core.plane_tls import plane_tls
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
@@ -54,6 +52,11 @@ PLACE_REPORT_S = 2.0
 DRAIN_ANSWER_S = 10.0
 STATUS_ANSWER_S = 5.0
 
+OPEN_RAY = (
+    "asks for no token: every host and user that reaches its ports can run programs as its users, and read the "
+    "service's secret; see docs/security.md"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -70,30 +73,30 @@ class RayLost(LaunchError):
 
 
 class Service:
-    """A whole pdserve service on one Ray: `prepare`, then `start`, which returns when requests can be served. `stop`
-    ends all of it."""
+    """A whole pdserve service on one Ray. `start` returns when requests can be served; `stop` ends all of it, also the
+    Ray of its own that was begun (`RayHead.begin`)."""
 
     def __init__(
-        self, config: PdserveConfig, report: Report = lambda stage: None, note: Report = lambda text: None
+        self, prepared: Preparation, report: Report = lambda stage: None, note: Report = lambda text: None
     ) -> None:
         """``report`` gets the stages of start-up, ``note`` what users have to know about the service."""
-        self.config = config
+        self.config = prepared.config
+        self._source = prepared.source
         self._report, self._note = report, note
         self._notes: dict[str, list[str]] = {}  # by worker id; notes on the whole service are under the service's id
-        self._session = RaySession(config.cluster.address)
+        self._told = set(prepared.notes)
+        self._session = RaySession(self.config.cluster.address, prepared.head)
         self._members: Members | None = None
         self._gateways: list[Any] = []
         self._id = uuid.uuid4().hex
         self._secret = ServiceSecret.new()
+        self._cache_key = prepared.cache_key or self._secret.cache_key
         self._changing = threading.Lock()
         self._cancelled = threading.Event()
         self._draining = 0  # requests in progress at the gateway's last answer
         self._missed = 0  # failed checks of Ray in a row
         self._scaling: ScalingReport | None = None
-        self.port = config.gateway.port
         self._processes: tuple[ProcessId, ...] = ()
-        self.model = ""
-        self._source: ModelSource | None = None
 
     @property
     def owns_ray(self) -> bool:
@@ -101,9 +104,9 @@ class Service:
         return self._session.owned
 
     @property
-    def ray_folder(self) -> str:
-        """The folder of the service's own Ray; empty if it joins one."""
-        return str(self._session.folder or "")
+    def port(self) -> int:
+        """The port of the first gateway."""
+        return self.config.gateway.port
 
     @property
     def ray_address(self) -> str:
@@ -121,34 +124,13 @@ class Service:
         """Whether it is starting or being scaled."""
         return self._changing.locked()
 
-    def prepare(self) -> None:
-        """Check the configuration and the model's files, and choose the port and Ray's folder, so that the state file
-        can name them before anything is started. PdserveError if the service cannot start."""
-        model = self._source = resolve_model(self.config.model.path)
-        self.model = model.name
-        if model.folder is not None and self.owns_ray:  # on a cluster, each host has its own files
-            check_weight_files(model.folder)
-        if note := tokenizer_note(model.folder):
-            self._note(note)  # the gateway adds it to its status itself
-        roles_of(self.config.cluster)
-        gateway = self.config.gateway
-        security_of(gateway, MonotonicClock())  # its files are read again by the gateway
-        plane_tls(self.config.cluster)  # those of this host; each worker reads its own
-        self.port = free_ports(gateway.host, gateway.port, gateway.replicas)
-        if gateway.served_http_port:
-            free_ports(gateway.host, gateway.served_http_port, gateway.replicas, "gateway.http_port")
-
     def start(self) -> None:
         """Start everything. On an error everything is stopped again and a PdserveError raised."""
         with self._changing:
-            self._check()
             try:
-                address = self.config.cluster.address
-                self._report("starting Ray" if self.owns_ray else f"joining Ray at {address}")
-                self._session.start(check=self._check, report=self._report)
                 self._check()
-                self._start_gateways()
-                self._start_workers()
+                self._session.start(check=self._check, report=self._report)
+                self._start_processes()
                 self._check()
             except ray.exceptions.RayError as error:
                 self.stop(STOP_TIMEOUT_S)
@@ -355,8 +337,8 @@ class Service:
                 self._notes.pop(member.worker_id, None)
         waiting: list[Member] = []
         if coming:
+            self._fetch_model(hosts_of(self._session.nodes(), members.bundles), report)
             added = members.add(coming, self._session.nodes(), share=oversubscribe)
-            report(f"{_names(added)}: starting")
             try:
                 waiting = members.unplaced(added, PLACE_TIMEOUT_S)
                 if waiting and self.owns_ray:
@@ -369,6 +351,8 @@ class Service:
                         f"no free slot for {_names(waiting)}, and the service's own Ray gets no more nodes; {hint}"
                     )
                 placed = [member for member in added if member not in waiting]
+                if placed:
+                    report(f"{_names(placed)}: starting")
                 notes = members.wait_ready(placed, self.config.cluster.start_timeout_s, report)
                 self._take_notes(notes, report)
             except BaseException:
@@ -423,55 +407,73 @@ class Service:
                 log.warning("a gateway did not answer %s within %g s", method, timeout_s)
         return answers
 
-    def _start_gateways(self) -> None:
-        host = "127.0.0.1" if self.owns_ray else ray.util.get_node_ip_address()
-        gateway_config = self.config.gateway.model_copy(update={"port": self.port})
-        count = gateway_config.replicas
-        base = free_ports(host, port_base(self.config.cluster), count, "cluster.port_base")
-        self._registry_addresses = tuple(join_address(host, base + number) for number in range(count))
-        ports = f"port {self.port}" if count == 1 else f"ports {self.port} to {self.port + count - 1}"
-        self._report(f"starting the gateway{'s' if count > 1 else ''} on {ports}")
-        self._placed_config = self.config.model_copy(update={"gateway": gateway_config})
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor: Any = GatewayActor
-        for number, registry_address in enumerate(self._registry_addresses):
-            config = self._placed_config.model_copy(update={"gateway": gateway_config.replica(number)})
-            self._gateways.append(
-                actor.options(num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here).remote(
-                    config.model_dump(mode="json"), registry_address, self._id, self._secret.hex()
-                )
-            )
-
-    def _start_workers(self) -> None:
-        model = self._source
-        assert model is not None, "call prepare first"
-        cluster = self.config.cluster
+    def _start_processes(self) -> None:
+        """Start workers and gateways side by side, and wait until they serve."""
+        cluster, gateway, host = self.config.cluster, self.config.gateway, "127.0.0.1"
+        if not self.owns_ray:
+            host = ray.util.get_node_ip_address()
         nodes, device, bundles = self._await_nodes()
-        choice = service_dtype(self.config, model.shape.dtype, device, hosts_of(nodes, bundles), self._session.owned)
-        self._take_notes({self._id: [choice.note] if choice.note else []})
+        self._fetch_model(hosts_of(nodes, bundles), self._report, self._check)
+        shape = self._source.shape
+        choice = service_dtype(self.config, shape.dtype, device, hosts_of(nodes, bundles), self._session.owned)
+        notes = [choice.note] if choice.note else []
+        if not self.owns_ray and self._session.is_open():
+            notes.append(f"Ray at {self.ray_address} {OPEN_RAY}")
+        self._take_notes({self._id: notes})
         model_config = self.config.model.model_copy(update={"dtype": choice.dtype})
-        self._placed_config = self._placed_config.model_copy(update={"model": model_config})
-        self._report(f"placing {cluster.prefill} prefill and {cluster.decode} decode workers")
+        config = self.config.model_copy(update={"model": model_config})
+        count = gateway.replicas
+        base = free_ports(host, port_base(cluster), count, "cluster.port_base")
+        registries = tuple(join_address(host, base + number) for number in range(count))
         members = self._members = Members(
-            self._placed_config,
+            config,
             device,
             bundles,
-            registry_addresses=self._registry_addresses,
+            registry_addresses=registries,
             service=self._id,
             secret=self._secret,
             port_base=port_base(cluster),
-            host="127.0.0.1" if self.owns_ray else "",
+            host=host if self.owns_ray else "",
         )
-        added = members.add(roles_of(cluster), nodes)
+        gateways, ports = ("the gateway", f"port {self.port}")
+        if count > 1:
+            gateways, ports = ("the gateways", f"ports {self.port} to {self.port + count - 1}")
+        self._report(
+            f"starting {cluster.prefill} prefill and {cluster.decode} decode workers ({device}, {choice.dtype}), and "
+            f"{gateways} on {ports}"
+        )
+        began_s = time.monotonic()
+        added = members.add(roles_of(cluster), nodes)  # first, because they take longest
+        self._start_gateways(config, registries)
         timeout_s = cluster.start_timeout_s
         self._await_placed(members, added, timeout_s)
-        for started in [gateway.wait_started.remote() for gateway in self._gateways]:
+        for started in [each.wait_started.remote() for each in self._gateways]:
             self._await_gateway(started, timeout_s)
-        self._report(f"loading {self.model} in {choice.dtype} on {len(added)} workers ({device})")
+        self._report(f"{gateways} listen{'' if count > 1 else 's'} ({_since(began_s)})")
         self._take_notes(members.wait_ready(added, timeout_s, self._report, self._check))
-        for serving in [gateway.wait_serving.remote(timeout_s) for gateway in self._gateways]:
+        ready_s = time.monotonic()
+        for serving in [each.wait_serving.remote(timeout_s) for each in self._gateways]:
             self._await_gateway(serving, timeout_s)
+        self._report(f"connected ({_since(ready_s)})")
+        with contextlib.suppress(LaunchError):  # a gateway that is slow to answer serves all the same
+            self._tell(self.status().notes)  # of what the workers have reported
         self._send_members()
+
+    def _fetch_model(self, nodes: Sequence[Node], report: Report, check: Callable[[], None] = lambda: None) -> None:
+        """Have the model's files on these nodes before workers start there, whose start has a time limit."""
+        if HubId.of(self._source.path) is not None and not self.owns_ray:  # its own Ray has no other hosts
+            fetch_model(self._source.path, nodes, report, check)
+
+    def _start_gateways(self, config: PdserveConfig, registries: Sequence[str]) -> None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor: Any = GatewayActor
+        for number, registry in enumerate(registries):
+            replica = config.model_copy(update={"gateway": config.gateway.replica(number)})
+            self._gateways.append(
+                actor.options(num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here).remote(
+                    replica.model_dump(mode="json"), registry, self._id, self._secret.hex(), self._cache_key
+                )
+            )
 
     def _await_placed(self, members: Members, added: Sequence[Member], timeout_s: float) -> None:
         """Wait until all workers have a node, and report what is missing."""
@@ -529,8 +531,14 @@ class Service:
     def _take_notes(self, notes: Mapping[str, list[str]], report: Report | None = None) -> None:
         """Report notes to the user, and keep them for the service's status."""
         self._notes.update(notes)
-        for text in dict.fromkeys(text for texts in notes.values() for text in texts):
-            (report or self._note)(text)
+        self._tell([text for texts in notes.values() for text in texts], report)
+
+    def _tell(self, notes: Iterable[str], report: Report | None = None) -> None:
+        """Report those notes to the user that were not reported yet."""
+        for text in notes:
+            if text not in self._told:
+                self._told.add(text)
+                (report or self._note)(text)
 
     def _send_members(self) -> None:
         version = self._members.version if self._members else 0  # read first: others may change the members now
@@ -564,6 +572,10 @@ def _to_flip(members: Sequence[Member], role: Role, count: int, workers: Mapping
 
 def _slot(worker: pb.WorkerStatus) -> tuple[str, str]:
     return worker.node, worker.cores if worker.device == "cpu" else worker.cuda_visible_devices
+
+
+def _since(began_s: float) -> str:
+    return f"{time.monotonic() - began_s:.1f} s"
 
 
 def _names(members: Sequence[Member]) -> str:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,10 +34,13 @@ def state_folder() -> Path:
 
 @contextlib.contextmanager
 def writable_state() -> Iterator[Path]:
-    """The folder, created if missing. LaunchError if it, or a file that the block writes there, is not writable."""
+    """The folder, created for this user alone if missing. LaunchError if it, or a file that the block writes there, is
+    not writable."""
     folder = state_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if stat.S_IMODE(folder.stat().st_mode) & 0o077:  # an earlier version made it
+            folder.chmod(0o700)
         yield folder
     except OSError as error:
         raise LaunchError(
@@ -43,10 +49,52 @@ def writable_state() -> Iterator[Path]:
         ) from None
 
 
+def last_report() -> Path:
+    """A link to the report of this user's last run on this host; missing if there is none."""
+    return state_folder() / "last_report.html"
+
+
+def note_report(page: Path) -> None:
+    """Let `last_report` lead to ``page``. LaunchError if the state folder is not writable."""
+    with writable_state() as folder:
+        link = folder / f"last_report.{os.getpid()}"
+        link.symlink_to(page.absolute())
+        link.replace(last_report())
+
+
+CACHE_KEY_BYTES = 32
+
+
+def cache_key() -> bytes:
+    """The key that separates the KV of tenants in the folders of `engine.offload_folder`. It is made once for each
+    user of this host, so that a service that starts again finds its blocks. LaunchError if others can read it."""
+    with writable_state() as folder:
+        path = folder / "cache_key"
+        if not path.exists():
+            with tempfile.NamedTemporaryFile(dir=folder) as made:  # with mode 600
+                made.write(secrets.token_bytes(CACHE_KEY_BYTES))
+                made.flush()
+                with contextlib.suppress(FileExistsError):  # another service of this user was quicker
+                    os.link(made.name, path)
+        if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            raise LaunchError(f"{path}: others can read or change it (mode {mode:o}); delete it, and a new one is made")
+        return path.read_bytes()
+
+
+def private(path: str, flags: int) -> int:
+    """An ``opener`` for `open`: a file that it creates is accessible to this user alone from the beginning."""
+    return os.open(path, flags, 0o600)
+
+
 def target_here(gateway: GatewayConfig, port: int) -> str:
     """The target of a service's gRPC or HTTP ``port`` for clients on its own host."""
     host = "localhost" if gateway.host in ("", "0.0.0.0", "::") else gateway.host
     return f"{'https://' if gateway.tls_cert else ''}{join_address(host, port)}"
+
+
+def new_socket() -> str:
+    """A path for the operator's socket, in a folder that does not exist yet."""
+    return f"/tmp/{OPERATOR_FOLDER_PREFIX}{secrets.token_hex(4)}/socket"
 
 
 def port_of(target: str) -> int:
@@ -104,10 +152,7 @@ class ServiceState:
                 before = self.load(self.path(self.port))
             again = before is not None and (before.pid, before.create_time) == (self.pid, self.create_time)
             if before is not None and before.process() is not None and not again:
-                raise LaunchError(
-                    f"gateway.port: a service of yours (process {before.pid}, {before.phase}) uses port {self.port}; "
-                    f"choose another with --port, or end it with pdserve down --target localhost:{self.port}"
-                )
+                raise before.in_the_way("gateway.port", self.port, "choose another with --port")
             if before is not None and not again:
                 before._clear()
             self._write()
@@ -173,6 +218,34 @@ class ServiceState:
                 return state
         return None
 
+    @classmethod
+    def using(cls, port: int) -> ServiceState | None:
+        """The running service of this user, other than that of this process, that has ``port`` for its gateways or a
+        process that listens there."""
+        running = [
+            (state, process)
+            for state in cls.all()
+            if state.pid != os.getpid() and (process := state.process()) is not None
+        ]
+        for state, _ in running:
+            if state.port <= port < state.port + state.gateways:
+                return state
+        owners: set[int] = set()
+        for listener in listeners(port):
+            with contextlib.suppress(psutil.Error):
+                owners.update(each.pid for each in (listener, *listener.parents()))
+        for state, process in running:
+            if owners & {process.pid, *(pid for pid, _ in state.processes)}:
+                return state
+        return None
+
+    def in_the_way(self, key: str, port: int, hint: str) -> LaunchError:
+        """The error of a start that wants a ``port`` of this service for the configuration's ``key``."""
+        return LaunchError(
+            f"{key}: a service of yours (process {self.pid}, {self.phase}; see `pdserve list`) uses port {port}; "
+            f"{hint}, or end it with `pdserve down --target localhost:{self.port}`"
+        )
+
     def process(self) -> psutil.Process | None:
         """The supervisor's process, if it is still running."""
         return find((self.pid, self.create_time))
@@ -188,8 +261,19 @@ class ServiceState:
     def _write(self) -> None:
         with writable_state() as folder:
             draft = folder / f"{self.port}.{os.getpid()}.draft"
-            draft.write_bytes(msgspec.json.encode(self))
+            with open(draft, "wb", opener=private) as file:
+                file.write(msgspec.json.encode(self))
             draft.replace(self.path(self.port))
+
+
+def listeners(port: int) -> list[psutil.Process]:
+    """The processes that listen on TCP ``port`` of this host, as far as this user may know."""
+    found = []
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(each.pid))
+    return found
 
 
 def clear_dead_services() -> dict[int, str]:
@@ -202,6 +286,6 @@ def _locked() -> Iterator[None]:
     """Serializes removing and claiming of ports between processes."""
     with contextlib.ExitStack() as stack:
         with writable_state() as folder:
-            lock = stack.enter_context((folder / "lock").open("a"))
+            lock = stack.enter_context(open(folder / "lock", "a", opener=private))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

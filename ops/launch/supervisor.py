@@ -21,8 +21,9 @@ import psutil
 
 from ops.launch.discovery import prepare_environment
 from ops.launch.leftovers import end_children
+from ops.launch.preparation import Preparation, prepare
 from ops.launch.shutdown import ServiceShutdown, StartCancelled
-from ops.launch.state import ServiceState, clear_dead_services, target_here
+from ops.launch.state import ServiceState, clear_dead_services, new_socket, target_here
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.logs import set_up_logging
@@ -95,12 +96,16 @@ def supervise(
     with shutdown.caught():
         for port, left in clear_dead_services().items():
             report(f"removed the remains of a killed service on port {port}{f': {left}' if left else ''}")
-        from ops.launch.service import Service  # imports Ray
 
-        service = Service(config, report, note)
-        service.prepare()
+        def check() -> None:
+            if shutdown.is_requested():
+                raise StartCancelled("the service was asked to stop before it started")
+
         try:
-            _Supervisor(service, shutdown, restart, log_path).run(on_ready)
+            prepared = prepare(config, report, check)
+            for text in prepared.notes:
+                note(text)
+            _Supervisor(prepared, shutdown, restart, log_path, report, note).run(on_ready)
         except StartCancelled as cancelled:
             cancelled.signum = shutdown.signum
             raise
@@ -109,31 +114,45 @@ def supervise(
 class _Supervisor:
     """One run of a service."""
 
-    def __init__(self, service: Service, shutdown: ServiceShutdown, restart: Restart, log_path: str) -> None:
-        from ops.launch.operator import OperatorServer, new_socket
-
-        self._service, self._shutdown, self._restart = service, shutdown, restart
+    def __init__(
+        self,
+        prepared: Preparation,
+        shutdown: ServiceShutdown,
+        restart: Restart,
+        log_path: str,
+        report: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._shutdown, self._restart = shutdown, restart
         self._noting = threading.Lock()
-        config = service.config
+        config, head = prepared.config, prepared.head
         self._state = ServiceState(
             pid=os.getpid(),
             create_time=psutil.Process().create_time(),
-            port=service.port,
+            port=config.gateway.port,
             log=log_path,
-            ray_folder=service.ray_folder,
+            ray_folder="" if head is None else str(head.folder),
             socket=new_socket(),
             start_timeout_s=config.cluster.start_timeout_s,
-            target=target_here(config.gateway, service.port),
-            model=service.model,
+            target=target_here(config.gateway, config.gateway.port),
+            model=prepared.source.name,
             workers=f"{config.cluster.prefill}P{config.cluster.decode}D",
             phase="starting",
-            ray_address="" if service.owns_ray else config.cluster.address,
+            ray_address="" if head is not None else config.cluster.address,
             since_s=time.time(),
             gateways=config.gateway.replicas,
         )
         self._state.claim()  # before anything is started, so that all remains can be found
         try:
-            self._operator = OperatorServer(service, shutdown, self._state.socket, self._note_members, log_path)
+            if head is not None:
+                report("starting Ray")
+                head.begin()
+            # They import Ray and the gateway, which takes as long as Ray's start.
+            from ops.launch.operator import OperatorServer
+            from ops.launch.service import Service
+
+            self._service = Service(prepared, report, note)
+            self._operator = OperatorServer(self._service, shutdown, self._state.socket, self._note_members, log_path)
         except BaseException:
             self._state.clear()
             raise
@@ -271,6 +290,7 @@ def main() -> None:
             with contextlib.suppress(BrokenPipeError):  # unwritten output
                 pipe.close()
 
+    code = 0
     try:
         supervise(
             config,
@@ -281,7 +301,9 @@ def main() -> None:
         )
     except PdserveError as error:
         send({"error": to_wire(error)})
-        sys.exit(128 + error.signum if isinstance(error, StartCancelled) and error.signum else 1)
+        code = 128 + error.signum if isinstance(error, StartCancelled) and error.signum else 1
+    logging.shutdown()
+    os._exit(code)  # the interpreter's clean-up takes 0.9 s with Ray, and frees only what the kernel frees anyway
 
 
 if __name__ == "__main__":

@@ -120,6 +120,8 @@ class ScalingController:
         self._window: deque[Observation] = deque()
         self._counts: Counts | None = None
         self._settled_s = float("-inf")
+        self.verdict = ""
+        """What it saw at the last `observe`, and why it did nothing; empty after an action."""
         self._tried: set[tuple[Counts, str, Role]] = set()
         self._tried_under: _Demand | None = None
 
@@ -129,16 +131,20 @@ class ScalingController:
         if seen.counts != self._counts:
             self._counts = seen.counts
             self._window.clear()
-        if seen.begin_s < self._settled_s:
-            return None
         hold_s, window = self._config.hold_s, self._window
+        if seen.begin_s < self._settled_s:
+            self.verdict = (
+                f"the effect of the last action is awaited for {max(0.0, self._settled_s - seen.end_s):.0f} s more"
+            )
+            return None
         window.append(seen)
         while window[0].end_s <= seen.end_s - REMOVE_HOLDS * hold_s:
             window.popleft()
-        if seen.end_s - window[0].begin_s < hold_s:
+        if (collected_s := seen.end_s - window[0].begin_s) < hold_s:
+            self.verdict = f"figures of these workers are collected: {collected_s:.0f} of {hold_s:g} s"
             return None
         lately = [each for each in window if each.end_s > seen.end_s - hold_s]
-        action = self._decide(lately)
+        action, self.verdict = self._decide(lately)
         if action is None:
             return None
         demand = _demand(lately[len(lately) // 2 :])  # the load may have changed before
@@ -146,6 +152,7 @@ class ScalingController:
             self._tried.clear()
         tried = (seen.counts, action.kind, action.role)
         if tried in self._tried:
+            self.verdict = f"{action.reason}; the action was taken before with these workers under this load"
             return None
         self._tried.add(tried)
         self._tried_under = demand
@@ -160,24 +167,49 @@ class ScalingController:
         self._settled_s = now_s + self._config.hold_s
         self._window.clear()
 
-    def _decide(self, lately: Sequence[Observation]) -> Action | None:
+    def _decide(self, lately: Sequence[Observation]) -> tuple[Action | None, str]:
+        """The action, or None and why."""
         now, parts = _sum(lately), _thirds(lately)
+        short_now = self._short(now, MIN_REQUESTS)
         short = {
             role: why
-            for role, why in self._short(now, MIN_REQUESTS).items()
+            for role, why in short_now.items()
             if all(role in self._short(part, 1) for part in parts if any(part.ttft) or any(part.itl) or part.overdue)
         }
         scales = self._config.controller == "workers"
+        needed: dict[Role, str] = {}
         for role, why in short.items():
-            spare = "" if role.other in short else self._spare(now, role.other, SPARE)
-            if spare and self._spare(parts[-1], role.other, SPARE) and self._has_room_for(now, role):
-                return Action("flip", role, f"{why}; {spare}")
+            needed[role] = self._cannot_spare(now, role.other, SPARE) or self._cannot_spare(
+                parts[-1], role.other, SPARE
+            )
+            if role.other in short:
+                needed[role] = f"{role.other} workers are short as well"
+            if not needed[role] and self._has_room_for(now, role):
+                return Action("flip", role, f"{why}; {_in_use(now, role.other)}"), ""
         for role, why in short.items():
             waits = now.prefill.coming + now.decode.coming
             most = self._config.max_workers or 0
             if scales and not waits and sum(now.counts) < most and self._has_room_for(now, role):
-                return Action("add", role, f"{why}; no {role.other} worker can be spared")
-        return self._to_remove() if scales and not short else None
+                return Action("add", role, f"{why}; no {role.other} worker can be spared"), ""
+        if short:
+            role, why = next(iter(short.items()))
+            bounds = "" if self._has_room_for(now, role) else f"there may be no more {role} workers"
+            return None, f"{why}; {bounds or needed[role]}"
+        if short_now:
+            return None, f"{next(iter(short_now.values()))}, but not for all of the last {self._config.hold_s:g} s"
+        action = self._to_remove() if scales else None
+        return action, "" if action else self._in_words(now)
+
+    def _in_words(self, seen: Observation) -> str:
+        """How the objectives are met, where no role is short."""
+        count = sum(seen.ttft) + seen.overdue
+        parts = []
+        if count:
+            parts.append(f"{sum(seen.ttft[: len(SHARES)]) / count:.0%} of first tokens met the objective of TTFT")
+        if sum(seen.itl):
+            parts.append(f"{_within(seen.itl, 1.0):.0%} of tokens met that of ITL")
+        parts += [_in_use(seen, role) for role in Role]
+        return "; ".join(parts)
 
     def _to_remove(self) -> Action | None:
         """A worker that has not been needed for a long time."""
@@ -193,14 +225,14 @@ class ScalingController:
         ):
             return None
         spares = [
-            (now.of(role).load, role, why)
+            (now.of(role).load, role)
             for role in Role
-            if (why := self._spare(now, role, REMOVE)) and self._spare(parts[-1], role, REMOVE)
+            if not (self._cannot_spare(now, role, REMOVE) or self._cannot_spare(parts[-1], role, REMOVE))
         ]
         if not spares:
             return None
-        _, role, why = min(spares)
-        return Action("remove", role, why)
+        _, role = min(spares)
+        return Action("remove", role, _in_use(now, role))
 
     def _short(self, seen: Observation, least: int) -> dict[Role, str]:
         """The roles of which another worker is needed, and why. Of fewer than ``least`` requests nothing is said."""
@@ -217,23 +249,31 @@ class ScalingController:
             short.setdefault(Role.DECODE, why)
         return short
 
-    def _spare(self, seen: Observation, role: Role, capacity: float) -> str:
-        """Why the role can spare a worker; empty if it cannot."""
+    def _cannot_spare(self, seen: Observation, role: Role, capacity: float) -> str:
+        """Why the role cannot spare a worker; empty if it can."""
         has = seen.of(role)
         least = self._config.min_prefill if role is Role.PREFILL else self._config.min_decode
         left = has.workers - 1
-        if left < max(1, least) or has.short > SHORT or has.load * has.workers > capacity * left:
-            return ""
+        if left < max(1, least):
+            return f"there have to be {max(1, least)} {role} workers or more"
+        if has.short > SHORT:
+            return f"requests wait for {role} workers as well"
+        if has.load * has.workers > capacity * left:
+            return _in_use(seen, role)
         # With fewer workers batches grow by the inverse of this share, and gaps by less.
         share = left / has.workers * (capacity / SPARE)
         if role is Role.DECODE and any(seen.itl) and _within(seen.itl, share) < self._config.attainment:
-            return ""
-        return f"{role} workers have {has.load:.0%} of their capacity in use"
+            return "with a decode worker less, gaps between tokens could miss the objective of ITL"
+        return ""
 
     def _has_room_for(self, seen: Observation, role: Role) -> bool:
         """Whether there may be another worker of the role."""
         most = self._config.max_prefill if role is Role.PREFILL else self._config.max_decode
         return most is None or seen.of(role).workers + seen.of(role).coming < most
+
+
+def _in_use(seen: Observation, role: Role) -> str:
+    return f"{role} workers have {seen.of(role).load:.0%} of their capacity in use"
 
 
 def _thirds(observations: Sequence[Observation]) -> list[Observation]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from gateway.load_meter import GatewayLoad, RoleSamples
@@ -81,6 +83,11 @@ class ScalingLoop:
         log.debug("scaling: %s", seen)
         if (action := self._controller.observe(seen)) is not None:
             self._act(action)
+        elif (verdict := self._controller.verdict) != self._report.verdict:
+            if _without_figures(verdict) != _without_figures(self._report.verdict):
+                log.info("scaling: no action: %s", verdict)
+            self._report = replace(self._report, verdict=verdict)
+            self._service.report_scaling(self._report)
 
     def _act(self, action: Action) -> None:
         words = {
@@ -104,6 +111,10 @@ class ScalingLoop:
         self._service.report_scaling(self._report)
 
 
+def _without_figures(text: str) -> str:
+    return re.sub(r"[\d.]+", "", text)
+
+
 def observation(
     begin_s: float, end_s: float, pairs: Sequence[tuple[GatewayLoad, GatewayLoad]], members: dict[Role, int]
 ) -> Observation:
@@ -118,13 +129,13 @@ def observation(
 
     def role_load(role: Role) -> RoleLoad:
         looks = sum(now.looks - was.looks for was, now in pairs)
-        ready = max(now.workers.get(role, 0) for _, now in pairs)
 
         def mean(name: str) -> float:
             none = RoleSamples()
             each = [(was.samples.get(role, none), now.samples.get(role, none)) for was, now in pairs]
             return float(sum(getattr(now, name) - getattr(was, name) for was, now in each)) / looks
 
+        ready = round(mean("ready"))  # one that pauses for a moment is still there
         return RoleLoad(ready, max(0, members[role] - ready), mean("load"), mean("running"), mean("short"))
 
     return Observation(

@@ -1,4 +1,7 @@
-"""Waterfalls as one picture: all requests on a common time scale, then a panel for each."""
+"""Waterfalls as one picture: all requests on a common time scale, then a panel for each.
+
+Each figure has bars of its own, which end where its token was at the client. In one row of bars the stages in which
+control messages, gateway and network are passed twice would push the prefill beyond token 1."""
 
 from __future__ import annotations
 
@@ -74,9 +77,10 @@ def save_waterfalls(generations: Sequence[Generation], path: str | Path, title: 
 
 def _draw_overview(axes: Any, drawn: Sequence[tuple[int, Generation, Breakdown]]) -> None:
     for row, (_, generation, breakdown) in enumerate(drawn):
-        for bar in bars(breakdown):
-            axes.barh(row, abs(bar.length_ms), left=bar.left_ms, height=0.62, color=COLORS[bar.stage])
-        _mark(axes, generation, row - 0.42, row + 0.42)
+        for figure, at in _rows(generation, row, 0.62):
+            for bar in bars(generation.breakdowns[figure]):
+                axes.barh(at, abs(bar.length_ms), left=bar.left_ms, height=0.31, color=COLORS[bar.stage])
+        _mark(axes, generation, row, 0.42)
         axes.annotate(
             _milliseconds(breakdown.total_ms), (breakdown.total_ms, row), xytext=(5, 0), textcoords="offset points",
             va="center", fontsize=8.5, color=_INK,
@@ -93,8 +97,11 @@ def _draw_panel(axes: Any, prefix: str, generation: Generation, breakdown: Break
     total_ms = max(breakdown.total_ms, 1e-6)
     for row, bar in enumerate(placed):
         emphasis = bar.stage == "kv_exposed"
-        axes.barh(row, max(abs(bar.length_ms), total_ms * 0.003), left=bar.left_ms, height=0.72,
-                  color=COLORS[bar.stage], edgecolor=_INK if emphasis else "none", linewidth=0.8)  # fmt: skip
+        for figure, at in _rows(generation, row, 0.72):
+            own = next((each for each in bars(generation.breakdowns[figure]) if each.stage == bar.stage), None)
+            if own is not None:
+                axes.barh(at, max(abs(own.length_ms), total_ms * 0.003), left=own.left_ms, height=0.36,
+                          color=COLORS[bar.stage], edgecolor=_INK if emphasis else "none", linewidth=0.8)  # fmt: skip
         if row + 1 < len(placed):
             end_ms = bar.start_ms + bar.length_ms
             axes.plot([end_ms, end_ms], [row + 0.36, row + 0.64], color=_FAINT, linewidth=0.8)
@@ -102,7 +109,7 @@ def _draw_panel(axes: Any, prefix: str, generation: Generation, breakdown: Break
     axes.set_yticks(range(len(placed)), [bar.stage for bar in placed], fontsize=8.5)
     axes.set_ylim(len(placed) - 0.4, -0.6)
     axes.set_xlim(min(0.0, *(bar.left_ms for bar in placed)), total_ms * 1.2)
-    _mark(axes, generation, -0.6, len(placed) - 0.4)
+    _mark(axes, generation, len(placed) / 2 - 0.5, len(placed) / 2 + 0.1)
     head = f"{prefix}{generation.prompt_tokens} tokens · {generation.mode} · ttft {_milliseconds(generation.ttft_ms)}"
     if generation.ttft_decode_ms is not None:
         head += f" · ttft_decode {_milliseconds(generation.ttft_decode_ms)}"
@@ -129,7 +136,14 @@ def _label(axes: Any, bar: Bar, row: int, total_ms: float) -> None:
     )  # fmt: skip
 
 
-def _mark(axes: Any, generation: Generation, top: float, bottom: float) -> None:
+def _rows(generation: Generation, row: float, height: float) -> list[tuple[Figure, float]]:
+    """The figures that a generation has, and where in a row of this height their bars are: ttft above ttft_decode."""
+    return [(figure, row + height / 4 * (-1 if figure is Figure.TTFT else 1)) for figure in generation.breakdowns]
+
+
+def _mark(axes: Any, generation: Generation, row: float, reach: float) -> None:
+    """Lines at token 1 and token 2, from ``row - reach`` to ``row + reach``."""
+    top, bottom = row - reach, row + reach
     figures = ((Figure.TTFT, _TTFT_COLOR), (Figure.TTFT_DECODE, _DECODE_COLOR))
     for figure, color in figures:
         at_ms = generation.figure_ms(figure)
@@ -143,7 +157,10 @@ def _draw_legend(figure: Any, breakdowns: Sequence[Breakdown], columns: int) -> 
 
     seen = {stage for breakdown in breakdowns for stage in breakdown.stages_ms}
     handles: list[Any] = [Patch(color=color, label=stage) for stage, color in COLORS.items() if stage in seen]
-    for label, color in (("ttft (token 1)", _TTFT_COLOR), ("ttft_decode (token 2)", _DECODE_COLOR)):
+    for label, color in (
+        ("ttft (token 1), upper bars", _TTFT_COLOR),
+        ("ttft_decode (token 2), lower bars", _DECODE_COLOR),
+    ):
         handles.append(Line2D([], [], color=color, linewidth=1.6, linestyle=(0, (4, 2)), label=label))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 

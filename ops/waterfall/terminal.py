@@ -10,11 +10,11 @@ from rich.text import Text
 
 from ops.waterfall.bars import COLORS, FIGURE_TITLES, Bar, bars, longest, proof, reused
 from pdserve.client.generation import Generation, TransferDetails
-from pdserve.core.timeline import Figure
+from pdserve.core.timeline import Breakdown, Figure
 
 _BAR_WIDTH = 44
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_STACKED_WIDTH = 62
+_STACKED_WIDTH = 60
 
 
 def waterfall(generation: Generation) -> RenderableType:
@@ -49,7 +49,7 @@ def waterfall(generation: Generation) -> RenderableType:
 
 
 def overview(generations: Sequence[Generation]) -> RenderableType:
-    """Several requests: a table with one column each, then one stacked bar each on a common time scale."""
+    """Several requests: a table with one column each, then a stacked bar of each figure on a common time scale."""
     table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False, header_style="bold")
     table.add_column("request", no_wrap=True)
     for index in range(1, len(generations) + 1):
@@ -69,19 +69,20 @@ def overview(generations: Sequence[Generation]) -> RenderableType:
     scale_ms = max((g.ttft_decode_ms or g.ttft_ms for g in generations), default=1.0)
     rows = Table(box=None, padding=(0, 1), show_header=False, pad_edge=False)
     for index, generation in enumerate(generations, 1):
-        total_ms = generation.ttft_decode_ms or generation.ttft_ms
-        rows.add_row(f"#{index}", _stacked(generation, scale_ms, _STACKED_WIDTH), f"{total_ms:.1f} ms")
+        for figure, breakdown in generation.breakdowns.items():
+            number, token = (f"#{index}", "1") if figure is Figure.TTFT else ("", "2")
+            rows.add_row(number, token, _stacked(breakdown, scale_ms, _STACKED_WIDTH), f"{breakdown.total_ms:.1f} ms")
     return Group(table, Text(note, style="dim"), Text(), rows, legend(generations))
 
 
 def legend(generations: Sequence[Generation]) -> Text:
-    """The colours of the stages that occur, and the mark for token 1."""
+    """The colours of the stages that occur."""
     seen = {stage for g in generations for b in g.breakdowns.values() for stage in b.stages_ms}
     text = Text()
     for stage, color in COLORS.items():
         if stage in seen:
             text.append("█ ", style=color).append(f"{stage}  ")
-    return text.append("┃ token 1", style="bold")
+    return text.append("to token 1, and to token 2", style="dim")
 
 
 def _headline(generation: Generation) -> Text:
@@ -129,15 +130,12 @@ def _positioned(bar: Bar, scale_ms: float) -> Text:
     return Text(" " * column).append(drawn, style=COLORS[bar.stage])
 
 
-def _stacked(generation: Generation, scale_ms: float, width: int) -> Text:
-    breakdown = longest(generation)
+def _stacked(breakdown: Breakdown, scale_ms: float, width: int) -> Text:
     cells: list[tuple[str, str]] = [(" ", "")] * width
-    for bar in bars(breakdown) if breakdown else ():
+    for bar in bars(breakdown):
         first, last = (round(x / scale_ms * width) for x in (bar.left_ms, bar.left_ms + abs(bar.length_ms)))
         for column in range(max(0, first), min(width, last)):
             cells[column] = ("█", COLORS[bar.stage])
-    mark = min(width - 1, max(0, round(generation.ttft_ms / scale_ms * width)))
-    cells[mark] = ("┃", "bold")
     return Text.assemble(*cells)
 
 

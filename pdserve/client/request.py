@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode, check_priority
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, StructuredOutputs
 from pdserve.pb import inference_pb2 as pb
 
 Prompt = str | Sequence[int]
@@ -26,7 +26,9 @@ class GenerateOptions(TypedDict, total=False):
     by default) separates cached KV: requests share it only within one salt. Requests of a lower ``priority`` (0 by
     default) are served earlier. Requests of one ``session_id`` (at most 256 characters) run on the same workers, if the
     service routes so. ``traceparent`` is the caller's W3C trace context; the service's spans then belong to its trace.
-    The others are those of `SamplingParams`."""
+    ``structured_outputs`` is an object with one of the fields ``json`` (a JSON schema), ``json_object`` (true),
+    ``regex``, ``choice`` (a list of texts), and ``grammar`` (in Lark's notation). The others are those of
+    `SamplingParams`."""
 
     max_tokens: int | None
     temperature: float | None
@@ -42,6 +44,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
+    structured_outputs: Mapping[str, Any] | None
     mode: Mode | str
     request_id: str | None
     timeout_s: float | None
@@ -96,8 +99,10 @@ def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
     given: dict[str, Any] = {name: _number(name, options.get(name), int) for name in _WHOLE}
     given |= {name: _number(name, options.get(name), float) for name in _REAL}
     given = {name: value for name, value in given.items() if value is not None}
+    structure = options.get("structured_outputs")
     params = SamplingParams(
         **given,
+        structured_outputs=None if structure is None else _structure(structure),
         stop=tuple(_text("stop", string) for string in strings),
         stop_token_ids=_token_ids("stop_token_ids", options.get("stop_token_ids") or ()),
         ignore_eos=bool(options.get("ignore_eos", False)),
@@ -112,6 +117,8 @@ def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
     sampling.stop_token_ids.extend(params.stop_token_ids)
     sampling.ignore_eos = params.ignore_eos
     sampling.logit_bias.update(params.logit_bias)
+    if params.structured_outputs is not None:
+        setattr(sampling.structured_outputs, params.structured_outputs.kind, params.structured_outputs.text)
 
 
 def _mode(mode: Any) -> Mode:
@@ -147,6 +154,12 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> int | float
     except (TypeError, ValueError):
         what = "a whole number" if kind is int else "a number"
         raise InvalidRequest(f"{name}: must be {what}, got {value!r}") from None
+
+
+def _structure(asked: Any) -> StructuredOutputs:
+    if not isinstance(asked, Mapping):
+        raise InvalidRequest(f"structured_outputs: must be an object, not {type(asked).__name__}")
+    return StructuredOutputs.of(asked)
 
 
 def _logit_bias(biases: Any) -> dict[int, float]:

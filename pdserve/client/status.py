@@ -92,13 +92,15 @@ class ServiceGateway:
 @dataclass(frozen=True, slots=True)
 class ServiceScaling:
     """The controller of roles and workers: ``controller`` is ``roles`` or ``workers``. Its ``last_action`` (empty: none
-    yet), the ``reason`` for it, and how long ago it was. ``actions`` counts them by kind, such as ``flip prefill``."""
+    yet), the ``reason`` for it, and how long ago it was. ``actions`` counts them by kind, such as ``flip prefill``.
+    ``verdict``: what it saw lately, and why it did nothing."""
 
     controller: str
     last_action: str
     reason: str
     last_action_age_s: float
     actions: dict[str, int]
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,5 +188,10 @@ class ServiceStatus:
 
 def _scaling(scaling: pb.ScalingStatus) -> ServiceScaling:
     return ServiceScaling(
-        scaling.controller, scaling.last_action, scaling.reason, scaling.last_action_age_s, dict(scaling.actions)
+        scaling.controller,
+        scaling.last_action,
+        scaling.reason,
+        scaling.last_action_age_s,
+        dict(scaling.actions),
+        scaling.verdict,
     )

@@ -60,7 +60,8 @@ class RunningAwakeClock:
 
 async def wait_awake(future: asyncio.Future[Any], timeout_s: float) -> bool:
     """Wait until ``future`` is done, for at most ``timeout_s`` seconds of the running loop's `awake_clock`. Returns
-    whether it is done; the future is never cancelled."""
+    whether it is done; the future is never cancelled. If it outlives the wait, its error counts as retrieved."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
     clock = awake_clock()
     until_s = clock.now() + timeout_s
     while not future.done() and (left_s := until_s - clock.now()) > 0:

@@ -29,6 +29,10 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 File = Annotated[Path, AfterValidator(Path.absolute)]
 """A path, absolute because gateway and workers have other working folders than the one who starts them."""
 
+HostName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$")]
+"""The name of a host without a port, or `ANY_HOST`."""
+ANY_HOST = "*"
+
 DEFAULT_HTTP_PORT = 8000
 
 PlacementPolicy = Literal["pack", "spread", "strict_spread"]
@@ -64,14 +68,18 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """What is served."""
 
-    path: str = Field("tiny", description="'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json' or a folder")
+    path: str = Field(
+        "tiny",
+        description="a folder, 'org/name' or 'org/name@revision' on the Hugging Face Hub, 'tiny', 'dummy:135m', "
+        "'dummy:8b' or 'dummy:PATH/config.json'",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="auto: the checkpoint's own type if the devices of all workers compute it natively, else the "
         "fastest type that they do (for bfloat16: float16 on GPUs before Ampere, float32 on CPUs without bfloat16 "
         "instructions); an explicit type is used everywhere, with a warning where it is emulated",
     )
-    name: str | None = Field(None, description="the name shown to clients; default: the folder's")
+    name: str | None = Field(None, description="the name shown to clients; default: the folder's, or org/name")
     chat_template: Path | None = Field(
         None, description="a Jinja template for chats, instead of the one in the model's folder"
     )
@@ -351,10 +359,10 @@ class RouterConfig(_Section):
         "is ready; then one request probes it",
     )
     breaker_pause_s: Seconds = Field(1.0, description="its first pause; it doubles after each failed probe, up to 60 s")
-    patience_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        30.0,
-        description="in a service that was ready, how long a request waits for a worker to become ready again, within "
-        "its deadline; then it is refused (UNAVAILABLE)",
+    patience_s: Annotated[float, Field(ge=0, le=86_400)] | None = Field(
+        None,
+        description="in a service that was ready, how long a request waits for a worker to become ready again; then it "
+        "is refused (UNAVAILABLE). None: until its deadline",
     )
     max_unread_tokens: Annotated[int, Field(ge=2)] = Field(
         1024,
@@ -445,6 +453,16 @@ class GatewayConfig(_Section):
     )
     insecure: bool = Field(
         False, description="allow a host that others can reach without TLS or tokens, for networks that are trusted"
+    )
+    allowed_hosts: tuple[HostName, ...] = Field(
+        (),
+        description="names by which clients reach the HTTP server, besides its addresses, localhost, host and the name "
+        "of its machine; '*' allows all. Checked without tokens and TLS, against web pages that use DNS rebinding",
+    )
+    report: File | None = Field(
+        None,
+        description="report.html that the live page links for operators; default: that of the last run of bench or an "
+        "experiment by this user on the gateway's host",
     )
     default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
     otlp_endpoint: str | None = Field(

@@ -7,6 +7,8 @@
     ├── InvalidRequest        one field of a request is wrong; names the field; do not retry unchanged
     │   ├── DuplicateRequest  another request in progress has the same request id
     │   ├── UnknownModel      another model is served
+    │   ├── HostNotAllowed    the Host of an HTTP request is not a name of the service
+    │   ├── UnsupportedMediaType  the body of an HTTP request is not said to be JSON
     │   ├── BodyTooLarge      the body of an HTTP request exceeds the limit of messages
     │   └── BodyIncomplete    the body of an HTTP request did not arrive within the deadline
     ├── Unauthenticated       the call has no token that the service knows; do not retry with the same one
@@ -63,6 +65,14 @@ class DuplicateRequest(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """The request names a model that is not served."""
+
+
+class HostNotAllowed(InvalidRequest):
+    """The header Host of an HTTP request is not a name of the service."""
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The header Content-Type of an HTTP request is not ``application/json``."""
 
 
 class BodyTooLarge(InvalidRequest):

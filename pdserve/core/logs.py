@@ -10,10 +10,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pdserve.core.config import LoggingConfig
-
 if TYPE_CHECKING:
     from structlog.typing import EventDict, WrappedLogger
+
+    from pdserve.core.config import LoggingConfig  # imports pydantic, which engines do without
 
 VARIABLE = "PDSERVE_LOGGING"
 """Environment variable that passes a process's logging on to its children: level and format."""

@@ -3,14 +3,25 @@
 The KV of a token depends on all tokens before it, so digests form a chain: the digest of a full block covers the digest
 of the block before it and its own token ids. The chain starts with the request's salt. Equal digests mean equal salts
 and equal tokens from the first to the last of the block.
+
+The hash is fast and not cryptographic: for a known salt, a prompt could be made whose digests are those of a prompt of
+another salt. So the gateway replaces salts, which can be guessed, by their `keyed_salt`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 
 import xxhash
+
+SALT_BYTES = 16
+
+
+def keyed_salt(salt: str, key: bytes) -> str:
+    """A salt that cannot be known without ``key`` (at most 64 bytes)."""
+    return hashlib.blake2b(salt.encode(), key=key, digest_size=SALT_BYTES).hexdigest()
 
 
 class PrefixDigests:

@@ -79,6 +79,9 @@ def check_transition(table: Mapping[S, frozenset[S]], current: S, to: S) -> S:
 
 
 MAX_PRIORITY = 2**31 - 1
+AGED_S = 10.0
+"""A request that has waited for so long may come before requests of an earlier priority, so that no priority starves:
+in the gateway's queue (`router.fair_queue`) and on a worker (`engine.scheduling.scheduler`)."""
 
 
 def check_priority(priority: int) -> None:
@@ -137,3 +140,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def max_tokens(self) -> int:
         """Tokens that are still to be generated."""
         return self.sampling.max_tokens - len(self.output_token_ids)
+
+
+def counted_requests(count: int) -> str:
+    """``1 request``, ``2,000 requests``: for messages."""
+    return f"{count:,} request{'s' if count != 1 else ''}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,6 +17,7 @@ MAX_BIASES = 300
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STRUCTURE_CHARACTERS = 2**16
 MAX_STOP_TOKEN_IDS = 1024
 
 
@@ -25,6 +28,60 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"
     ERROR = "error"
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """What the output has to match: a JSON schema (``json``), a regular expression as the Rust crate regex reads it
+    (``regex``), or a grammar in Lark's notation (``grammar``). ``text`` is its source."""
+
+    kind: Literal["json", "regex", "grammar"]
+    text: str
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> StructuredOutputs:
+        """Of an object as vLLM has it, with one of the fields ``json`` (a schema, or its text), ``json_object`` (true),
+        ``regex``, ``choice`` (a list of texts) and ``grammar``. `InvalidRequest` for anything else."""
+        kinds = ("json", "json_object", "regex", "choice", "grammar")
+        if unknown := [key for key in asked if key not in kinds]:
+            raise InvalidRequest(
+                f"structured_outputs: {', '.join(unknown)[:100]}: unknown; give one of {', '.join(kinds)}, "
+                'a JSON schema as {"json": SCHEMA}'
+            )
+        given = {kind: value for kind, value in asked.items() if value is not None and value is not False}
+        if len(given) != 1:
+            raise InvalidRequest(f"structured_outputs: it has {len(given)} of {', '.join(kinds)}; give one")
+        ((kind, value),) = given.items()
+        match kind, value:
+            case "json_object", True:
+                return cls("json", '{"type": "object"}')
+            case "json", Mapping():
+                return cls("json", _json("structured_outputs", value))
+            case "choice", [_, *_] if all(isinstance(each, str) and each for each in value):
+                return cls("grammar", "start: " + " | ".join(_json("structured_outputs", each) for each in value))
+            case (("json" | "regex" | "grammar"), str()):
+                return cls(kind, value)
+        raise InvalidRequest(
+            f"structured_outputs: {kind} cannot be {type(value).__name__}; give json as a schema, json_object as true, "
+            "regex and grammar as text, or choice as a list of texts that are not empty"
+        )
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` if it is too long, or a JSON schema that is not JSON. A worker's engine compiles it,
+        and refuses what it cannot compile."""
+        if not self.text:
+            raise InvalidRequest("structured_outputs: it is empty; give one of json, regex and grammar")
+        if len(self.text) > MAX_STRUCTURE_CHARACTERS:
+            raise InvalidRequest(
+                f"structured_outputs: {len(self.text)} characters are more than {MAX_STRUCTURE_CHARACTERS}; shorten it"
+            )
+        try:
+            encoded = self.text.encode()
+            if self.kind == "json" and not isinstance(msgspec.json.decode(encoded), dict):
+                raise InvalidRequest("structured_outputs: the schema is not an object; give one like {}")
+        except UnicodeEncodeError:
+            raise InvalidRequest("structured_outputs: it has a lone surrogate, which is not valid Unicode") from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"structured_outputs: the schema is not valid JSON: {error}") from None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,8 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     the output, ``presence_penalty`` is subtracted once, and ``frequency_penalty`` for each occurrence (0: off).
     ``logit_bias`` is added to the logits of its token ids; -100 forbids a token, 100 forbids all others. ``logprobs``
     requests log-probabilities of each token and of that many likeliest ones (None: none), of the model's own
-    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``engine/model/sampler.py`` defines the order of these
-    operations."""
+    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``structured_outputs`` limits the output to texts that match
+    it; the end of the text ends the output. ``engine/model/sampler.py`` defines the order of these operations."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -56,16 +113,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def penalises(self) -> bool:
         """Whether the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the largest logit decides, and no logprobs are asked for."""
-        return self.temperature == 0.0 and not self.penalises and not self.logit_bias and self.logprobs is None
 
     def validate(self) -> None:
         """Raise `InvalidRequest` naming the first field that is out of range."""
@@ -104,6 +157,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidRequest(
                 f"logprobs: {self.logprobs} is outside 0 to {MAX_LOGPROBS}; 0 gives the sampled token's alone"
             )
+        if self.structured_outputs is not None:
+            self.structured_outputs.validate()
+            if self.ignore_eos:
+                raise InvalidRequest("ignore_eos: structured_outputs end the output; leave out one of them")
+            if any(abs(bias) == MAX_BIAS for bias in self.logit_bias.values()):
+                raise InvalidRequest(
+                    "logit_bias: beside structured_outputs, -100 and 100 could leave no token; use biases between them"
+                )
 
     def _validate_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_BIASES:
@@ -116,3 +177,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                     f"logit_bias: {bias} for token id {token_id} is outside -{MAX_BIAS:g} to {MAX_BIAS:g}; "
                     "-100 forbids a token, 100 allows no other"
                 )
+
+
+def _json(field: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field}: it cannot be written as JSON: {error}") from None

@@ -102,6 +102,11 @@ class ServiceSecret:
             digest.update(part)
         return digest.digest()
 
+    @property
+    def cache_key(self) -> bytes:
+        """A key of 32 bytes that separates the cached KV of callers. It tells nothing about the secret."""
+        return hmac.digest(self._key, b"cached KV", "sha256")
+
     def verify(self, proof: bytes, purpose: str, side: Side, nonces: tuple[bytes, bytes], address: str) -> None:
         """Return if ``proof`` is the one that ``side`` has to give, else raise `Unproven`. Takes the same time for all
         proofs of one length."""

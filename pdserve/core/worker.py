@@ -76,11 +76,23 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedCores:
+    """Cores of a worker's engine that engines of another service are bound to as well: the service with this public
+    ``port``, of the user with this ``uid`` (None: of the worker's own user). ``own``: of the worker's own service."""
+
+    cores: tuple[int, ...]
+    port: int
+    uid: int | None = None
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What a worker says of itself with every heartbeat: its engine's load; of its prefix cache, prompt tokens of all
     requests its engine admitted, how many of those were cached, the blocks that can be found now, and the cold blocks
-    kept outside of the pool; how many KV messages it refused, by reason; and the tokens that the requests of all
-    gateways have still to compute on it (``prompt_tokens``: of prompts without a first token)."""
+    kept outside of the pool; how many KV messages it refused, by reason; the tokens that the requests of all
+    gateways have still to compute on it (``prompt_tokens``: of prompts without a first token); and the cores that it
+    shares with other engines at present."""
 
     free_blocks: int = 0
     running: int = 0
@@ -93,6 +105,7 @@ class WorkerLoad:
     kv_refused: Mapping[str, int] = field(default_factory=dict)
     outstanding_tokens: int = 0
     prompt_tokens: int = 0
+    shared_cores: tuple[SharedCores, ...] = ()
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):

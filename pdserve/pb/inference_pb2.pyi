@@ -84,6 +84,7 @@ class Sampling(google.protobuf.message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """default 128"""
     temperature: builtins.float
@@ -115,6 +116,10 @@ class Sampling(google.protobuf.message.Message):
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """token id to what is added to its logit; -100 forbids it, 100 all others"""
 
+    @property
+    def structured_outputs(self) -> global___StructuredOutputs:
+        """limits the output to texts that match; absent: none"""
+
     def __init__(
         self,
         *,
@@ -132,9 +137,10 @@ class Sampling(google.protobuf.message.Message):
         frequency_penalty: builtins.float | None = ...,
         logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
         logprobs: builtins.int | None = ...,
+        structured_outputs: global___StructuredOutputs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -157,6 +163,34 @@ class Sampling(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 global___Sampling = Sampling
+
+@typing.final
+class StructuredOutputs(google.protobuf.message.Message):
+    """What the output has to match, at most 65,536 characters. The output ends where the text ends."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    json: builtins.str
+    """a JSON schema"""
+    regex: builtins.str
+    """a regular expression, as the Rust crate regex reads it"""
+    grammar: builtins.str
+    """a context-free grammar in Lark's notation, as llguidance reads it"""
+    def __init__(
+        self,
+        *,
+        json: builtins.str = ...,
+        regex: builtins.str = ...,
+        grammar: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grammar", b"grammar", "json", b"json", "kind", b"kind", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grammar", b"grammar", "json", b"json", "kind", b"kind", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json", "regex", "grammar"] | None: ...
+
+global___StructuredOutputs = StructuredOutputs
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
@@ -920,6 +954,7 @@ class ScalingStatus(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     LAST_ACTION_AGE_S_FIELD_NUMBER: builtins.int
     ACTIONS_FIELD_NUMBER: builtins.int
+    VERDICT_FIELD_NUMBER: builtins.int
     controller: builtins.str
     """roles or workers"""
     last_action: builtins.str
@@ -927,6 +962,8 @@ class ScalingStatus(google.protobuf.message.Message):
     reason: builtins.str
     """of the last action"""
     last_action_age_s: builtins.float
+    verdict: builtins.str
+    """what the controller saw lately, and why it did nothing; empty after an action"""
     @property
     def actions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """how many, by kind, such as `flip prefill`"""
@@ -939,7 +976,8 @@ class ScalingStatus(google.protobuf.message.Message):
         reason: builtins.str = ...,
         last_action_age_s: builtins.float = ...,
         actions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        verdict: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["actions", b"actions", "controller", b"controller", "last_action", b"last_action", "last_action_age_s", b"last_action_age_s", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["actions", b"actions", "controller", b"controller", "last_action", b"last_action", "last_action_age_s", b"last_action_age_s", "reason", b"reason", "verdict", b"verdict"]) -> None: ...
 
 global___ScalingStatus = ScalingStatus

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -15,12 +14,14 @@ import pytest
 
 from benchmarks.first_hour.catalogue import STEPS
 from benchmarks.first_hour.choices import EngineTimes, judge_choices
-from benchmarks.first_hour.engine import judge_benchmark, judge_budgets, small_model
+from benchmarks.first_hour.engine import EngineLine, judge_benchmark, judge_budgets, small_model
+from benchmarks.first_hour.programs import last_line
 from benchmarks.first_hour.run import judge, main
 from benchmarks.first_hour.service import MemorySample, judge_memory
 from benchmarks.first_hour.step import Findings, Options, Step, Verdict
 from engine.model.source import resolve_model
 from experiments.engine_alone.arithmetic import ModelArithmetic
+from experiments.messages import WrongMessage
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -52,11 +53,11 @@ def test_the_verdict_is_the_worst_that_applies() -> None:
     assert failed.verdict is Verdict.FAILED
 
 
-def benchmark_line(decode_share: float, prefill_share: float, arithmetic: ModelArithmetic) -> dict[str, Any]:
+def benchmark_line(decode_share: float, prefill_share: float, arithmetic: ModelArithmetic) -> EngineLine:
     """The JSON line of an engine with these shares, on a device of 100 TFLOP/s and 1000 GB/s."""
     decode_ms = arithmetic.decode(8, 1024).num_bytes / 1e12 / decode_share * 1e3
     prefill_ms = arithmetic.prefill(8192, 8192).flops / 1e14 / prefill_share * 1e3
-    return {
+    line = {
         "bare_product_gflops": 1e5,
         "read_gbs": 1000.0,
         "ready_s": 1.0,
@@ -64,6 +65,7 @@ def benchmark_line(decode_share: float, prefill_share: float, arithmetic: ModelA
         "prefill": {"8192": {"ms": prefill_ms, "x_transformers": 1.0}, "512": {"ms": 1e6, "x_transformers": 1.0}},
         "mixed": {},
     }
+    return msgspec.convert(line, EngineLine)
 
 
 @pytest.mark.parametrize(("decode", "prefill", "missed"), [(0.8, 0.7, 0), (0.7, 0.7, 1), (0.7, 0.5, 2)])
@@ -125,6 +127,13 @@ def test_memory_that_grows_in_the_second_half_is_a_failure(grown: MemorySample, 
     judge_memory(short, [start] * 5 + [base] * 10 + [end] * 5, judged=False)
     assert short.verdict is Verdict.PASSED
     assert short.notes == ["a quick run is too short to judge whether memory is flat"]
+
+
+def test_a_line_that_lacks_a_figure_is_an_error_with_its_text() -> None:
+    with pytest.raises(WrongMessage, match=r"-c print.* was to send EngineLine\(bare_product_gflops, .*read_gbs"):
+        last_line(EngineLine, "-c", "print('a table'); print('{\"bare_product_gflops\": 1.0}')")
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        last_line(EngineLine, "-c", "raise SystemExit(3)")
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,11 @@ from benchmarks.peers.environment import PeerEnvironment
 from benchmarks.peers.library_pair import LibraryPair
 from benchmarks.peers.mooncake import MooncakeTcp
 from benchmarks.peers.nixl import Nixl
+from benchmarks.transfer import TransferRun
+from benchmarks.transfer_pair import HandoffPair
+from experiments.messages import WrongMessage
 from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.endpoint import Digested
 from experiments.pairs.memcpy import Memcpy
 from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
 from experiments.pairs.raw_tcp import RawTcp
@@ -42,6 +46,18 @@ class LazyMemcpy(Memcpy):
 
     def _move(self, num_bytes: int) -> float:
         return super()._move(num_bytes - 1)
+
+
+class LazyLibrary(LibraryPair):
+    """A library that starts and moves nothing."""
+
+    name = "lazy"
+    module = "experiments.pairs.raw_tcp_program"
+    requirement = "nothing"
+    probe = False
+
+    def _move(self, num_bytes: int) -> float:
+        raise PairFailed(f"lazy moved {num_bytes} bytes, and the target has none of them")
 
 
 class LostProgram(LibraryPair):
@@ -122,11 +138,39 @@ def test_a_silent_process_is_an_error(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "echo deep in thought >&2", "exec cat")
     child = ChildProcess("it", python, "module", log=tmp_path / "log", environment={})
     try:
-        assert child.ask(10, anything=1) == {"anything": 1}
+        assert child.ask(10, Digested("0a"), Digested) == Digested("0a")
         with pytest.raises(PairFailed, match=r"(?s)it did not answer within 0.05 s.*deep in thought"):
-            child.receive(0.05)
+            child.receive(0.05, Digested)
     finally:
         child.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('{"announced": "1"}', "Object missing required field `kind`"),
+        ('{"kind": "Ready"}', "Object missing required field `address`"),
+        ('{"kind": "Digested", "digest": "0a"}', "Invalid value 'Digested' - at `$.kind`"),
+        ("hello", "JSON is malformed: invalid character (byte 0)"),
+    ],
+)
+def test_an_answer_of_the_wrong_shape_is_an_error_with_its_text(tmp_path: Path, said: str, reason: str) -> None:
+    python = script(tmp_path / "python", f"echo '{said}'", "exec cat >&2")
+    pair = MooncakeTcp(GivenEnvironment(python))
+    with pytest.raises(WrongMessage) as raised:
+        pair.start(MB)
+    wanted = "mooncake_tcp's source was to send Ready(address) or Unavailable(reason), and sent"
+    assert str(raised.value) == f"{wanted} {said.encode()!r}: {reason}"
+    assert not pair.pids
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_hand_off_moves_whole_blocks(transport: str) -> None:
+    with HandoffPair("135m", transport) as pair:
+        size = 3 * pair.layout.block_bytes
+        pair.start(size)
+        assert 0 < pair.seconds(size) < 60
+        assert 0 < pair.unchecked(size) < 60
 
 
 def test_a_program_that_ends_quotes_its_log() -> None:
@@ -146,7 +190,7 @@ def test_a_library_that_is_not_there(kind: type[LibraryPair], module: str) -> No
 
 def test_a_shared_library_that_is_not_there(tmp_path: Path) -> None:
     reason = "libibverbs.so.1: cannot open shared object file: No such file or directory"
-    python = script(tmp_path / "python", f"""echo '{{"unavailable": "{reason}"}}'""", "exec cat >&2")
+    python = script(tmp_path / "python", f"""echo '{{"kind": "Unavailable", "reason": "{reason}"}}'""", "exec cat >&2")
     with pytest.raises(PairUnavailable, match="install Debian's libibverbs1"):
         MooncakeTcp(GivenEnvironment(python)).start(MB)
 
@@ -160,6 +204,21 @@ def test_an_installation_that_fails_is_tried_once(tmp_path: Path) -> None:
         with pytest.raises(PairUnavailable, match=r"installing nixl-cu12.* failed: ERROR: no such thing"):
             Nixl(environment, tcp_only=tcp_only).start(MB)
     assert (tmp_path / "tries").read_text() == "tried\n"
+
+
+def test_a_quick_run_installs_nothing(tmp_path: Path) -> None:
+    with pytest.raises(PairUnavailable, match=r"nixl-cu12.* is not installed, and a quick run installs nothing"):
+        Nixl(PeerEnvironment(tmp_path / "venv", installs=False)).start(MB)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_transfer_of_ours_that_fails_ends_the_benchmark() -> None:
+    console = Console(file=io.StringIO())
+    with pytest.raises(PairFailed, match="the target has others than the source"):
+        TransferRun([LazyMemcpy()], {"memcpy": [MB]}, console).measure(1)
+    library = TransferRun([LazyLibrary(GivenEnvironment(Path(sys.executable)))], {"lazy": [MB]}, console)
+    library.measure(1)
+    assert library.by_megabytes("lazy") == {"unavailable": "lazy moved 1048576 bytes, and the target has none of them"}
 
 
 def test_a_measurement_goes_on_without_what_cannot_run() -> None:

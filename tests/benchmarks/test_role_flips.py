@@ -1,4 +1,4 @@
-"""The load step of `benchmarks.role_flips`: with the controller goodput recovers, and nothing is lost."""
+"""`benchmarks.role_flips`: its closed loops, and its load step, after which goodput recovers and nothing is lost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ import logging
 
 import pytest
 
-from benchmarks.role_flips import TTFT_MS, closed_loop, run_trace, service, summary
+from benchmarks.role_flips import KINDS, TTFT_MS, Kind, closed_loop, run_trace, service, summary
 from pdserve import AsyncClient
+from tests.local_cluster import free_port
+from tests.pdserve.scripted_service import ScriptedService
 
 log = logging.getLogger(__name__)
 PHASE_S = 30.0
 ITL_MS = 1000.0
+
+
+async def test_a_closed_loop_waits_for_its_first_answer() -> None:
+    with ScriptedService() as service:
+        async with AsyncClient(service.target) as client:
+            assert len(await closed_loop(client, Kind(3, 2, clients=2), 1e-6)) == 1
+
+
+async def test_a_closed_loop_whose_requests_fail_is_an_error() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+        with pytest.raises(RuntimeError, match="a request of the closed loop failed: "):
+            await closed_loop(client, Kind(3, 2, clients=1), 0.1)
 
 
 @pytest.mark.soak
@@ -21,8 +35,8 @@ ITL_MS = 1000.0
 def test_goodput_recovers_after_a_load_step() -> None:
     async def bears(target: str) -> float:
         async with AsyncClient(target) as client:
-            await closed_loop(client, "prompts", 4.0)
-            return len(await closed_loop(client, "prompts", 8.0)) / 8.0
+            await closed_loop(client, KINDS["prompts"], 4.0)
+            return len(await closed_loop(client, KINDS["prompts"], 8.0)) / 8.0
 
     with service() as (target, _):
         rate = asyncio.run(bears(target))

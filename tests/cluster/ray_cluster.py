@@ -136,4 +136,4 @@ class RayCluster:
         keys = self.desk.home / ".ssh"
         keys.mkdir(mode=0o700)
         shutil.copy(self.hosts.key, keys / "id_ed25519")
-        self.desk.run("cd ~/pdserve && .venv/bin/ray get-auth-token --generate")
+        self.desk.run("cd ~/pdserve && (umask 077; .venv/bin/ray get-auth-token --generate)")

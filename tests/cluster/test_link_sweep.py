@@ -22,7 +22,8 @@ from tests.experiments.test_link_sweep import Silent
 pytestmark = pytest.mark.cluster
 
 GIVEN = {
-    "model": "tiny", "prompt_len": 200, "chunk_tokens": 64, "pairs": 2, "gbps": "0.02,0.2", "overlaps": "layer",
+    "model": "tiny", "prompt_len": 200, "chunk_tokens": 64, "pairs": 2, "pairs_s": 0, "gbps": "0.02,0.2",
+    "overlaps": "layer",
     "round_trips_ms": "", "round_trip_gbps": 0.2, "hosts": "namespaces",
 }  # fmt: skip
 

@@ -28,7 +28,10 @@ NOISE_MS = 3.0
 """What a busy machine of two cores adds now and then, however short the wait."""
 CHUNK_TOKENS, LAYER_GROUPS, MAX_INFLIGHT_BYTES = 512, 8, 16 * 2**20
 LAYOUT = KVLayout.uniform("", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)
-OPTIONS = f"--address auto --model dummy:135m --prefill 1 --decode 1 --placement strict_spread --device cpu {REACHABLE}"
+OPTIONS = (
+    "--address auto --model dummy:135m --dtype bfloat16 --prefill 1 --decode 1 --placement strict_spread --device cpu "
+    f"{REACHABLE}"
+)
 
 
 @dataclass(frozen=True)

@@ -67,18 +67,6 @@ def pod_templates() -> dict[str, dict[str, Any]]:
     return {name: group["template"] for name, group in groups.items()}
 
 
-def pdserve_commands() -> list[tuple[str, list[str]]]:
-    """Every call of `pdserve` in these files, comments and instructions included: file and arguments."""
-    call = re.compile(
-        r"(?:^|[ /`])pdserve ((?:up|down|status|generate|bench|model-info|config)\b[^`'\n]*)", re.MULTILINE
-    )
-    return [
-        (name, shlex.split(re.sub(r"\$\(.*?\)", "HOST", arguments)))
-        for name in ("pdserve.yaml", *LAUNCHER, *KUBERAY, "README.md")
-        for arguments in call.findall(text(name))
-    ]
-
-
 def ray_start_commands(name: str) -> list[list[str]]:
     """The arguments of the launcher's `ray start` of head and workers."""
     config = document(name)

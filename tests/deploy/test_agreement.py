@@ -1,4 +1,4 @@
-"""The files of deploy/ agree with each other, with the command line, and with the instructions."""
+"""The files of deploy/ agree with each other and with the instructions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import re
 from typing import Any
 
 import pytest
-import typer.main
-from typer.core import TyperGroup
 
-from experiments.cli.main import app
 from pdserve.core.config import PdserveConfig
 from tests.deploy.files import (
     DEPLOY,
@@ -18,7 +15,6 @@ from tests.deploy.files import (
     LAUNCHER,
     PLACEHOLDERS,
     document,
-    pdserve_commands,
     placeholders,
     pod_templates,
     ray_start_commands,
@@ -29,41 +25,15 @@ LAST_PORT = 20_399
 """Of those that firewalls let through for pdserve's workers."""
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
-
-
-def parse(arguments: list[str]) -> None:
-    """Read a call as the command line does, without making it. A usage error if it cannot be read."""
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    group.commands[arguments[0]].make_context(arguments[0], arguments[1:])
-
-
-@pytest.mark.parametrize(("name", "arguments"), pdserve_commands())
-def test_the_command_line_knows_every_call(name: str, arguments: list[str]) -> None:
-    parse(arguments)
-
-
-def test_there_are_calls_to_check() -> None:
-    files = {name for name, _ in pdserve_commands()}
-    assert files >= {"aws.yaml", "gcp.yaml", "kuberay-job.yaml", "README.md"}
-
-
-def test_an_option_that_does_not_exist_is_found() -> None:
-    with pytest.raises(Exception, match="--detached"):
-        parse(["up", "--detached"])
+# --- the service's configuration -------------------------------------------------------------------------------------
 
 
 def test_the_job_reads_the_configuration_that_its_pod_has() -> None:
-    calls = [arguments for name, arguments in pdserve_commands() if name == "kuberay-job.yaml"]
-    path = calls[-1][calls[-1].index("-c") + 1]
+    (path,) = re.findall(r"entrypoint: pdserve up -c (\S+)", text("kuberay-job.yaml"))
     (container,) = pod_templates()["gateway"]["spec"]["containers"]
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "config"]
     assert path == f"{mount['mountPath']}/pdserve.yaml"
     assert "--from-file=pdserve.yaml=deploy/pdserve.yaml" in text("README.md")
-
-
-# --- the service's configuration -------------------------------------------------------------------------------------
 
 
 def test_the_configuration_is_one() -> None:

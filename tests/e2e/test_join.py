@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -38,6 +39,10 @@ def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
         while (up := at_home.run(*up_here, "--address", head.address, "--port", str(port), "--detach")).returncode:
             assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
             assert time.monotonic() < deadline_s, up.stderr
+        assert re.search(
+            rf"^note: Ray at \S+:{head.address.rpartition(':')[2]} asks for no token: ", up.stderr, re.MULTILINE
+        )
+        assert up.stderr.count("note: Ray runs workers at niceness 15, and `pdserve up` has 0: ") == 1
         answer = at_home.run("generate", "import os", "--target", f"localhost:{port}", "--max-tokens", "3", "--json")
         result = json.loads(answer.stdout)
         assert result["kv_bytes"] == result["kv_bytes_expected"] > 0

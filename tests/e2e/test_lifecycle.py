@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ops.launch.leftovers import clear_leftovers
+from ops.launch.leftovers import clear_leftovers, wait_ended
 from ops.launch.state import ServiceState
 from pdserve import Client
 from pdserve.core.errors import NotReady
@@ -26,6 +26,8 @@ from tests.local_cluster import ROOT, free_port
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 WAIT_S = 90.0
 NOTICE_S = 10.0
+ORPHANS_S = 30.0
+"""How long processes may live after their supervisor; some seconds on a machine that has nothing else to do."""
 
 
 class Host:
@@ -77,7 +79,7 @@ class Host:
         if not (self._states / f"{self.port}.json").exists():
             return None
         state = self.state()
-        return state if state.phase == "starting" and Path(state.ray_folder, "session_latest").exists() else None
+        return state if state.phase == "starting" and Path(state.ray_folder, "ray", "session_latest").exists() else None
 
     def processes(self) -> list[psutil.Process]:
         """All that any service of this test has running."""
@@ -160,8 +162,13 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
         assert len(client.generate([5] * 20, max_tokens=3, ignore_eos=True, timeout_s=60).result().token_ids) == 3
         assert {worker.state for worker in client.status().workers} == {"ready"}
 
-    # The supervisor is killed; the next `up` removes what it left.
-    psutil.Process(second.pid).kill()
+    # The supervisor is killed, and all its processes end; the next `up` removes the files that it left.
+    supervisor = psutil.Process(second.pid)
+    family = supervisor.children(recursive=True)
+    assert {"gcs_server", "raylet"} < {process.name() for process in family}
+    supervisor.kill()
+    assert not wait_ended(family, ORPHANS_S)
+    assert Path(second.ray_folder).exists()
     listed = json.loads(host.cli.run("list", "--json").stdout)["services"]
     assert [service["state"] for service in listed] == ["killed"]
     third = host.up()

@@ -126,6 +126,7 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
         assert more.returncode == 0, more.stderr
         assert "scaled: 2P2D" in more.stderr
         assert "prefill-1 wait for a node" in more.stderr
+        assert "prefill-1: starting" not in more.stderr
         assert states(wait_for(target, "awaited", lambda s: "prefill-1" in states(s)))["prefill-1"] == "awaited"
 
         assert "{'CPU': 1.0} * 1" in pending_demand(head, tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from pdserve import Client
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceWorker
-from pdserve.core.prefix_digests import PrefixDigests
+from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 from tests.random_models import SHAPES, greedy_tokens, save_random_model
 
@@ -57,9 +57,9 @@ def prefill(cluster: LocalCluster) -> ServiceWorker:
     return worker
 
 
-def written(worker: Path, seed: int) -> None:
+def written(worker: Path, seed: int, cluster: LocalCluster) -> None:
     """Return when the full blocks of a prompt have their files."""
-    digests = PrefixDigests("", BLOCK).first(LENGTH // BLOCK, prompt(seed))
+    digests = PrefixDigests(keyed_salt("", cluster.secret.cache_key), BLOCK).first(LENGTH // BLOCK, prompt(seed))
     deadline_s = time.monotonic() + 60
     while not all((worker / digest.hex()).exists() for digest in digests):
         assert time.monotonic() < deadline_s
@@ -90,7 +90,7 @@ def test_an_engine_that_was_killed_finds_its_blocks_again(model: Path, folder: P
         check(cold, model, 2)
         forget(client, 2)
         cluster.wait_idle()
-        written(folder / "prefill-0", 2)
+        written(folder / "prefill-0", 2, cluster)
         os.kill(prefill(cluster).engine_pid, signal.SIGKILL)
         deadline_s = time.monotonic() + 60
         while prefill(cluster).engine_restarts == 0 or prefill(cluster).state != "ready":

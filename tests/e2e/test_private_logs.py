@@ -42,6 +42,7 @@ def test_logs_have_neither_prompts_nor_tokens(tmp_path: Path, capfd: pytest.Capt
         ask(cluster.target, TOKEN, temperature=-1.0)
         ask(cluster.target, TOKEN, prompt=[*PROMPT_IDS, 10**6])
         ask(cluster.target, TOKEN, max_tokens=10**5)
+        ask(cluster.target, TOKEN, structured_outputs={"regex": f"{PROMPT} (("})
         ask(cluster.target, TOKEN, max_tokens=500, ignore_eos=True, timeout_s=0.05)
         with Client(cluster.target, token=TOKEN) as client:
             with client.generate(PROMPT, max_tokens=500, ignore_eos=True, salt=SALT) as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import psutil
 import pytest
 
 from kv_transfer.sender import KVSender
-from ops.launch.service import Service
 from pdserve import Client
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
@@ -162,39 +162,68 @@ def _holds(path: Path, needles: list[bytes]) -> bool:
     return any(needle in content for needle in needles)
 
 
-# Not among the tests of clusters, whose hosts are children of the tests' process: Ray ends the children of a process
-# that leaves it.
+SERVICE = """
+import json, sys
+from ops.launch.preparation import prepare
+from pdserve.core.config import PdserveConfig
+
+prepared = prepare(PdserveConfig.parse(json.loads(sys.argv[1])))
+prepared.head.begin()
+from ops.launch.service import Service
+from ray._private.state import actors
+
+told = []
+service = Service(prepared, told.append, told.append)
+try:
+    service.start()
+    secret = service._secret.hex()
+    shown = [*told, repr(actors())]
+    print(json.dumps({"secret": secret, "shown": shown, "folder": str(prepared.head.folder)}), flush=True)
+    sys.stdin.read()
+finally:
+    service.stop()
+"""
+"""Starts a service as the supervisor does, and tells what the supervisor never tells."""
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_a_service_on_ray_shows_its_secret_nowhere() -> None:
-    """In no command line, environment, log or other file of Ray's session, and not in what Ray tells of its actors."""
-    from ray._private.state import actors
-
+def test_a_service_on_ray_shows_its_secrets_nowhere() -> None:
+    """The service's secret and its Ray's token are in no command line, environment, log or other file of Ray's session,
+    and not in what Ray tells of its actors."""
     port = free_port()
-    settings = {**SETTINGS, "gateway": {"host": "127.0.0.1", "port": port, "http_port": 0}}
-    config = PdserveConfig.parse({**settings, "cluster": {"prefill": 1, "decode": 1, "oversubscribe": True}})
-    told: list[str] = []
-    service = Service(config, told.append, told.append)
-    secret = service._secret
-    needles = [secret.hex().encode(), bytes.fromhex(secret.hex())]
-    service.prepare()
-    service.start()
-    try:
+    settings = {
+        **SETTINGS,
+        "gateway": {"host": "127.0.0.1", "port": port, "http_port": 0},
+        "cluster": {"prefill": 1, "decode": 1, "oversubscribe": True},
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVICE, json.dumps(settings)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        told = json.loads(supervisor.stdout.readline())
+        folder, secret = Path(told["folder"]), str(told["secret"])
+        token = (folder / "auth_token").read_text()
+        assert len(token) == 64
         with Client(f"127.0.0.1:{port}") as client:
             status = client.status()
             assert client.generate(PROMPT, max_tokens=4, mode="pd").result().attempts == 1
-        assert secret.hex() not in repr(status)
-        assert secret.hex() not in "".join(told)
-        shown = repr(actors())  # what Ray's dashboard has of actors
-        assert "DecodeWorkerActor" in shown
-        assert secret.hex() not in shown
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        assert any("DecodeWorkerActor" in " ".join(process.cmdline()) for process in family)
-        for process in family:
+        assert "DecodeWorkerActor" in told["shown"][-1]  # what Ray's dashboard has of actors
+        shown = [repr(status), *told["shown"]]
+        process = psutil.Process(supervisor.pid)
+        family = [process, *process.children(recursive=True)]
+        assert any("DecodeWorkerActor" in " ".join(each.cmdline()) for each in family)
+        for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                assert secret.hex() not in " ".join([*process.cmdline(), *process.environ().values()])
-        files = [path for path in Path(service.ray_folder).rglob("*") if path.is_file()]
+                shown += [*each.cmdline(), *each.environ().values()]
+        assert not [text for text in shown if secret in text or token in text]
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != "auth_token"]
         assert any("worker" in path.name for path in files)
+        needles = [secret.encode(), bytes.fromhex(secret), token.encode()]
         assert not [path for path in files if _holds(path, needles)]
-    finally:
-        service.stop()
+        supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 0

@@ -17,6 +17,7 @@ import pytest
 
 from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client
+from pdserve.core.errors import PdserveError
 from tests.e2e.conftest import RunningService
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -208,11 +209,35 @@ def test_a_killed_engine_or_worker_is_started_again(service: RunningService, whi
     wait_all_free(service.target)
 
 
+def test_a_killed_gateway_refuses_nothing_once_it_is_back(service: RunningService) -> None:
+    """Its workers have not reported to it yet when it listens again."""
+    with Client(service.operator) as operator:
+        psutil.Process(operator.status().pid).kill()
+    deadline_s, answered = time.monotonic() + 120, False
+    errors: list[str] = []
+    while not answered:
+        assert time.monotonic() < deadline_s, errors
+        try:
+            with Client(service.target) as client:
+                stream = client.generate([8] * 20, max_tokens=3, ignore_eos=True, timeout_s=60, mode="pd")
+                answered = len(stream.result().token_ids) == 3
+        except PdserveError as error:
+            errors.append(str(error))
+            time.sleep(0.02)
+    # All that failed is what did not reach a gateway.
+    unreachable = (f"the service at {service.target} is not available", f"nothing answers at {service.target}")
+    assert not [error for error in errors if not error.startswith(unreachable)]
+    wait_all_free(service.target)
+
+
 def test_port_in_use(service: RunningService) -> None:
     answer = service.cli.run("up", "--port", str(service.port), "--detach")
     assert answer.returncode != 0
-    assert "gateway.port" in answer.stderr
-    assert "Traceback" not in answer.stderr
+    assert answer.stderr.strip() == (
+        f"error: gateway.port: a service of yours (process {service.supervisor.pid}, ready; see `pdserve list`) uses "
+        f"port {service.port}; choose another with --port, "
+        f"or end it with `pdserve down --target localhost:{service.port}`"
+    )
 
 
 def test_down_leaves_nothing(service: RunningService) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.kernels.cpu_attention import CPUAttention
-from engine.messages import EngineEvent, KVEvent, KVRole, Step, Submit, TokenOut
+from engine.messages import EngineEvent, KVEvent, KVRole, Rejected, Step, Submit, TokenOut
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
@@ -106,10 +106,13 @@ class Outbox:
 
     tokens: dict[str, list[TokenOut]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
 
     def send(self, *events: EngineEvent) -> None:
-        """Note the tokens."""
+        """Note the tokens, and why requests were rejected."""
         for event in events:
+            if isinstance(event, Rejected):
+                self.rejected[event.attempt_id] = event.message
             if isinstance(event, Step):
                 self.steps.append(event)
                 for token in event.tokens:

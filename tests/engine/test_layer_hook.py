@@ -30,7 +30,7 @@ def hook_of(
     connector = TransferConnector(FakeClock(), LAYOUT, groups)
     for name in ("a", "b"):
         role = KVRole.PUSH if name in pushed else KVRole.LOCAL
-        connector.allocate(Sequence.from_submit(submit(name, role, [1] * 4096, 9), 0, ()), 0)
+        connector.allocate(Sequence.from_submit(submit(name, role, [1] * 4096, 9), 0, 0.0, ()), 0)
     told: list[Computed] = []
     return connector.layer_hook(parts, told.append), told
 

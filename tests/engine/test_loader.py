@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import engine.process.build
 from engine.model.folder import check_weight_files, tokenizer_note
 from engine.model.loader import check_weights, load_weights
 from engine.model.source import ModelSource, resolve_model
 from engine.model.tensor_names import named_tensors as all_tensors
 from engine.model.weights import ModelWeights
+from engine.spec import EngineSpec
 from pdserve.core.errors import ModelError
 from tests.local_cluster import ROOT
 from tests.random_models import save_random
@@ -169,6 +176,105 @@ def test_the_hash_tells_weights_apart_and_nothing_else(folder: Path) -> None:
     _store(moved, tensors)
     assert resolve_model(str(moved)).model_hash() != before
     moved.rename(folder)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A folder with a model in two files of 5 MiB."""
+    config = {
+        "model_type": "llama", "vocab_size": 5000, "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    }  # fmt: skip
+    save_random(tmp_path, config, seed=5)
+    tensors = _edit(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {name: f"model-{1 + ('lm_head' not in name)}-of-2.safetensors" for name in tensors}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def _flip(path: Path, offset: int) -> None:
+    """Change one bit of a file in place, and set its times back."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+
+
+def _middles(path: Path) -> list[int]:
+    """The offsets of the bytes in the middle of each tensor."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    places = [about["data_offsets"] for name, about in header.items() if name != "__metadata__"]
+    return [8 + size + (start + end) // 2 for start, end in places]
+
+
+def test_the_hash_changes_with_any_byte_of_any_file(shards: Path) -> None:
+    """Also where the times of the file do not."""
+    draw = random.Random(7)
+    source = resolve_model(str(shards))
+    seen = {source.model_hash()}
+    num_flips = 0
+    for path in source.weight_files():
+        size = path.stat().st_size
+        assert size > 5e6
+        for offset in (0, 8, size - 1, *_middles(path), *(draw.randrange(size) for _ in range(40))):
+            _flip(path, offset)
+            num_flips += 1
+            seen.add(source.model_hash())
+            assert len(seen) == 1 + num_flips, (path.name, offset)
+            _flip(path, offset)
+            assert source.model_hash() in seen
+            assert len(seen) == 1 + num_flips
+
+
+def test_the_hash_is_the_same_on_every_host(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Places, times and inodes differ between hosts."""
+    copy = tmp_path_factory.mktemp("another") / "model"
+    shutil.copytree(shards, copy, copy_function=shutil.copyfile)
+    assert resolve_model(str(copy)).model_hash() == resolve_model(str(shards)).model_hash()
+
+
+def _replace(path: Path) -> None:
+    """Put another file in the place of one, of the same size and with the same times."""
+    status = path.stat()
+    new = path.with_suffix(".new")
+    shutil.copyfile(path, new)
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    new.rename(path)
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "written": lambda path: _flip(path, 3_000_000),
+    "replaced": _replace,
+    "deleted": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("number", [0, 1])
+def test_weights_that_change_while_they_are_loaded_are_refused(
+    shards: Path, change: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After they were hashed: the hash would be of other weights than those in use."""
+    path = resolve_model(str(shards)).weight_files()[number]
+
+    def load(source: ModelSource, *arguments: Any, **more: Any) -> ModelWeights:
+        weights = load_weights(source, *arguments, **more)
+        CHANGES[change](path)
+        return weights
+
+    monkeypatch.setattr(engine.process.build, "load_weights", load)
+    monkeypatch.setattr(torch, "set_num_interop_threads", lambda _: None)  # which works once in a process
+    with pytest.raises(ModelError, match=rf"{path.name}: (was changed while it was loaded; start again|missing)"):
+        engine.process.build.build_engine(EngineSpec(str(shards), "float32", num_blocks=4), memory_fd=-1)
 
 
 def test_end_tokens_of_the_generation_config_count_too(folder: Path) -> None:

@@ -21,7 +21,7 @@ from engine.model.token_logprobs import likeliest_by_key, logprob_tensors
 from engine.scheduling.batch import PENDING, ScheduledSeq
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, StructuredOutputs
 
 VOCABULARY = 5000
 KINDS = {
@@ -31,9 +31,22 @@ KINDS = {
     "top_k": SamplingParams(temperature=0.7, top_k=20, min_p=0.1),
     "penalties": SamplingParams(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2),
     "bias": SamplingParams(temperature=0.0, logit_bias={3: 100.0, 4: -100.0}),
+    "structured": SamplingParams(temperature=0.7, structured_outputs=StructuredOutputs("regex", "[a-z]+")),
     "logprobs": SamplingParams(temperature=0.0, logprobs=5),
     "own_logprob": SamplingParams(temperature=0.0, logprobs=0),
 }
+
+
+class AnyToken:
+    """Matches all outputs."""
+
+    error = ""
+
+    def append(self, token_id: int) -> None:
+        """Nothing."""
+
+    def mask(self) -> bytes:
+        return bytes([255]) * 1000
 
 
 class WaitingCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,7 +81,7 @@ def one_launch(
 @pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), [*KINDS]], ids=[*KINDS, "all"])
 def test_sampling_never_waits(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     params = [KINDS[kind] for kind in kinds] * 2
-    histories = [TokenHistory([1, 2, 3], 2) if p.penalises else None for p in params]
+    histories = [TokenHistory([1, 2, 3], 2, AnyToken()) for _ in params]
     with a_gpu_without_numbers(monkeypatch) as device:
         logits = torch.empty(len(params), VOCABULARY, dtype=torch.bfloat16, device=device)
         drawn = draw_tokens(logits, params, list(range(len(params))), histories, one_launch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -43,7 +45,7 @@ from kv_transfer.pool import Pool
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
 from tests.engine.harness import fill, read, submit
 from tests.planted import delays
-from tests.random_models import greedy_tokens, save_random_model
+from tests.random_models import greedy_tokens, save_random, save_random_model
 
 START_S = 60.0
 TOKENS = 12
@@ -249,6 +251,54 @@ async def test_a_request_that_its_first_token_ends_is_told_of(folder: Path, tmp_
         assert len(await engine.finished("goes-on")) == 2
         assert [event for event in engine.seen if isinstance(event, Finished)] == [Finished("ends", "stop")]
         await engine.until(lambda: engine.idle(64))
+
+
+async def test_blocks_on_disk_of_other_weights_are_not_read(tmp_path: Path) -> None:
+    """Weights that differ in the middle of their file alone, where the embeddings of the prompt's tokens are."""
+    model, cold = tmp_path / "model", tmp_path / "cold"
+    shape = {
+        "model_type": "llama", "vocab_size": 9000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    }  # fmt: skip
+    save_random(model, shape | {"tie_word_embeddings": False}, seed=1)
+    spec = _spec(model, dtype="float32", num_blocks=8, offload_folder=str(cold), offload_disk_bytes=2**26)
+
+    async def served(*attempt_ids: str) -> list[TokenOut]:
+        """The tokens of the prompt. Further attempts are of other prompts, for which the pool has to forget it."""
+        async with _engine(spec) as engine:
+            for number, attempt_id in enumerate(attempt_ids):
+                prompt = [(token + number) % 300 for token in PROMPT]
+                engine.client.send(_submit(attempt_id, KVRole.LOCAL, prompt=prompt, max_tokens=4))
+                await engine.finished(attempt_id)
+            return engine.tokens(attempt_ids[0])
+
+    before = await served("a", "b", "c")
+    assert [token.token_id for token in before] == greedy_tokens(model, PROMPT, 4)
+    again = await served("a")
+    assert (before[0].cached_tokens, again[0].cached_tokens) == (0, 40), "the blocks are not found on disk"
+
+    file = model / "model.safetensors"
+    size, times = file.stat().st_size, file.stat()
+    _negate_rows(file, "model.embed_tokens.weight", 300)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_size == size
+    after = await served("a")
+    assert [token.token_id for token in after] == greedy_tokens(model, PROMPT, 4)
+    assert after[0].cached_tokens == 0
+    assert [token.token_id for token in after] != [token.token_id for token in before]
+
+
+def _negate_rows(file: Path, name: str, count: int) -> None:
+    """Change the first rows of a float32 tensor in place. They are more than a MiB from both ends of the file."""
+    with file.open("rb") as opened:
+        header_size = int.from_bytes(opened.read(8), "little")
+        about = json.loads(opened.read(header_size))[name]
+    start, columns = 8 + header_size + about["data_offsets"][0], about["shape"][1]
+    rows = np.memmap(file, np.float32, "r+", start, (count, columns))
+    assert start - header_size > 2**20
+    assert start + rows.nbytes < file.stat().st_size - 2**20
+    rows *= -1
+    rows.flush()
 
 
 async def test_what_can_never_fit_is_rejected(folder: Path) -> None:

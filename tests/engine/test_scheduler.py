@@ -25,7 +25,7 @@ from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
 from pdserve.core.handoff import FirstToken
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.request import EngineStatus
+from pdserve.core.request import AGED_S, EngineStatus
 from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import submit
 from tests.engine.integrity import check_scheduler
@@ -128,6 +128,9 @@ class Rig:
 
     def busy(self) -> bool:
         return self.scheduler.has_work
+
+    def knows(self, name: str) -> bool:
+        return name in self.scheduler._seqs
 
     @property
     def free(self) -> int:
@@ -577,6 +580,45 @@ def test_waiting_requests_are_admitted_by_priority_then_by_arrival() -> None:
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -3), ("e", 5), ("f", 0)):
         rig.submit(name, 2, 1, priority=priority)
     assert [list(rig.step()[0]) for _ in range(6)] == [["d"], ["a"], ["c"], ["f"], ["b"], ["e"]]
+
+
+def test_a_request_that_has_waited_long_is_not_overtaken_any_more() -> None:
+    """Also one whose prompt is computed chunk by chunk, and one that was preempted."""
+    rig = Rig(max_seqs=1)
+    rig.submit("late", 2, 1, priority=5)
+    rig.submit("later", 2, 1, priority=6)
+    order: list[str] = []
+    for number in range(20):  # steps of a second
+        rig.submit(f"early-{number}", 2, 1)
+        order += rig.step()[0]
+    early = [f"early-{number}" for number in range(18)]
+    assert order == [*early[:10], "late", "later", *early[10:]]
+
+    rig = Rig(budget=4, max_seqs=2, max_len=1024, num_blocks=512)
+    rig.submit("late", 40, 1, priority=5)
+    rig.step()
+    for number in range(40):
+        rig.submit(f"early-{number}", 4, 1)
+        computed = rig.step()[0]
+        if number > AGED_S + 1:
+            assert computed.get("late", 0) > 0 or not rig.knows("late")
+    assert not rig.knows("late")
+
+
+def test_a_preempted_request_is_overtaken_for_a_while_only() -> None:
+    rig = Rig(block_size=2, num_blocks=7)
+    rig.submit("late", 3, 8, priority=1)
+    rig.step()
+    rig.submit("a", 3, 8)
+    rig.submit("b", 3, 8)
+    while not rig.scheduler.load().preemptions:
+        rig.step()
+    for number in range(60):
+        rig.submit(f"early-{number}", 3, 4)
+        rig.step()
+        if not rig.knows("late"):
+            break
+    assert AGED_S < number < 40
 
 
 def test_room_for_received_kv_is_made_by_priority() -> None:

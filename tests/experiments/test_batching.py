@@ -22,7 +22,7 @@ from experiments.batching import (
     _capacity,
 )
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Task
+from experiments.engine_alone.program import Built, StepSample, Task
 from experiments.engine_alone.step_case import StepCase
 from experiments.experiment import Bench, Cell
 from experiments.load import Load, Outcome
@@ -234,11 +234,11 @@ async def test_steps_are_measured_in_a_process_of_their_own() -> None:
     core = min(os.sched_getaffinity(0))
     task = Task(model="tiny", device="cpu", core=core, part="steps", repeats=2, seed=0, cases=cases)
     messages = [message async for message in measurements(task)]
-    assert messages[0]["kind"] == "engine"
-    times = [message for message in messages if message["kind"] == "sample"]
-    assert [each["repeat"] for each in times] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [each["case"] for each in times] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert all(each["time_s"] > 0 for each in times)
+    assert isinstance(messages[0], Built)
+    times = [message for message in messages if isinstance(message, StepSample)]
+    assert [each.repeat for each in times] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [each.case for each in times] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert all(each.time_s > 0 for each in times)
 
 
 def test_the_steps_cell_has_every_round_of_every_step() -> None:

@@ -90,10 +90,12 @@ def test_the_report_counts() -> None:
     assert set(plain["by_mode"]) == {"pd", "colocated"}
     assert plain["itl_ms"]["count"] == 4
     assert plain["e2e_ms"]["max"] == pd.total_ms
-    assert plain["added_ms"]["ttft"] == 0
+    assert plain["added_ms"]["ttft"] == {"median": 0.0, "lo": None, "hi": None, "n": 1}
     assert pd.ttft_decode_ms is not None
     assert colocated.ttft_decode_ms is not None
-    assert report.added_ms(Figure.TTFT_DECODE) == pd.ttft_decode_ms - colocated.ttft_decode_ms == 1.5
+    added = report.added_ms(Figure.TTFT_DECODE)
+    assert added is not None
+    assert added.value == pd.ttft_decode_ms - colocated.ttft_decode_ms == 1.5
     assert replace(report, paired=False).added_ms(Figure.TTFT_DECODE) is None
     assert plain["refused"] == {"requests": 1, "retry_after_ms": None}
     assert (plain["partial"], plain["planned"]) == (False, 4)

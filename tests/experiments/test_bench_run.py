@@ -20,6 +20,7 @@ from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw
 from experiments.workloads.lengths import Fixed
 from experiments.workloads.synthetic import Synthetic
+from ops.launch.state import last_report
 from pdserve import AsyncClient
 from tests.local_cluster import local_cluster
 from tests.pdserve.scripted_service import ScriptedService
@@ -56,9 +57,9 @@ def test_the_figures_of_a_run() -> None:
     assert pd["total_tokens_per_s"] == 5.0
     assert pd["goodput"] == {"requests_per_s": 0.25, "share": pytest.approx(1 / 3)}
     assert pd["stages_ms"]["ttft"] == {"prefill": 29.0, "network": 1.0}
-    assert summary["added_ms"]["ttft"]["mean"] == pytest.approx(7.5)
+    assert summary["added_ms"]["ttft"]["median"] == pytest.approx(7.5)
     assert (summary["partial"], summary["leaked_blocks"], summary["slo_ms"]) == (False, 0, {"ttft": 25.0})
-    assert summary["failed"] == ["pd: 1 requests failed"]
+    assert summary["failed"] == ["pd: 1 request failed, first with WorkerLost: gone"]
 
 
 def test_an_open_loop_is_judged_from_when_requests_were_due() -> None:
@@ -109,6 +110,15 @@ def test_a_report_is_drawn_once(tmp_path: Path, pdserve: Any, monkeypatch: pytes
     assert " ".join(ran.out.split()).startswith(folder.summary["answer"])
 
 
+def test_stages_are_in_the_order_of_their_table_whichever_request_came_first() -> None:
+    colocated = {"prefill": 5.0, "first_decode": 3.0, "unattributed": 0.0}
+    pd = {"network": 1.0, "prefill": 5.0, "kv_exposed": 2.0, "first_decode": 3.0, "unattributed": 0.0}
+    rows = [row("auto", index, 20.0, stages_ms={"ttft_decode": stages}) for index, stages in enumerate((colocated, pd))]
+    summary = BenchRun(BenchRunOptions(scheduled=True)).summarise(RunData("bench", {}, {}, (), tuple(rows)))
+    stages_ms = summary["arms"]["auto"]["stages_ms"]["ttft_decode"]
+    assert list(stages_ms) == ["lag", "network", "prefill", "kv_exposed", "first_decode", "unattributed"]
+
+
 def test_a_run_that_was_killed_has_the_rows_so_far() -> None:
     run = RunData("bench", {}, {}, (), (row("auto", 0, 20.0), row("auto", 1, 40.0)))
     kind = BenchRun(BenchRunOptions())
@@ -149,6 +159,7 @@ def test_a_bench_writes_its_folder_and_report_draws_it_again(tmp_path: Path, pds
     assert "requests/s and" in again.out
     assert (folder / "summary.json").read_text() == before
     assert (folder / "report.html").is_file()
+    assert last_report().resolve() == (folder / "report.html").resolve()
 
 
 def test_vllm_names_write_the_folder(tmp_path: Path, pdserve: Any, service: ScriptedService) -> None:
@@ -157,6 +168,7 @@ def test_vllm_names_write_the_folder(tmp_path: Path, pdserve: Any, service: Scri
     assert ran.code == 0, ran.err
     (folder,) = (tmp_path / "bench").iterdir()
     assert f"report      {folder}/report.html" in ran.out
+    assert last_report().resolve() == (folder / "report.html").resolve()
     both = pdserve("bench", *options, "--output", str(tmp_path), "--result-dir", str(tmp_path))
     assert both.code == 2
     assert "output: is the same as --result-dir" in both.err

@@ -21,7 +21,7 @@ FIGURES = {"64": (10.0, 400.0, 79), "256": (20.0, 300.0, 99), "off": (50.0, 200.
 """Gaps of the decoding request, TTFT of the long prompt, and its tokens."""
 
 
-def run_of(repeats: int = 5) -> RunData:
+def run_of(repeats: int = 6) -> RunData:
     cells = [FinishedCell(CALIBRATION, {}, 1.0, {"long_prompt_s": 0.5})]
     rows = []
     for chunk, (itl_ms, ttft_ms, prompt_tokens) in FIGURES.items():

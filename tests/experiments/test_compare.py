@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 from experiments.compare import Comparison, Limit, Missing, compare, flatten, missing, violations
 from experiments.request_row import RequestRow
 from experiments.run_folder import RunFolder
-from experiments.statistics import Interval
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.interval import Interval
 
 
-def run(root: Path, ttft_ms: list[float], summary: dict[str, Any], name: str = "bench") -> RunFolder:
+def run(
+    root: Path, ttft_ms: list[float], summary: dict[str, Any], name: str = "bench", arms: Sequence[str] = ("pd",)
+) -> RunFolder:
     folder = RunFolder.create(root, name, {"model": "tiny", "seed": len(list(root.glob("*/*")))})
     for index, value in enumerate(ttft_ms):
-        folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=index, ttft_ms=value, e2e_ms=2 * value))
-    folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=99, error="WorkerLost: gone"))
+        for arm in arms:
+            folder.append(RequestRow(cell="load", arm=arm, repeat=0, index=index, ttft_ms=value, e2e_ms=2 * value))
+    folder.append(RequestRow(cell="load", arm=arms[0], repeat=0, index=99, error="WorkerLost: gone"))
     folder.write_summary(summary)
     return folder
 
@@ -31,7 +35,7 @@ def test_rows_are_compared_with_an_interval(tmp_path: Path) -> None:
         "cells": [{"cell": "x", "n": 9, "added": {"mean": 3.0, "lo": 2.75, "hi": 3.5, "n": 9}}],
         "goodput_rps": 3.0,
     }
-    found = compare(run(tmp_path, [10.0, 12.0, 11.0], SUMMARY), run(tmp_path, [20.0, 22.0, 21.0], other))
+    found = compare(run(tmp_path, [10.0, 12.0, 11.0] * 2, SUMMARY), run(tmp_path, [20.0, 22.0, 21.0] * 2, other))
     by_key = {each.key: each for each in found}
     assert list(by_key) == ["rows.load.pd.ttft_ms", "rows.load.pd.e2e_ms", "cells.x.added", "goodput_rps"]
     ttft = by_key["rows.load.pd.ttft_ms"]
@@ -118,10 +122,26 @@ def test_the_command(tmp_path: Path, pdserve: Any) -> None:
     assert pdserve("compare", str(b.path), str(a.path), "--limit", "ttft_ms=5").code == 0
 
 
+def test_arms_of_other_names_correspond_where_each_run_has_one(tmp_path: Path, pdserve: Any) -> None:
+    arms = {name: {"arms": {name: {"requests_per_s": value}}} for name, value in (("pd", 4.0), ("colocated", 5.0))}
+    a = run(tmp_path, [10.0, 11.0], arms["pd"])
+    b = run(tmp_path, [20.0, 21.0], arms["colocated"], arms=("colocated",))
+    ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5")
+    assert "note: arm colocated of B is compared with arm pd of A" in ran.err
+    assert "lacks" not in ran.err
+    assert "rows.load.pd→colocated.ttft_ms" in ran.out
+    assert "arms.pd→colocated.requests_per_s" in ran.out
+    assert "worse: rows.load.pd→colocated.ttft_ms: 10.5 became 20.5" in ran.err
+
+    both = run(tmp_path, [10.0, 11.0], arms["pd"], arms=("pd", "colocated"))
+    ran = pdserve("compare", str(a.path), str(both.path))
+    assert "note: arms of A: pd; of B: colocated, pd; compared: pd" in ran.err
+
+
 def test_what_is_missing_or_failed_is_noted(tmp_path: Path, pdserve: Any) -> None:
     a, b = run(tmp_path, [1.0], {**SUMMARY, "more": 1.0}), run(tmp_path, [1.0], {**SUMMARY, "failed": ["x: no token"]})
     ran = pdserve("compare", str(a.path), str(b.path))
-    assert "note: B lacks 1 figures of A, such as more" in ran.err
+    assert "note: figures of A that B lacks: 1, such as more" in ran.err
     assert "note: B failed: x: no token" in ran.err
 
 

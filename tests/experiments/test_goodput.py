@@ -62,12 +62,8 @@ def test_the_best_split_and_its_gain() -> None:
     assert (best["at_rate_per_device"], best["sustained_rate_per_device"]) == (0.5, 0.5)
     assert [point["attainment"]["mean"] for point in best["points"]] == [1.0, 0.8]
     colocated = by_name["3 colocated"]  # the rows of both services together
-    assert colocated["points"][0]["attainment"] == {
-        "mean": 0.9,
-        "lo": 0.8,  # of the two rounds, one met it with 10 of 10 requests and one with 8
-        "hi": 1.0,
-        "n": 2,
-    }
+    # Of the two rounds, one met it with 10 of 10 requests and one with 8: too few for an interval.
+    assert colocated["points"][0]["attainment"] == {"mean": 0.9, "lo": None, "hi": None, "n": 2}
     assert colocated["goodput_rps_per_device"]["mean"] == pytest.approx(0.9 * offered, abs=1e-5)
     assert by_name["1P2D disaggregated"]["sustained_rate_per_device"] == 0.5
     assert summary["best"] == "2P1D disaggregated"
@@ -83,8 +79,8 @@ def test_a_cell_has_figures_of_both_arms() -> None:
     assert (cell["split"], cell["devices"], cell["rate_per_device"], cell["n"]) == ("1P1D", 2, 1.0, 10)
     assert cell["attainment"]["pd"]["mean"] == 0.5
     assert cell["goodput_rps"] == {
-        "pd": {"mean": 1.0, "lo": pytest.approx(0.3, abs=0.21), "hi": pytest.approx(1.7, abs=0.21), "n": 1},
-        "colocated": {"mean": 2.0, "lo": 2.0, "hi": 2.0, "n": 1},
+        "pd": {"mean": 1.0, "lo": None, "hi": None, "n": 1},  # the requests of one round share a queue
+        "colocated": {"mean": 2.0, "lo": None, "hi": None, "n": 1},
     }
     assert cell["arms_ms"]["pd"]["ttft"] == 55.0
     assert cell["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(45.0)

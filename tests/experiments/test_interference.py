@@ -11,6 +11,7 @@ import pytest
 from experiments.interference import ALONE_BUSY, ALONE_IDLE, PD, Interference, InterferenceOptions
 from experiments.neighbour_experiment import CALIBRATION
 from experiments.neighbours import CANCELLED, DECODING, LONG
+from experiments.report.page import Picture
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
@@ -30,7 +31,7 @@ ITL_MS = {
 CHUNKS = {"off": ["colocated-off"], "64": ["colocated-64"], "128": ["colocated-128", PD, ALONE_BUSY, ALONE_IDLE]}
 
 
-def run_of(repeats: int = 5, cores: Sequence[str] = ("0", "1"), **changes: Any) -> RunData:
+def run_of(repeats: int = 6, cores: Sequence[str] = ("0", "1"), **changes: Any) -> RunData:
     """Each repeat is a window of 1 s with a decoding request whose gaps are all equal, and one long prompt."""
     cells = [FinishedCell(CALIBRATION, {}, 1.0, {"long_prompt_s": 0.5})]
     rows = []
@@ -58,7 +59,7 @@ def experiment(**options: Any) -> Interference:
 def test_the_ratio_is_the_disaggregated_tail_over_that_of_the_control() -> None:
     summary = experiment().summarise(run_of())
     assert summary["p99_itl_ratio"] == pytest.approx(1.1)
-    assert summary["p99_itl_ratio_interval"] == {"mean": 1.1, "lo": 1.1, "hi": 1.1, "n": 5}
+    assert summary["p99_itl_ratio_interval"] == {"median": 1.1, "lo": 1.1, "hi": 1.1, "n": 6}
     assert summary["p99_itl_ratio_idle"] == pytest.approx(11 / 8)
     assert summary["one_core_per_role"] is True
     assert summary["best_chunk"] == 64
@@ -85,6 +86,18 @@ def test_the_report_names_the_trade_and_all_arms(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {"trade.png", "itl_over_time.png", "itl_distribution.png"}
 
 
+def test_the_trade_shows_the_longest_gap_of_every_arm() -> None:
+    meter, run = experiment(), run_of()
+    summary = meter.summarise(run)
+    trade = meter.report(run, summary).blocks[0]
+    assert isinstance(trade, Picture)
+    _, stall, _, _ = trade.figure.axes
+    assert stall.get_xlabel().startswith("longest gap, ms")
+    dots = {line.get_ydata()[0]: line.get_xdata()[0] for line in stall.lines if line.get_marker() == "o"}
+    served = [name for name, arm in summary["arms"].items() if arm["long_ttft_ms"] and name != ALONE_BUSY]
+    assert dots == {row: ITL_MS[name] for row, name in enumerate(served)}
+
+
 @pytest.mark.parametrize("cores", [("0", "0"), ("0,1", "2"), ("", "")])
 def test_shared_or_several_cores_are_told(cores: Sequence[str]) -> None:
     run, meter = run_of(cores=cores), experiment()
@@ -96,8 +109,8 @@ def test_shared_or_several_cores_are_told(cores: Sequence[str]) -> None:
 def test_failed_requests_and_few_windows_are_told() -> None:
     run, meter = run_of(2, error="WorkerLost: gone"), experiment()
     summary = meter.summarise(run)
-    assert f"{PD}: 2 requests failed" in summary["failed"]
-    assert any("fewer than five" in caveat for caveat in meter.report(run, summary).caveats)
+    assert f"{PD}: 2 requests failed, first with WorkerLost: gone" in summary["failed"]
+    assert any("fewer than 6" in caveat for caveat in meter.report(run, summary).caveats)
 
 
 def test_nothing_measured_is_no_error(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_namespaces_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_run_against_a_shaped_service_is_measured_and_redrawn(tmp_path: Path) -> None:
-    given = {"prompt_len": 100, "chunk_tokens": 64, "gbps": "0.05", "pairs": 2, "round_trips_ms": ""}
+    given = {"prompt_len": 100, "chunk_tokens": 64, "gbps": "0.05", "pairs": 2, "pairs_s": 0, "round_trips_ms": ""}
     options = LinkSweepOptions.choose(given)
     folder = RunFolder.create(tmp_path, "link-sweep", options.model_dump(mode="json"))
     with local_cluster({"transfer": {"shape_gbps": 0.05, "shape_round_trip_ms": 4.0}}) as cluster:

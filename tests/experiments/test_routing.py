@@ -162,3 +162,23 @@ def test_a_load_on_a_real_service_finds_what_is_cached(tmp_path: Path) -> None:
     assert [row.error for row in rows] == [None] * len(rows)
     assert {row.arm for row in rows} == {"prefix_affinity"}
     assert sum(row.prefill_cached_tokens for row in rows) > 64 * len(rows) / 2, "most of them found their beginning"
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+def test_the_command_starts_its_service_and_writes_a_report(
+    tmp_path: Path, pdserve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    smallest = "--policies round_robin --rounds 1 --duration-s 1 --rate 8 --workers 2 --prefixes 2 --prefix-blocks 2"
+    ran = pdserve(
+        "experiment", "routing", *smallest.split(), "--own-blocks", "1", "--block-size", "16", "--num-blocks", "64",
+        "--output", str(tmp_path / "results"), "--json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    (policy,) = ran.json["policies"]
+    assert (ran.json["winner"], policy["errors"], ran.json["failed"]) == ("round_robin", 0, [])
+    assert policy["n"] > 0
+    (folder,) = (tmp_path / "results" / "routing").iterdir()
+    assert "round_robin" in (folder / "report.html").read_text()
+    assert not list((tmp_path / "state").glob("pdserve/*.json")), "the service has ended"

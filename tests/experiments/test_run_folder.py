@@ -113,6 +113,14 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         folder.load()
 
 
+def test_the_output_of_a_command_with_one_run_is_that_run(tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path, "bench", {})
+    assert RunFolder.open(tmp_path).path == first.path
+    RunFolder.create(tmp_path, "bench", {})
+    with pytest.raises(InvalidRequest, match=r"^A: .* has 2 runs; name one, such as"):
+        RunFolder.open(tmp_path, "A")
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"not the folder of a run"):
         RunFolder.open(tmp_path)

@@ -191,6 +191,8 @@ def test_a_signal_ends_the_run_and_keeps_what_was_measured(tmp_path: Path, numbe
     outcome = run_experiment(experiment, RunFolder.create(tmp_path, "scripted", {}), Quiet())
     assert outcome.interrupted
     assert outcome.summary is not None
+    assert outcome.summary["answer"].startswith("Interrupted: ")
+    assert outcome.summary is not None
     assert outcome.summary["cells"] == ["0"]
     assert signal.getsignal(number) is before
 
@@ -295,7 +297,7 @@ def test_a_running_service_keeps_its_settings(tmp_path: Path, pdserve: Any) -> N
 def test_an_error_says_how_to_go_on(tmp_path: Path, pdserve: Any) -> None:
     with local_cluster({}) as cluster:
         target = cluster.target
-        arguments = ("--prompt-lens", "16,100000", "--rates", "", "--widths", "", "--pairs", "1")
+        arguments = ("--prompt-lens", "16,100000", "--rates", "", "--widths", "", "--pairs", "1", "--pairs-s", "0")
         assert pdserve("experiment", "added-ttft", "--target", target, "--output", str(tmp_path), *arguments).code == 0
     (folder,) = (tmp_path / "added-ttft").iterdir()
     ran = pdserve("experiment", "added-ttft", "--resume", str(folder))

@@ -1,4 +1,4 @@
-"""Means, intervals, and the order of the arms."""
+"""Means and medians, their intervals, and the order of the arms."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.statistics import Interval, abba, difference_interval, interval_text, mean_interval, percentile
+from experiments.statistics import abba, difference_interval, mean_interval, percentile
+from pdserve.core.interval import MIN_VALUES, Interval, median_interval
 
-VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=MIN_VALUES, max_size=40)
 
 
 @given(VALUES)
 def test_the_interval_holds_the_mean(values: list[float]) -> None:
     interval = mean_interval(values)
     assert interval is not None
-    assert interval.mean == pytest.approx(float(np.mean(values)), abs=1e-6)
-    assert interval.lo <= interval.mean + 1e-6
-    assert interval.mean <= interval.hi + 1e-6
+    assert interval.value == pytest.approx(float(np.mean(values)), abs=1e-6)
+    assert interval.lo <= interval.value + 1e-6
+    assert interval.value <= interval.hi + 1e-6
     assert interval.n == len(values)
 
 
 def test_the_same_values_and_seed_give_the_same_interval() -> None:
-    values = [1.0, 2.0, 4.0, 8.0]
+    values = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     assert mean_interval(values, 3) == mean_interval(values, 3)
 
 
-@pytest.mark.parametrize("n", [5, 8, 30])
+@pytest.mark.parametrize("n", [6, 8, 30])
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says(n: int) -> None:
     draw = np.random.default_rng(5)
     hits = 0
@@ -64,35 +65,40 @@ def test_no_values_have_no_interval() -> None:
 
 
 def test_values_of_a_group_count_once() -> None:
-    """Two rounds in which all requests fared alike say as much as two values, however many requests they had."""
-    values = [0.0] * 50 + [1.0] * 50
-    alone, grouped = mean_interval(values), mean_interval(values, groups=[index // 50 for index in range(100)])
+    """Six rounds in which all requests fared alike say as much as six values, however many requests they had."""
+    values, rounds = [0.0] * 150 + [1.0] * 150, [index // 50 for index in range(300)]
+    alone, grouped = mean_interval(values), mean_interval(values, groups=rounds)
     assert alone is not None
     assert grouped is not None
-    assert grouped.mean == alone.mean == 0.5
-    assert grouped.n == 2
-    assert (grouped.lo, grouped.hi) == (0.0, 1.0)
-    assert alone.hi - alone.lo < 0.3
-    difference = difference_interval(values, [2.0] * 4, groups=([index // 50 for index in range(100)], [0, 0, 1, 1]))
-    assert difference == Interval(1.5, 1.0, 2.0, 2)
+    assert grouped.value == alone.value == 0.5
+    assert grouped.n == 6
+    assert grouped.half_width > 0.4
+    assert alone.half_width < 0.07
+    difference = difference_interval(values, [2.0] * 12, groups=(rounds, [index // 2 for index in range(12)]))
+    assert difference is not None
+    assert (difference.value, difference.n) == (1.5, 6)
+    assert difference.half_width > 0.4
 
 
-def test_an_interval_survives_its_plain_form() -> None:
-    interval = Interval(1.5, 1.25, 2.0, 7)
-    assert Interval.from_dict(interval.to_dict()) == interval
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_too_few_independent_values_have_no_interval_and_say_so(n: int) -> None:
+    values = [float(value) for value in range(40)]
+    rounds = [index % n for index in range(40)]
+    few = (
+        median_interval(values[:n]),
+        mean_interval(values[:n]),
+        mean_interval(values, groups=rounds),
+        difference_interval(values, values, groups=(rounds, rounds)),
+    )
+    for interval in few:
+        assert interval is not None
+        assert (interval.n, interval.known, interval.sign) == (n, False, 0)
+        assert interval.to_dict() == {interval.estimate: interval.value, "lo": None, "hi": None, "n": n}
+        assert f"(n={n}: no interval)" in interval.text()
+        assert Interval.from_dict(interval.to_dict()).text() == interval.text()
 
 
 def test_neither_arm_is_first_more_often() -> None:
     order = abba("a", "b", 8)
     assert [pair[0] for pair in order] == ["a", "b", "a", "b", "a", "b", "a", "b"]
     assert all(set(pair) == {"a", "b"} for pair in order)
-
-
-def test_an_interval_is_written_in_one_way() -> None:
-    interval = Interval(1.234, -0.5, 12.75, 5)
-    assert interval.text() == "+1.23 ms [-0.50, 12.75]"
-    assert interval.text("requests/s", ".1f") == "1.2 requests/s [-0.5, 12.8]"
-    assert interval_text(interval.to_dict(), "+.1f") == "+1.2 [-0.5, 12.8]"
-    assert interval_text(interval.to_dict(), ".0f", factor=100) == "123 [-50, 1275]"
-    assert interval_text(interval.to_dict(), str) == "1.234 [-0.5, 12.75]"
-    assert interval_text(None) == "–"

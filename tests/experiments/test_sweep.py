@@ -115,7 +115,9 @@ def test_a_token_or_byte_that_differs_fails_the_sweep(changes: dict[str, Any], w
 
 
 def test_a_sweep_of_a_running_service_and_its_plots(tmp_path: Path, pdserve: Any) -> None:
-    options = read(tmp_path, "prompt_lens: [32, 70]\nrates: [0, 5]\nrepeats: 2\noutput_len: 4\nduration_s: 1\n")
+    options = read(
+        tmp_path, "prompt_lens: [32, 70]\nrates: [0, 5]\nrepeats: 2\npairs_s: 0\noutput_len: 4\nduration_s: 1\n"
+    )
     folder = RunFolder.create(tmp_path, "sweep", options.model_dump(mode="json"))
     with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
         outcome = run_experiment(Sweep(options), folder, Quiet(), target=cluster.target)

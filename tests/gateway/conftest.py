@@ -201,7 +201,13 @@ StartService = Callable[..., Awaitable[Service]]
 async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
     started: list[Service] = []
 
-    async def start(*workers: str, folder: Path | None = model_folder, **settings: Any) -> Service:
+    async def start(
+        *workers: str,
+        folder: Path | None = model_folder,
+        cache_key: bytes | None = None,
+        restarted: bool = False,
+        **settings: Any,
+    ) -> Service:
         config = PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}, **settings})
         fleet: dict[str, FakeWorker] = {}
         service: Service
@@ -217,6 +223,8 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             connect=connect,
             secret=SECRET,
             version="1.2.3",
+            cache_key=cache_key,
+            restarted=restarted,
         )
         await gateway.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}")

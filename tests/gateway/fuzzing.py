@@ -72,7 +72,7 @@ async def check_alive(service: Service) -> None:
         )
     )
     service.check_idle()
-    assert service.gateway._inference._being_read == 0
+    assert not service.gateway._inference._being_read
     assert not service.gateway._inference._ids.running
     tokens, completion = await service.generate(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(max_tokens=3))
     assert [token.token_id for token in tokens] == list(completion.token_ids) == [8, 9, 10]

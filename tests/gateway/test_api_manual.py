@@ -17,7 +17,7 @@ from pdserve.pb import inference_pb2 as pb
 from tests.gateway.conftest import Service, StartService
 from tests.gateway.fuzzing import PATIENT, ends_soon
 from tests.gateway.http_api.conftest import chat_folder as chat_folder
-from tests.gateway.http_api.conftest import free_port
+from tests.local_cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

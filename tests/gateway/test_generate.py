@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ import pytest
 from gateway.tokenizer import NUM_THREADS
 from pdserve.core.errors import LayoutMismatch, TransferError, WorkerLost
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.timeline import EventKind
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
+from tests.loopback import SECRET
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +67,8 @@ async def test_the_salt_reaches_the_workers_and_their_finds_the_client(start_ser
     service.fleet["p0"].cached_tokens = 4
     _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), salt="tenant")
     assert completion.prefill_cached_tokens == 4
-    assert [request.salt for worker in service.fleet.values() for _, request in worker.requests] == ["tenant"] * 2
+    salt = keyed_salt("tenant", SECRET.cache_key)
+    assert [request.salt for worker in service.fleet.values() for _, request in worker.requests] == [salt] * 2
     message, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, token_ids=PROMPT, salt="x" * 257)
     assert message.startswith("salt: 257 characters are more than 256")
 
@@ -423,9 +427,9 @@ async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(
             tokenizer._threads.submit(free.wait, 60.0)
         waiting = service.stub.Generate(pb.GenerateRequest(text="a text of many characters"))
         first = asyncio.create_task(waiting.read())
-        await service.until(lambda: service.gateway._inference._being_read == 1)
+        await service.until(lambda: service.gateway._inference._being_read.total() == 1)
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "1 requests are waiting" in (await refused(service, code, text="another text of many characters"))[0]
+        assert "1 request is waiting" in (await refused(service, code, text="another text of many characters"))[0]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await first
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -434,3 +438,27 @@ async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(
         free.set()
     await service.generate(text="a text of many characters", sampling=pb.Sampling(max_tokens=1))
     service.check_idle()
+
+
+async def test_a_storm_of_cancels_leaves_no_error_unretrieved(
+    start_service: StartService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls that are cancelled while the reason of their failure is being sent."""
+    service = await start_service("p0", "d0", router={"max_attempts": 1, "heartbeat_timeout_s": 60.0})
+
+    async def call(number: int) -> None:
+        stream = service.stub.Generate(
+            pb.GenerateRequest(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=9), mode=pb.MODE_PD)
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            await stream.read()
+            await asyncio.sleep(0.0005 * (number % 20))
+        stream.cancel()
+
+    for _ in range(4):
+        service.fleet["d0"].fail("decode_step", *[TransferError("broken")] * 100)
+        await asyncio.gather(*(call(number) for number in range(100)))
+        await service.until(lambda: service.is_idle)
+        gc.collect()
+        await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import pytest
 
+from gateway.inference import OutputToken
 from gateway.load_meter import SHARES, GatewayLoad, LoadMeter, within_objective
 from gateway.scaling_report import ScalingReport
+from gateway.submission import Submission
 from pdserve.core.clock import FakeClock
 from pdserve.core.config import SloConfig
+from pdserve.core.request import Mode
+from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from router.worker_view import WorkerView
@@ -51,12 +56,31 @@ def test_looks_tell_what_is_in_use_and_what_is_waited_for() -> None:
     meter.look(workers, D)
     meter.look(workers[:1], None)
     before = meter.load()
-    assert (before.looks, before.workers) == (2, {P: 1, D: 0})
+    assert (before.looks, before.samples[P].ready, before.samples[D].ready) == (2, 3, 2)
     assert (before.samples[P].load, before.samples[P].short) == (1.5, 0)
     assert before.samples[D].load == pytest.approx((0.6 + 0.5) / 2), "the larger of blocks and places"
     assert (before.samples[D].running, before.samples[D].short) == (3.0, 1)
     meter.look(workers, P)
     assert before.looks == 2, "what was given does not change"
+
+
+async def test_what_clients_do_does_not_count(start_service: StartService) -> None:
+    """A client that sends its request, or reads its answer, slowly makes no figure of the service worse."""
+    slo = {"slo": {"ttft_ms": 1500, "itl_ms": 1500}}
+    service = await start_service("p0", "d0", router={**slo, "max_unread_tokens": 4, "heartbeat_timeout_s": 60})
+    inference = service.gateway._inference
+    caller = inference.identify("")
+    submission = Submission(prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=12, temperature=0.0), mode=Mode.PD)
+    with inference.admission(caller, None) as arrival:
+        await asyncio.sleep(2.0)  # its body comes slowly
+        async with aclosing(inference.generate(submission, arrival)) as outputs:
+            async for output in outputs:
+                if isinstance(output, OutputToken) and output.index in (0, 6):
+                    await asyncio.sleep(2.0)
+    assert len(service.fleet["p0"].requests) > 1, "it was paused meanwhile"
+    load = service.gateway.load()
+    assert within_objective(load.ttft)[1] == within_objective(load.itl)[1] == 0
+    assert within_objective(load.ttft)[0] == 1
 
 
 async def test_requests_are_counted_from_their_call_on(start_service: StartService) -> None:
@@ -69,7 +93,7 @@ async def test_requests_are_counted_from_their_call_on(start_service: StartServi
     await service.until(lambda: service.gateway.load().samples[P].load)
     load: GatewayLoad = service.gateway.load()
     assert (load.waiting, load.overdue, load.decoding, load.first_tokens) == (1, 0, 0, 0)
-    assert load.workers == {P: 1, D: 1}
+    assert load.samples[P].ready == load.samples[D].ready == load.looks
     running.cancel()
     await service.until(lambda: not service.gateway.load().waiting)
     service.fleet["p0"].hangs = set()

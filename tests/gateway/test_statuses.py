@@ -14,6 +14,8 @@ TREE = {
     "InvalidRequest": "INVALID_ARGUMENT",
     "DuplicateRequest": "INVALID_ARGUMENT",
     "UnknownModel": "INVALID_ARGUMENT",
+    "HostNotAllowed": "INVALID_ARGUMENT",
+    "UnsupportedMediaType": "INVALID_ARGUMENT",
     "BodyTooLarge": "INVALID_ARGUMENT",
     "BodyIncomplete": "INVALID_ARGUMENT",
     "Unauthenticated": "UNAUTHENTICATED",

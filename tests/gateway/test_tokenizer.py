@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import processors
 
-from gateway.tokenizer import IN_THREAD_CHARACTERS, Tokenizer, load_tokenizer
-from pdserve.core.errors import ModelError
+from gateway.tokenizer import IN_THREAD_CHARACTERS, NUM_THREADS, PIECE_CHARACTERS, Tokenizer, load_tokenizer
+from pdserve.core.errors import InvalidRequest, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +33,34 @@ def build(model_folder: Path, tmp_path: Path) -> Callable[..., Tokenizer]:
     return make
 
 
+async def test_a_client_with_many_long_texts_does_not_keep_others_from_the_threads(
+    build: Callable[..., Tokenizer],
+) -> None:
+    tokenizer = build(None)
+    order: list[str] = []
+    may_end = threading.Event()
+    encode = tokenizer.encode
+
+    def slow(text: str, *args: Any, **options: Any) -> tuple[int, ...]:
+        order.append(text[:4])
+        may_end.wait(60)
+        return encode(text, *args, **options)
+
+    tokenizer.encode = slow  # type: ignore[method-assign]
+    long = "x" * IN_THREAD_CHARACTERS
+    many = [asyncio.create_task(tokenizer.encode_async(f"many{long}", client="many")) for _ in range(20)]
+    await asyncio.sleep(0)
+    one = asyncio.create_task(tokenizer.encode_async(f"one {long}", client="one"))
+    await asyncio.sleep(0)
+    many[3].cancel()
+    may_end.set()
+    await one
+    assert order.index("one ") <= NUM_THREADS, "it comes after the texts that the threads had"
+    await asyncio.gather(*many, return_exceptions=True)
+    assert (order.count("many"), order.count("one ")) == (19, 1)
+    assert tokenizer._turns.is_idle, "nothing is kept of clients without texts"
+
+
 @pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "special": True}])
 @pytest.mark.parametrize("template", [True, False])
 def test_bos_comes_once_if_asked_for(build: Callable[..., Tokenizer], bos: object, template: bool) -> None:
@@ -49,6 +80,34 @@ async def test_long_texts_are_encoded_like_short_ones(tokenizer: Tokenizer) -> N
     for text in ("short", "long " * IN_THREAD_CHARACTERS):
         assert await tokenizer.encode_async(text) == tokenizer.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+CONTEXT = 131_072
+
+
+@pytest.mark.parametrize("unit", ["7", "def f(x):\n    return x[0]\n", "日本語", "word "])
+def test_texts_that_are_far_too_long_are_refused_soon(tokenizer: Tokenizer, unit: str) -> None:
+    """Encoding 16 MiB took 12 to 22 s of CPU time, and the refusal 0.3 s."""
+    text = unit * (16 * 2**20 // len(unit.encode()))
+    begun_s = time.process_time()
+    with pytest.raises(InvalidRequest, match=r"^prompt: its first \d+ characters have more tokens than the context of"):
+        tokenizer.encode(text, CONTEXT)
+    assert time.process_time() - begun_s < 4
+
+
+def test_texts_of_long_tokens_are_encoded_as_ever(model_folder: Path, tmp_path: Path) -> None:
+    """Also where a piece, in which tokens are counted, ends within a token."""
+    inner = HFTokenizer.from_file(str(model_folder / "tokenizer.json"))
+    inner.add_tokens([AddedToken("q" * 100, special=False)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert PIECE_CHARACTERS % 100
+    text = "q" * 100 * 10_000
+    ids = tokenizer.encode(text)
+    assert len(ids) == 10_000
+    assert tokenizer.encode(text, 10_000) == ids
+    with pytest.raises(InvalidRequest, match=r"^prompt: 10000 tokens exceed the context of 9999"):
+        tokenizer.encode(text, 9_999)
 
 
 def test_models_without_a_tokenizer(tmp_path: Path) -> None:

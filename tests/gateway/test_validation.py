@@ -136,6 +136,12 @@ def test_every_kind_of_sampling_is_read() -> None:
         ("logit_bias", dict.fromkeys(range(301), 1.0)),
         ("logprobs", 21),
         ("stop_token_ids", range(1025)),
+        ("structured_outputs", pb.StructuredOutputs()),
+        ("structured_outputs", pb.StructuredOutputs(regex="")),
+        ("structured_outputs", pb.StructuredOutputs(regex="a" * (2**16 + 1))),
+        ("structured_outputs", pb.StructuredOutputs(json="[]")),
+        ("structured_outputs", pb.StructuredOutputs(json="{'a': 1}")),
+        ("structured_outputs", pb.StructuredOutputs(json="[" * 60_000)),
     ],
 )
 def test_bad_sampling_names_its_field(tokenizer: Tokenizer, field: str, value: Any) -> None:
@@ -143,9 +149,12 @@ def test_bad_sampling_names_its_field(tokenizer: Tokenizer, field: str, value: A
         read_sampling(submission(sampling=pb.Sampling(**{field: value})), tokenizer)
 
 
-def test_stop_strings_need_a_tokenizer() -> None:
+def test_stop_strings_and_structures_need_a_tokenizer() -> None:
     with pytest.raises(InvalidRequest, match=r"^stop: this model has no tokenizer"):
         read_sampling(submission(sampling=pb.Sampling(stop=["x"])), None)
+    structure = pb.StructuredOutputs(regex="a")
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs: this model has no tokenizer"):
+        read_sampling(submission(sampling=pb.Sampling(structured_outputs=structure)), None)
 
 
 async def test_prompts(tokenizer: Tokenizer) -> None:
@@ -184,13 +193,17 @@ def test_a_message_that_is_none_says_so() -> None:
 
 def test_messages_are_bounded_by_the_context(tokenizer: Tokenizer) -> None:
     assert max_message_bytes(200, tokenizer) == 2**20
+    sampling = pb.Sampling(
+        stop=["😀" * 1024] * 16,
+        stop_token_ids=[2**32 - 1] * 1024,
+        logit_bias={2**32 - 1: 1},
+        structured_outputs=pb.StructuredOutputs(regex="😀" * 2**16),
+    )
     for length in (10**5, 10**6):
-        longest = message(
-            text="\n" * (length * tokenizer.longest_token_bytes),
-            sampling=pb.Sampling(stop=["😀" * 1024] * 16, stop_token_ids=[2**32 - 1] * 1024, logit_bias={2**32 - 1: 1}),
-        ).ByteSize()
+        text = "\n" * (length * tokenizer.longest_token_bytes)
+        longest = message(text=text, sampling=sampling).ByteSize()
         assert longest < max_message_bytes(length, tokenizer) < 3 * longest
-        ids = message(token_ids=pb.TokenIds(ids=[2**32 - 1] * length)).ByteSize()
+        ids = message(token_ids=pb.TokenIds(ids=[2**32 - 1] * length), sampling=sampling).ByteSize()
         assert ids < max_message_bytes(length, None) < 3 * ids
 
 

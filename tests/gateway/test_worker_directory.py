@@ -13,11 +13,12 @@ import pytest
 from pdserve.core.block_update import SNAPSHOT, BlockUpdate, pack
 from pdserve.core.errors import LayoutMismatch, TransferTimeout
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.prefix_digests import PrefixDigests
+from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import FakeWorker, fake_info
 from tests.gateway.conftest import PROMPT, call_error, settle
+from tests.loopback import SECRET
 from worker.messages import Beat, BeatAnswer, encode
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ async def test_announced_blocks_lead_requests_to_the_workers_that_have_them(star
     service = await start_service("p0", "p1", "d0", "d1", router={"policy": "prefix_affinity"})
     await service.until(lambda: all(len(service.peers_of(name)) == 2 for name in ("p0", "p1")))
     prompt = list(range(13))
-    hashes = list(PrefixDigests("s", 4).hashes(prompt))
+    hashes = list(PrefixDigests(keyed_salt("s", SECRET.cache_key), 4).hashes(prompt))
 
     async def ran_on() -> tuple[str, str]:
         _, done = await service.generate(

@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gateway.chat_template import load_chat_template
+
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 END_OF_TEXT = "<|endoftext|>"
 
@@ -45,6 +47,7 @@ def greedy(model: Any, tokenizer: Any, prompt: str, tokens: int) -> list[int]:
 def test_the_folder_is_complete_and_small() -> None:
     wanted = {
         "README.md",
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -126,6 +129,20 @@ def test_a_greedy_completion_reads_like_text(model: Any, tokenizer: Any, prompt:
     letters = sum(character.isalpha() for character in completion)
     assert printable >= 0.95 * len(completion) > 0
     assert letters >= 0.3 * len(completion)
+
+
+def test_a_chat_becomes_questions_and_answers(tokenizer: Any) -> None:
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " What is a list? "},
+        {"role": "assistant", "content": " A sequence."},
+        {"role": "user", "content": "And a dict?"},
+    ]
+    text = "Be brief.\n\nQ: What is a list?\n\nA: A sequence.\n\nQ: And a dict?\n\nA:"
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == text
+    ours = load_chat_template(FOLDER)
+    assert ours is not None
+    assert ours.render(chat) == text
 
 
 def test_it_ends_a_text(model: Any, tokenizer: Any) -> None:

@@ -85,6 +85,24 @@ def test_the_token_comes_from_the_file_or_the_environment(
         assert ran.err == f"error: --token-file: {tmp_path / path} {message}{' or directory' if path == 'no' else ''}\n"
 
 
+def test_the_environment_gives_them_once_for_all_commands(
+    secure: ScriptedService,
+    certificates: Certificates,
+    pdserve: Any,
+    token_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDSERVE_CA", str(certificates.ca))
+    monkeypatch.setenv("PDSERVE_TOKEN_FILE", str(token_file))
+    for command in (("status",), ("generate", "hello")):
+        ran = pdserve(*command, "--target", secure.target)
+        assert ran.code == 0, ran.err
+    assert set(secure.servicer.authorizations) == {"Bearer the-token"}
+    monkeypatch.setenv("PDSERVE_TOKEN_IN_CLEAR", "1")
+    refused = pdserve("status", "--target", "127.0.0.1:1")
+    assert "unencrypted" not in refused.err
+
+
 def test_a_token_does_not_leave_this_host_unencrypted(pdserve: Any, token_file: Path) -> None:
     for command in COMMANDS:
         ran = pdserve(*command, "--target", "192.0.2.1:7", "--token-file", str(token_file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -10,10 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from ops.cli.config import documented_defaults
+from ops.launch.state import ServiceState
 from ops.waterfall.picture import FORMATS
 from pdserve.core.config import PdserveConfig
 from pdserve.version import VERSION
@@ -90,6 +93,43 @@ def test_the_version_and_short_help(pdserve: Any) -> None:
     assert pdserve("--version").out == f"pdserve {VERSION}\n"
     assert "Usage" in pdserve("-h").out
     assert "Usage" in pdserve("status", "-h").out
+
+
+@pytest.mark.parametrize(
+    ("command", "panels"),
+    [
+        (("bench",), ("Load", "Data", "Connection")),
+        (("generate",), ("Sampling", "Connection")),
+        (("compare",), ()),
+        (("token", "new"), ()),
+    ],
+)
+def test_help_wraps_once_and_has_panels(
+    pdserve: Any, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], panels: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = pdserve(*command, "--help").out
+    assert [title for title in panels if f"╭─ {title} ─" in shown] == list(panels)
+    lines = [line.strip() for line in shown[: shown.index("╭─")].splitlines()]
+    pairs = [(line, after.split()[0]) for line, after in itertools.pairwise(lines) if line and after]
+    early = [line for line, word in pairs if len(line) + len(word) < 76]
+    assert not early, "lines that end before the terminal's width does"
+
+
+def test_list_keeps_model_and_state_on_a_narrow_terminal(
+    pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("ops.cli.options._PIPE_WIDTH", 80)
+    ServiceState(
+        os.getpid(), psutil.Process().create_time(), 50051, "", ray_folder="/tmp/r", target="localhost:50051",
+        model="/models/Meta-Llama-3.1-8B-Instruct", workers="2P2D", phase="stopping", ray_address="127.0.0.1:36421",
+        since_s=1.8e9,
+    ).claim()  # fmt: skip
+    shown = pdserve("list").out
+    assert max(map(len, shown.splitlines())) <= 80
+    for kept in ("localhost:50051", "/models/Meta-Llama-3.1-8B-Instruct", "stopping", "2P2D"):
+        assert kept in shown
 
 
 def test_top_shows_a_look_below_the_other_in_a_pipe(service: ScriptedService, pdserve: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cli.main import main
+from ops.demo import run
 from ops.demo.prompts import demo_prompts
 from ops.demo.report import DemoReport, PairedRound
 from pdserve.core.errors import NotReady
@@ -17,23 +18,26 @@ from pdserve.pb import inference_pb2 as pb
 from tests.ops.made_up import made_up
 from tests.pdserve.scripted_service import ScriptedService
 
-LAST_LINE = {"requests", "failed", "tokens_equal_colocated", "kv_bytes_equal_expected", "unattributed", "leaked_blocks",
-             "added_ttft_ms"}  # fmt: skip
+FINDINGS = {"requests", "failed", "tokens_equal_colocated", "kv_bytes_equal_expected", "unattributed", "leaked_blocks",
+            "rounds", "added_ttft_ms"}  # fmt: skip
 
 
-def demo(service: ScriptedService, png: Path) -> int:
+def demo(service: ScriptedService, png: Path, *options: str) -> int:
     with pytest.raises(SystemExit) as exit_:
-        main(["demo", "--target", service.target, "--png", str(png), "--rounds", "1"])
+        main(["demo", "--target", service.target, "--png", str(png), *options])
     return int(exit_.value.code or 0)
 
 
-def test_the_demo_ends_with_its_findings(
+def test_the_demo_tells_its_findings(
     service: ScriptedService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo(service, tmp_path / "w.png") == 0
-    out = capsys.readouterr().out
-    findings = json.loads(out.splitlines()[-1])
-    assert set(findings) == LAST_LINE
+    assert demo(service, tmp_path / "w.png", "--rounds", "1", "--json") == 0
+    shown = capsys.readouterr()
+    out, findings = shown.err, json.loads(shown.out)
+    assert set(findings) == FINDINGS
+    assert findings["added_ttft_ms"]["ttft_decode"]["n"] == 8
+    assert "added ttft_decode: " in out
+    assert "[" in out.split("added ttft_decode: ")[1].split("median over the prompts")[0]
     assert findings["requests"] == 8
     assert (findings["failed"], findings["leaked_blocks"]) == (0, 0)
     assert findings["tokens_equal_colocated"] is findings["kv_bytes_equal_expected"] is True
@@ -53,8 +57,20 @@ def test_the_demo_fails_when_tokens_or_bytes_differ(
         service.servicer.token_shift[pb.MODE_COLOCATED] = 1
     else:
         service.servicer.lost_bytes = 1
-    assert demo(service, tmp_path / "w.png") == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])[key] is False
+    assert demo(service, tmp_path / "w.png", "--rounds", "1", "--json") == 1
+    assert json.loads(capsys.readouterr().out)[key] is False
+
+
+def test_rounds_that_are_asked_for_are_run_and_others_end_in_time(
+    service: ScriptedService, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "ROUNDS_BUDGET_S", 0.0)
+    assert demo(service, tmp_path / "w.png", "--rounds", "3") == 0
+    out = capsys.readouterr().out
+    assert "3 rounds; medians" in out
+    assert not any(line.startswith("{") for line in out.splitlines())  # JSON only where it is asked for
+    assert demo(service, tmp_path / "w.png") == 0
+    assert "1 of 5 rounds were run in 0 s; --rounds 5 runs all of them" in capsys.readouterr().out
 
 
 def test_prompts_have_very_different_lengths_and_fit() -> None:
@@ -79,9 +95,8 @@ def test_the_report_takes_the_worst_residue_and_the_median_of_pairs() -> None:
     assert good.ok
     shortest = made_up(10).breakdowns[Figure.TTFT]
     assert good.unattributed(Figure.TTFT) == {"ms_max": 0.25, "pct_max": round(25 / shortest.total_ms, 3)}
-    assert good.added_ms(Figure.TTFT) == 0
-    assert good.added_ms(Figure.TTFT_DECODE) == 1.5
-    assert good.to_dict()["added_ttft_ms"] == {"ttft": 0.0, "ttft_decode": 1.5}
+    none = {"lo": None, "hi": None, "n": 2}  # an interval takes six prompts
+    assert good.to_dict()["added_ttft_ms"] == {"ttft": {"median": 0.0, **none}, "ttft_decode": {"median": 1.5, **none}}
 
 
 def test_the_report_is_not_ok_when_anything_is_wrong() -> None:

@@ -1,10 +1,13 @@
-"""Notes and errors of `up`: a converted dtype, a missing tokenizer, and missing weights."""
+"""Notes and errors of `up`: a converted dtype, a missing tokenizer, missing weights, and models that are downloaded."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +20,9 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Role
+from tests.command_line import PDSERVE
 from tests.e2e.conftest import Cli
+from tests.hub_server import Hub, Repo, commit_of, hub_server
 from tests.local_cluster import ROOT, free_port, free_ports, local_cluster
 from tests.ray_nodes import ray_head, ray_node
 from worker.cores import claim_cores
@@ -46,6 +51,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def hub(folder: Path) -> Iterator[Hub]:
+    """A hub that has the embedded model."""
+    with hub_server() as hub:
+        hub.repos["org/model"] = Repo({commit_of("first"): folder}, {"main": commit_of("first")})
+        yield hub
+
+
+@pytest.fixture
 def ports(cli: Cli) -> Iterator[list[int]]:
     """The ports of services to take down."""
     taken: list[int] = []
@@ -63,7 +76,8 @@ def status_of(port: int) -> ServiceStatus:
 @pytest.mark.cluster
 @pytest.mark.ray
 def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folder: Path, ports: list[int]) -> None:
-    """`up` and the status show all notes, and token ids are served."""
+    """`up` and the status show all notes, those on shared cores in one line and as long as they are shared, and token
+    ids are served."""
     (folder / "tokenizer.json").unlink()
     other = PdserveConfig.parse({"cluster": {"cores_per_worker": os.cpu_count()}, "gateway": {"port": free_port()}})
     spec = WorkerSpec(
@@ -73,7 +87,6 @@ def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folde
     ports.append(free_port())
     arguments = ("--model", str(folder), "--oversubscribe", "--port", str(ports[0]), "--detach")
     up = Cli({**cli.env, **NO_BFLOAT16}).run("up", *arguments)
-    claim.close()
     assert up.returncode == 0, up.stderr
     status = status_of(ports[0])
     assert (status.dtype, status.checkpoint_dtype) == ("float32", "bfloat16")
@@ -83,10 +96,16 @@ def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folde
     ):
         assert f"note: {expected}" in up.stderr
         assert any(note.startswith(expected) for note in status.notes), status.notes
-    holder = f"is shared with prefill-0 of the service on port {other.gateway.port} (process {os.getpid()})"
+    holder = rf" with the services? on port [^;]*\b{other.gateway.port}\b"
     for said in (up.stderr.splitlines(), status.notes):
-        told = [line for line in said if holder in line]
-        assert {line.removeprefix("note: ").partition(":")[0] for line in told} == {"prefill-0", "decode-0"}, said
+        (line,) = [line for line in said if "share cores" in line]
+        (told,) = re.findall(rf"[^;:]*{holder}", line)
+        assert re.findall(r"[\w-]+ \(core", told) == ["decode-0 (core", "prefill-0 (core"], said
+    claim.close()
+    deadline_s = time.monotonic() + 60
+    while [note for note in status_of(ports[0]).notes if re.search(holder, note)]:
+        assert time.monotonic() < deadline_s, "the other service has ended"
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
@@ -127,6 +146,71 @@ def test_workers_of_unlike_hosts_agree_before_they_load(cli: Cli, tmp_path: Path
         assert {worker.state for worker in status.workers} == {"ready"}
         assert "auto converts the bfloat16 weights to float32: bfloat16 is emulated on " in up.stderr
         cli.run("down", "--target", f"127.0.0.1:{ports.pop()}")
+
+
+@pytest.mark.cluster
+@pytest.mark.ray
+def test_each_host_downloads_the_commit_that_the_first_one_has(
+    cli: Cli, tmp_path: Path, folder: Path, hub: Hub, ports: list[int]
+) -> None:
+    """The branch has moved since the first host downloaded it. The other one has a cache of its own, without it."""
+    home, first, newer = Path(cli.env["HOME"]), commit_of("first"), commit_of("newer")
+    cache = f"hub/models--org--model/snapshots/{first}/model.safetensors"
+    here, there = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "here")}, str(tmp_path / "there")
+    cli = Cli({**cli.env, **here})
+    assert cli.run("doctor", "--model", "org/model", "--device", "cpu").returncode in (0, 1)
+    assert (tmp_path / "here" / cache).is_file()
+    changed = Path(shutil.copytree(folder, tmp_path / "changed"))
+    (changed / "model.safetensors").write_bytes(b"other weights")
+    hub.repos["org/model"].commits[newer] = changed
+    hub.repos["org/model"].branches["main"] = newer
+    with (
+        ray_head(home, "--num-cpus=1", env=here) as head,
+        ray_node(home, head.address, env={**here, "HF_HOME": there}),
+    ):
+        ports.append(free_port())
+        config = tmp_path / "pdserve.yaml"
+        config.write_text(f"cluster: {{port_base: {free_ports(12)}, device: cpu}}\n")
+        arguments = ("-c", str(config), "--model", "org/model", "--address", head.address, "--nodes", "2")
+        deadline_s = time.monotonic() + 180
+        while (
+            up := cli.run("up", *arguments, "--placement", "spread", "--port", str(ports[0]), "--detach")
+        ).returncode:
+            assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
+            assert time.monotonic() < deadline_s, up.stderr
+        status = status_of(ports[0])
+        assert status.model == "org/model"
+        assert {worker.state for worker in status.workers} == {"ready"}
+        assert (Path(there) / cache).read_bytes() == (folder / "model.safetensors").read_bytes()
+        cli.run("down", "--target", f"127.0.0.1:{ports.pop()}")
+
+
+def test_a_start_that_downloads_can_be_interrupted(cli: Cli, folder: Path, hub: Hub, tmp_path: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.truncate(1_000_000_000)
+    hub.pause_s = 0.3
+    env = {**cli.env, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+    command = [*PDSERVE, "up", "--model", "org/model", "--port", str(free_port())]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as up:
+        assert up.stderr is not None
+        lines = []
+        for line in up.stderr:
+            lines.append(line)
+            if "downloading org/model" in line:
+                up.send_signal(signal.SIGINT)
+        assert up.wait(60) == 130, lines
+    assert "looking for org/model on the Hugging Face Hub" in lines[0]
+    assert re.search(r"downloading org/model: \d+ MB, \d of \d files complete", "".join(lines)), lines
+    assert "the service was asked to stop before it started" in lines[-1]
+
+
+def test_what_a_model_takes_is_told_from_its_config_alone(cli: Cli, hub: Hub, tmp_path: Path) -> None:
+    env = {**cli.env, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+    told = Cli(env).run("model-info", "org/model", "--device", "cpu", "--json")
+    assert told.returncode == 0, told.stderr
+    facts = json.loads(told.stdout)
+    assert (facts["model"], facts["parameters"]) == ("org/model", 4_451_072)
+    assert [path for method, path, _ in hub.asked if method == "GET"] == ["config.json"]
 
 
 def test_without_ray_unlike_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

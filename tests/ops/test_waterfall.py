@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
+from ops.waterfall import picture
 from ops.waterfall.bars import COLORS, WHAT, bars, human_bytes, longest, proof, reused
 from ops.waterfall.picture import save_waterfalls
 from ops.waterfall.terminal import overview, waterfall
@@ -75,7 +77,11 @@ def test_the_overview_fits_eight_requests_into_80_columns() -> None:
         str(generation.prompt_tokens) for generation in generations
     ]
     assert next(line for line in lines if "kv_exposed" in line).split()[-1] == "–"
-    assert sum("┃" in line for line in lines) == len(generations) + 1
+    drawn = [line for line in lines if "█" in line and line.rstrip().endswith(" ms")]
+    assert len(drawn) == 2 * len(generations)
+    for generation, token_1, token_2 in zip(generations, drawn[::2], drawn[1::2], strict=True):
+        assert token_1.split()[1:2] + token_1.split()[-2:-1] == ["1", f"{generation.ttft_ms:.1f}"]
+        assert token_2.split()[0:1] + token_2.split()[-2:-1] == ["2", f"{generation.ttft_decode_ms:.1f}"]
 
 
 def test_proof_says_when_bytes_differ_were_skipped_or_retried() -> None:
@@ -108,6 +114,36 @@ def test_the_picture_is_saved_for_one_and_for_several(tmp_path: Path) -> None:
     for path in (one, several):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert several.stat().st_size > one.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("prefill_ms", [7.0, 700.0])
+def test_the_bars_of_a_figure_end_at_its_mark(prefill_ms: float, tmp_path: Path, monkeypatch: Any) -> None:
+    """Control messages of token 2 take long here: one row of bars would have the prefill reach beyond token 1."""
+    both = made_up()
+    ttft = {"network": 1.0, "dispatch": 1.0, "prefill": prefill_ms, UNATTRIBUTED: 0.0}
+    later = {"network": 9.0, "dispatch": 30.0, "prefill": prefill_ms, "first_decode": 3.0, UNATTRIBUTED: 0.0}
+    breakdowns = {
+        figure: Breakdown(figure, sum(stages.values()), stages, 0.0)
+        for figure, stages in zip(Figure, (ttft, later), strict=True)
+    }
+    totals = [each.total_ms for each in breakdowns.values()]
+    generation = replace(both, breakdowns=breakdowns, ttft_ms=totals[0], ttft_decode_ms=totals[1])
+    ends: list[dict[str, float]] = []
+    marks: list[float] = []
+    draw = picture._draw_panel
+
+    def panel(axes: Any, *rest: Any) -> None:
+        draw(axes, *rest)
+        bars_at = [(each.get_x() + each.get_width(), each.get_y()) for each in axes.patches]
+        prefill = [end for end, y in bars_at if round(y + 0.18) == 2]  # the third stage: network, dispatch, prefill
+        ends.append(dict(zip(("ttft", "ttft_decode"), prefill, strict=True)))
+        marks.extend(line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--")
+
+    monkeypatch.setattr(picture, "_draw_panel", panel)
+    save_waterfalls([generation], tmp_path / "w.png")
+    assert ends == [{"ttft": pytest.approx(prefill_ms + 2.0), "ttft_decode": pytest.approx(prefill_ms + 39.0)}]
+    assert totals[0] == pytest.approx(ends[0]["ttft"])  # token 1 is there when its prefill has ended
+    assert marks == pytest.approx(totals)
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:

@@ -163,11 +163,16 @@ def test_sampling_options_are_sent_as_given(service: ScriptedService) -> None:
             frequency_penalty=0,
             logit_bias={7: -100, 9: 2.5},
         ).result()
+        client.generate("x", structured_outputs={"choice": ["a", 'b"']}).result()
+        with pytest.raises(InvalidRequest, match=r"^structured_outputs: type: unknown; give one of json, .* SCHEMA}$"):
+            client.generate("x", structured_outputs={"type": "object"})
     sent = service.servicer.requests[0].sampling
     assert (sent.min_p, sent.repetition_penalty, sent.presence_penalty) == (0.25, 1.5, -0.5)
     assert sent.HasField("frequency_penalty")
     assert dict(sent.logit_bias) == {7: -100.0, 9: 2.5}
     assert not sent.HasField("logprobs")
+    assert not sent.HasField("structured_outputs")
+    assert service.servicer.requests[1].sampling.structured_outputs.grammar == r'start: "a" | "b\""'
 
 
 def test_logprobs_are_in_the_tokens_and_the_json(service: ScriptedService) -> None:
@@ -409,6 +414,12 @@ async def test_given_up_while_connecting(leave: str) -> None:
         ("x", {"logit_bias": {1: None}}, "logit_bias"),
         ("x", {"logit_bias": {1: 101}}, "logit_bias"),
         ("x", {"logprobs": 21}, "logprobs"),
+        ("x", {"structured_outputs": "a"}, "structured_outputs"),
+        ("x", {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ("x", {"structured_outputs": {"json": {1, 2}}}, "structured_outputs"),
+        ("x", {"structured_outputs": {"regex": "\ud800"}}, "structured_outputs"),
+        ("x", {"structured_outputs": {"json_object": True}, "ignore_eos": True}, "ignore_eos"),
+        ("x", {"structured_outputs": {"json_object": True}, "logit_bias": {1: 100}}, "logit_bias"),
         ("x", {"logprobs": -1}, "logprobs"),
         ("x", {"mode": "sideways"}, "mode"),
         ("x", {"timeout_s": 0}, "timeout_s"),

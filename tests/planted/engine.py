@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from engine.core import ComputedStep, CoreCommand, EngineCore, Outbox, Runner
+from engine.core import ComputedStep, CoreCommand, EngineCore, Outbox, Runner, Structures
 from engine.messages import Abort, KVReady, KVRole, Submit
 from engine.process.loop import main
 from engine.scheduling.batch import LayerHook, ScheduledSeq
@@ -24,9 +24,15 @@ class DelayedCore(EngineCore):
     sleeps where told."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox, run_ahead: bool = False
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        outbox: Outbox,
+        run_ahead: bool = False,
+        structures: Structures | None = None,
     ) -> None:
-        super().__init__(scheduler, _DelayedRunner(runner, self), clock, outbox, run_ahead)
+        super().__init__(scheduler, _DelayedRunner(runner, self), clock, outbox, run_ahead, structures)
         self._delay_s = planted_delays_s()
         self._stage: dict[str, str] = {}
         self._roles: dict[str, KVRole] = {}

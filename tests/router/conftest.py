@@ -45,13 +45,16 @@ class Cluster:
         timeout_s: float = 5.0,
         salt: str = "",
         client: str = "",
+        holder: str = "",
         priority: int = 0,
     ) -> RequestRecord:
         """A request as the gateway hands it to the router."""
         request = Request(
             name, prompt, SamplingParams(max_tokens=max_tokens, seed=1), mode, salt=salt, priority=priority
         )
-        record = RequestRecord(request, Deadline(self.clock.now() + timeout_s, self.clock), client=client)
+        record = RequestRecord(
+            request, Deadline(self.clock.now() + timeout_s, self.clock), client=client, holder=holder
+        )
         record.timeline.record(EventKind.RECEIVED, "gateway", self.clock.now())
         record.timeline.record(EventKind.TOKENIZED, "gateway", self.clock.now())
         return record

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.core.errors import CapacityExceeded, TransferTimeout
-from pdserve.core.request import Mode
+from pdserve.core.request import AGED_S, Mode
+from router.fair_queue import AGED_EVERY
 from router.needs import Needs
 from router.placement import Wait, place
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from router.request_record import RoutedToken
     from tests.router.conftest import Cluster, MakeCluster
 
 SERVICE_S = 0.1
 
 
-async def finish(tasks: list[asyncio.Task[list[int]]]) -> None:
+async def finish(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -62,6 +68,166 @@ async def test_priorities_go_before_turns(make_cluster: MakeCluster) -> None:
     cluster.check_idle()
 
 
+async def test_no_priority_starves_and_the_earliest_keeps_its_share(make_cluster: MakeCluster) -> None:
+    """Requests of an early priority arrive as fast as they are served; a hundred of a later one wait as well."""
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=2_000)
+    cluster.fleet["p0"].delay_s = {"prefill": SERVICE_S}
+    early = start(cluster, 800, client="early", priority=-5)
+    late = start(cluster, 100, client="late")
+    await asyncio.sleep(AGED_S - SERVICE_S)
+    assert not any(task.done() for task in late)
+    await asyncio.sleep(40.0)
+    served = [request for _, request in cluster.fleet["p0"].requests]
+    names = [request.request_id.partition("-")[0] for request in served]
+    since = names.index("late")
+    share = 1 - names[since:].count("early") / len(names[since:])
+    assert 1 / AGED_EVERY - 0.01 < share <= 1 / AGED_EVERY + 0.01
+    # Workers have a queue too: there, one that has aged has the priority of those that it was served with.
+    assert {request.priority for request in served} == {-5}
+    await finish(early)
+    await asyncio.gather(*late)
+    cluster.check_idle()
+
+
+async def test_a_paused_reader_waits_for_its_turn_again_and_is_charged(make_cluster: MakeCluster) -> None:
+    """A client that leaves its outputs unread has its context prefilled again each time that it goes on."""
+    cluster = make_cluster(prefill_backlog_tokens=1, max_unread_tokens=4)
+    record = cluster.record(name="paused", max_tokens=30, client="slow", timeout_s=1e4)
+    generation = cluster.router.generate(record)
+    tokens = aiter(generation)
+    await anext(tokens)
+    await cluster.until(lambda: cluster.aborted("d0") == ["paused"])
+    cluster.fleet["p0"].delay_s = {"prefill": SERVICE_S}
+    others = start(cluster, 40, client="a") + start(cluster, 40, client="b")
+    await asyncio.sleep(0.5 * SERVICE_S)
+    got, pauses = [6], 1
+    for _ in range(20):
+        got.append((await anext(tokens)).token_id)
+        await asyncio.sleep(0.001)  # the worker is ahead of its client
+        pauses = len(cluster.aborted("d0"))
+    assert got == list(range(6, 27))
+    assert pauses > 2
+    assert record.recomputed_tokens >= (pauses - 1) * (5 + 5)
+    names = [request.request_id for _, request in cluster.fleet["p0"].requests]
+    turns = [number for number, name in enumerate(names) if name == "paused"]
+    for since, until in itertools.pairwise(turns[1:]):
+        between = {name[0] for name in names[since + 1 : until]}
+        assert between == {"a", "b"}, names
+    await generation.aclose()
+    await asyncio.gather(*others)
+    cluster.check_idle()
+
+
+async def test_a_client_has_its_share_of_a_full_queue(make_cluster: MakeCluster) -> None:
+    """The one with the most gives way, by its newest requests, until the shares are equal."""
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=12)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    flood = start(cluster, 13, client="flood")  # one runs
+    await cluster.until(lambda: cluster.router.queued == 12)
+    with pytest.raises(CapacityExceeded, match=r"^queue: 12 requests are waiting"):
+        cluster.router.arrived("flood", Counter())
+    cluster.router.arrived("one", Counter())
+    cluster.router.arrived("one", Counter({"flood": 12}))
+    with pytest.raises(CapacityExceeded, match=r"^queue: 12 requests are waiting"):
+        cluster.router.arrived("flood", Counter({"flood": 12}))
+    one = start(cluster, 6, client="one")
+    await cluster.until(lambda: sum(task.done() for task in flood) == 6)
+    assert [task.done() for task in flood] == [False] * 7 + [True] * 6, "the newest"
+    error = flood[-1].exception()
+    assert isinstance(error, CapacityExceeded)
+    assert str(error).startswith(
+        "queue: it is full (router.max_queue, router.max_queue_tokens), and a client with fewer"
+    )
+    assert error.retry_after_s is not None
+    assert cluster.router.queued == 12
+    with pytest.raises(CapacityExceeded, match=r"^queue: 12 requests are waiting"):
+        await cluster.tokens(cluster.record(client="one"))
+    third = start(cluster, 4, client="third")
+    await cluster.until(lambda: cluster.router.queued == 12 and sum(task.done() for task in (*flood, *one)) == 10)
+    assert (sum(task.done() for task in flood), sum(task.done() for task in one)) == (8, 2)
+    assert not any(task.done() for task in third)
+    await finish([*flood, *one, *third])
+    cluster.check_idle()
+
+
+async def test_a_request_is_not_refused_for_one_that_is_refused_as_well(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=4, max_queue_tokens=40)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    flood = start(cluster, 5, client="flood")  # of 9 tokens; one runs
+    await cluster.until(lambda: cluster.router.queued == 4)
+    with pytest.raises(CapacityExceeded, match="have 36 tokens"):
+        await cluster.tokens(cluster.record(client="one", prompt=tuple(range(40))))
+    assert not any(task.done() for task in flood)
+    await finish(flood)
+    cluster.check_idle()
+
+
+async def test_users_of_one_host_have_its_share_of_a_full_queue(make_cluster: MakeCluster) -> None:
+    """They take turns, but whoever makes up users has no more of the queue."""
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=6)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    users = [task for user in "abcdefg" for task in start(cluster, 1, client=user, holder="host")]
+    await cluster.until(lambda: cluster.router.queued == 6)
+    with pytest.raises(CapacityExceeded, match=r"^queue: 6 requests are waiting"):
+        cluster.router.arrived("host", Counter())
+    with pytest.raises(CapacityExceeded, match=r"^queue: 6 requests are waiting"):
+        await cluster.tokens(cluster.record(client="h", holder="host"))
+    one = start(cluster, 1, client="one")
+    await cluster.until(lambda: sum(task.done() for task in users) == 1)
+    assert not one[0].done()
+    await finish([*users, *one])
+    cluster.check_idle()
+
+
+async def test_paused_requests_that_wait_again_take_their_clients_share(make_cluster: MakeCluster) -> None:
+    """They are not refused, and keep nobody out."""
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=4, max_unread_tokens=4)
+    generations = [
+        cluster.router.generate(cluster.record(name=f"slow-{number}", max_tokens=30, client="slow", timeout_s=1e4))
+        for number in range(6)
+    ]
+    readers = [aiter(generation) for generation in generations]
+    for reader in readers:
+        await anext(reader)
+    await cluster.until(lambda: len(cluster.aborted("d0")) == 6)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    (busy,) = start(cluster, 1, client="busy")
+    await asyncio.sleep(0.1)
+
+    async def read_on(reader: AsyncIterator[RoutedToken]) -> None:
+        async for _ in reader:
+            pass
+
+    reading: list[asyncio.Task[Any]] = [asyncio.create_task(read_on(reader)) for reader in readers]
+    await cluster.until(lambda: cluster.router.queued == 6)
+    one = start(cluster, 2, client="one")
+    await cluster.until(lambda: cluster.router.queued == 8)
+    with pytest.raises(CapacityExceeded, match=r"^queue: 4 requests are waiting"):
+        cluster.router.arrived("slow", Counter())
+    assert not any(task.done() for task in (*reading, *one))
+    await finish([busy, *reading, *one])
+    for generation in generations:
+        await generation.aclose()
+    cluster.check_idle()
+
+
+async def test_a_client_has_its_share_of_the_tokens_of_a_full_queue(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue_tokens=120)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    flood = start(cluster, 14, client="flood")  # of 5 + 4 tokens; one runs
+    await cluster.until(lambda: cluster.router.queued == 13)
+    with pytest.raises(CapacityExceeded, match="have 117 tokens"):
+        await cluster.tokens(cluster.record(client="flood"))
+    one = start(cluster, 1, client="one", prompt=tuple(range(40)))  # of 44
+    await cluster.until(lambda: sum(task.done() for task in flood) == 5)
+    assert not one[0].done()
+    with pytest.raises(CapacityExceeded, match="have 116 tokens"):
+        await cluster.tokens(cluster.record(client="one", prompt=tuple(range(40))))
+    assert [task.done() for task in flood] == [False] * 9 + [True] * 5
+    await finish([*flood, *one])
+    cluster.check_idle()
+
+
 async def test_a_retry_goes_before_all_others_of_its_priority(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1)
     cluster.fleet["p0"].delay_s = {"prefill": SERVICE_S}
@@ -77,13 +243,13 @@ async def test_the_queue_is_bounded_by_tokens_too(make_cluster: MakeCluster) -> 
     cluster.fleet["p0"].hangs = {"prefill"}
     tasks = start(cluster, 3)  # of 5 + 4 tokens; one runs
     await cluster.until(lambda: cluster.router.queued == 2)
-    cluster.router.arrived(0)  # of how many tokens is not known yet
+    cluster.router.arrived("", Counter())  # of how many tokens is not known yet
     with pytest.raises(CapacityExceeded, match=r"have 18 tokens, and at most 20 may wait \(router.max_queue_tokens\)"):
         await cluster.tokens(cluster.record())
     tasks += start(cluster, 1, prompt=(1,), max_tokens=1, first=7)
     await cluster.until(lambda: cluster.router.queued == 3)
     with pytest.raises(CapacityExceeded, match="have 20 tokens"):
-        cluster.router.arrived(0)
+        cluster.router.arrived("", Counter())
     await finish(tasks)
     # A request that is larger than the bound waits if it is the only one.
     tasks = start(cluster, 1) + start(cluster, 1, prompt=tuple(range(40)), first=1)

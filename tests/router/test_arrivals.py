@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -92,7 +93,7 @@ async def test_a_request_placed_in_a_burst_waits_or_gives_its_place_back(
 ) -> None:
     cluster = make_cluster()
     for _ in range(arrivals.BURST + 1):
-        cluster.router.arrived(0)
+        cluster.router.was_read()
         compute(0.002)
         await asyncio.sleep(0)
     task = asyncio.create_task(cluster.tokens(cluster.record()))
@@ -124,18 +125,27 @@ async def test_a_full_line_and_prompts_that_wait_to_be_read_refuse_and_bursts_ar
 ) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1, max_queue=max_queue)
     cluster.fleet["p0"].hangs = {"prefill"}
-    with pytest.raises(CapacityExceeded, match=f"{max_queue} requests are waiting"):
-        cluster.router.arrived(max_queue)
+    noted = cluster.router._arrivals
+    with pytest.raises(CapacityExceeded, match=f"{max_queue:,} requests are waiting"):
+        cluster.router.arrived("", Counter({"": max_queue}))
     waiting = [cluster.record(name=f"r{index}") for index in range(max_queue + 1)]
     tasks = [asyncio.create_task(cluster.tokens(record)) for record in waiting]
     await asyncio.sleep(1.0)
     assert cluster.router.queued == max_queue
     for _ in range(arrivals.BURST + 1):
         with pytest.raises(CapacityExceeded):
-            cluster.router.arrived(0)
+            cluster.router.arrived("", Counter())
         compute(0.002)
         await asyncio.sleep(0)
-    assert cluster.router._arrivals.is_burst
+    assert noted.is_burst
+    await noted.settled()
+    await asyncio.sleep(arrivals.HOLD_S * (1 + arrivals.REST_SHARE))
+    for _ in range(arrivals.BURST + 1):  # of a client that waits beside others
+        with pytest.raises(CapacityExceeded):
+            cluster.router.arrived("another", Counter(another=max_queue, others=max_queue))
+        compute(0.002)
+        await asyncio.sleep(0)
+    assert [noted.is_burst] == [False]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

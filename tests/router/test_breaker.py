@@ -12,6 +12,7 @@ from pdserve.core.request import Mode
 from router.breaker import MAX_PAUSE_S, Breaker, BreakerState
 
 if TYPE_CHECKING:
+    from tests.fake_worker import Point
     from tests.router.conftest import Cluster, MakeCluster
 
 LOST = WorkerLost("gone")
@@ -30,7 +31,7 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
     breaker = Breaker(3, 1.0)
     for _ in range(5):
         assert [fail(breaker), fail(breaker)] == [False, False]
-        assert not breaker.succeeded(breaker.begin())
+        breaker.succeeded(breaker.begin())
     assert [fail(breaker), fail(breaker), fail(breaker, TransferTimeout("late"))] == [False, False, True]
     assert (breaker.state, breaker.lets_pass, breaker.pause_s) == (BreakerState.OPEN, False, 1.0)
     assert breaker.explanation == "3 requests in a row failed, so it pauses for 1 s; the last: late"
@@ -42,8 +43,8 @@ def test_requests_that_one_loss_ends_are_one_failure() -> None:
     numbers = [breaker.begin() for _ in range(10)]
     assert [breaker.failed(LOST, number, may_open=True) for number in numbers] == [False] * 10
     assert (breaker.failures, breaker.total["WorkerLost"]) == (1, 10)
-    assert not breaker.succeeded(numbers[0]), "it began before the loss"
-    assert breaker.failures == 1
+    breaker.succeeded(numbers[0])
+    assert breaker.failures == 1, "it began before the loss"
 
 
 def test_pauses_double_and_a_success_ends_them() -> None:
@@ -62,7 +63,16 @@ def test_pauses_double_and_a_success_ends_them() -> None:
     breaker.left(number)
     assert [*passed, breaker.lets_pass] == [False, True], "one probe at a time, and another if it was cancelled"
     assert "gets one request as a probe" in breaker.explanation
-    assert breaker.succeeded(breaker.begin())
+    number = breaker.begin()
+    assert breaker.answered(number)
+    assert (breaker.state, breaker.explanation, breaker.lets_pass) == (BreakerState.CLOSED, "", True)
+    assert not breaker.answered(number)
+    assert fail(breaker), "an answer alone does not end the row of failures"
+    assert breaker.pause_s == MAX_PAUSE_S
+    breaker.half_open()
+    number = breaker.begin()
+    assert breaker.answered(number)
+    breaker.succeeded(number)
     assert (breaker.state, breaker.failures, breaker.explanation, breaker.pause_s) == (BreakerState.CLOSED, 0, "", 0.0)
     fail(breaker)
     assert fail(breaker)
@@ -121,6 +131,27 @@ async def test_a_probe_that_runs_keeps_others_away(make_cluster: MakeCluster) ->
     cluster.check_idle()
 
 
+@pytest.mark.parametrize(("bad", "failing"), [("d0", "decode"), ("p0", "prefill")])
+async def test_a_probe_counts_from_its_first_token(make_cluster: MakeCluster, bad: str, failing: Point) -> None:
+    """A worker does not idle while a probe streams for minutes."""
+    cluster = make_cluster(prefill=2, decode=2, breaker_failures=1, policy="round_robin")
+    cluster.fleet[bad].fail(failing, TransferTimeout("late"))
+    while not cluster.registry.get(bad).breaker.failures:  # type: ignore[union-attr]
+        await run(cluster)
+    await asyncio.sleep(1.1)
+    for worker in cluster.fleet.values():
+        worker.delay_s = {"decode_more": 60.0}
+    probes = [asyncio.create_task(run(cluster, timeout_s=600.0)) for _ in range(2)]  # one of them on each worker
+    await asyncio.sleep(1.0)
+    assert cluster.registry.get(bad).breaker.state is BreakerState.CLOSED  # type: ignore[union-attr]
+    before = len(cluster.fleet[bad].requests)
+    others = [asyncio.create_task(run(cluster, timeout_s=600.0)) for _ in range(4)]
+    await asyncio.sleep(1.0)
+    assert len(cluster.fleet[bad].requests) > before
+    await asyncio.gather(*probes, *others)
+    cluster.check_idle()
+
+
 async def test_the_last_worker_of_a_role_never_pauses(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(max_attempts=20)
     cluster.fleet["d0"].fail("decode", *[TransferTimeout("late")] * 8)
@@ -141,12 +172,13 @@ async def test_the_last_worker_serves_others_while_it_is_probed(make_cluster: Ma
     cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
     assert await run(cluster) == "d1"
     await asyncio.sleep(0.1)
-    cluster.fleet["d0"].hangs = {"decode_more"}
+    cluster.fleet["d0"].hangs = {"decode"}
     long = [asyncio.create_task(run(cluster)) for _ in range(2)]
     await asyncio.sleep(0.05)
     assert cluster.registry.get("d0").state == "failing", "it is probed"  # type: ignore[union-attr]
     cluster.registry.lost("d1")
     assert cluster.registry.get("d0").state == "ready"  # type: ignore[union-attr]
+    cluster.fleet["d0"].hangs = set()
     generation = cluster.router.generate(cluster.record(name="short", max_tokens=2, timeout_s=5.0))
     assert len([token async for token in generation]) == 2
     for each in long:

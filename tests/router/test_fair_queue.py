@@ -23,7 +23,9 @@ class Line:
         """A request that joins; with ``order`` it is a retry."""
         self.count += 1
         needs = Needs(Mode.PD, tokens - 1, 1)
-        waiting = Waiting(self.count if order is None else order, needs, client, priority, patient=order is not None)
+        waiting = Waiting(
+            self.count if order is None else order, needs, client, client, priority, retry=order is not None
+        )
         self.queue.push(waiting)
         return waiting
 
@@ -147,9 +149,9 @@ async def test_whoever_leaves_is_forgotten_and_nobody_is_lost() -> None:
                     served = line.serve()
                     waiting.remove(served)
                     assert served.priority == min([served.priority, *(each.priority for each in waiting)])
-                    older = [w for w in waiting if (w.client, w.priority, w.patient, w.order) < (
-                        served.client, served.priority, served.patient, served.order) and w.client == served.client
-                        and w.priority == served.priority and w.patient == served.patient]  # fmt: skip
+                    older = [w for w in waiting if (w.client, w.priority, w.retry, w.order) < (
+                        served.client, served.priority, served.retry, served.order) and w.client == served.client
+                        and w.priority == served.priority and w.retry == served.retry]  # fmt: skip
                     assert not older
                 case "cancel" if waiting:
                     line.cancel(waiting.pop(draw.randrange(len(waiting))))

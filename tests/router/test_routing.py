@@ -215,6 +215,28 @@ async def test_a_service_that_was_ready_waits_for_its_workers(make_cluster: Make
     cluster.check_idle()
 
 
+@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED])
+async def test_without_patience_it_waits_until_the_deadline(make_cluster: MakeCluster, mode: Mode) -> None:
+    """The only worker of a role may take long to start again, on a busy host minutes."""
+    cluster = make_cluster(patience_s=None)
+    for worker_id in ("p0", "d0"):
+        cluster.registry.lost(worker_id)
+    late = asyncio.create_task(cluster.tokens(cluster.record(mode=mode, timeout_s=300.0)))
+    waiting = asyncio.create_task(cluster.tokens(cluster.record(mode=mode, timeout_s=1000.0)))
+    await asyncio.sleep(299.0)
+    assert not late.done()
+    with pytest.raises(
+        DeadlineExceeded, match=r"^deadline: it passed while waiting for a free worker.*; no .*is ready"
+    ):
+        await late
+    await asyncio.sleep(300.0)
+    for worker_id in ("p0", "d0"):
+        cluster.registry.add(cluster.fleet[worker_id])
+    cluster.beat("p0", fake_links("d0"))
+    assert await waiting == [6, 7, 8, 9]
+    cluster.check_idle()
+
+
 async def test_patience_ends(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(patience_s=0.05)
     cluster.registry.lost("p0")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import worker.kv
 from engine.messages import Command, Computed, KVEvent, Progress, Release, Reserved
 from kv_transfer.transfer import TransferEnded
 from pdserve.core.clock import MonotonicClock
@@ -216,6 +217,23 @@ async def test_a_request_that_is_given_up_leaves_its_hand_off_at_rest(harness: H
     assert not harness.kv._running
 
 
+async def test_a_request_that_is_given_up_again_and_again_leaves_its_hand_off_at_rest(harness: Harness) -> None:
+    handoff = Handoff(1)
+
+    async def serve() -> None:
+        async with harness.kv.begin(handoff) as running:
+            await running.done
+
+    serving = asyncio.create_task(serve())
+    await come(handoff.running)
+    while not serving.done():
+        serving.cancel()
+        await asyncio.sleep(0)
+    assert serving.cancelled()
+    assert handoff.at_rest.is_set()
+    assert harness.engine.told == [Release("r")]
+
+
 async def test_a_request_that_is_given_up_at_once_leaves_its_hand_off_at_rest(harness: Harness) -> None:
     handoff = Handoff(1)
 
@@ -316,6 +334,73 @@ async def test_closing_fails_running_hand_offs(harness: Harness) -> None:
         async with harness.kv.begin(Handoff()):
             raise AssertionError("it begins nothing")
     await harness.kv.aclose()
+
+
+async def test_closing_waits_for_hand_offs_that_are_ending(harness: Harness) -> None:
+    """They are releasing resources; a second cancellation would interrupt that."""
+    handoff = Handoff(1)
+
+    async def serve() -> None:
+        async with harness.kv.begin(handoff) as running:
+            await running.done
+
+    serving = asyncio.create_task(serve())
+    await come(handoff.running)
+    serving.cancel()
+    await asyncio.sleep(0.01)
+    assert not handoff.at_rest.is_set()
+    await harness.kv.aclose()
+    assert handoff.at_rest.is_set()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+
+async def test_closing_goes_on_when_it_is_cancelled(harness: Harness) -> None:
+    """The pool stays mapped until nothing accesses it."""
+    handoff = Handoff(1)
+    async with harness.kv.begin(handoff):
+        await come(handoff.running)
+        closing = asyncio.create_task(harness.kv.aclose())
+        await asyncio.sleep(0)
+        while not closing.done():
+            assert not harness.pool.closed
+            closing.cancel()
+            await asyncio.sleep(0)
+        assert closing.cancelled()
+        assert handoff.at_rest.is_set()
+        assert harness.pool.closed
+        assert not harness.kv._thread.is_alive()
+
+
+async def test_a_request_does_not_wait_for_a_thread_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug blocks the KV loop: its hand-offs end with the incarnation."""
+    harness = Harness()
+    await harness.kv.start("127.0.0.1")
+    monkeypatch.setattr(worker.kv, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker.kv, "JOIN_TIMEOUT_S", 0.1)
+    handoff, hold = Handoff(1), threading.Event()
+    try:
+        async with asyncio.timeout(30):
+            async with harness.kv.begin(handoff) as running:
+                await come(handoff.running)
+                harness.kv._loop.call_soon_threadsafe(hold.wait, 60)
+                await harness.kv.aclose()
+            with pytest.raises(WorkerLost):
+                await running.done
+    finally:
+        hold.set()
+        await asyncio.to_thread(harness.kv._thread.join, 10)
+        await asyncio.to_thread(_finish, harness.kv._loop)
+
+
+def _finish(loop: asyncio.AbstractEventLoop) -> None:
+    """End the tasks of a loop that was stopped."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.wait(tasks, timeout=10))
+    loop.close()
 
 
 async def test_a_thread_that_never_started_closes_too() -> None:

@@ -19,7 +19,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.timeline import Event, EventKind
-from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
+from pdserve.core.worker import Role, SharedCores, TokenOutput, WorkerInfo, WorkerLoad
 from worker.messages import (
     BEAT_ANSWERS,
     BEATS,
@@ -51,7 +51,7 @@ INFO = WorkerInfo(
     "prefill-0", Role.PREFILL, "e1", "10.0.0.1:4", ENDPOINTS, "10.0.0.1", "cpu", 1, 2,
     LAYOUT, 100, 2048, 512, 4096, "0", "0,1", "0.1.0", 3, True, "clock", "life", "service",
 )  # fmt: skip
-LOAD = WorkerLoad(1, 2, 3, 4, 2**40, 2**39, 5, 6, {"checksum": 2})
+LOAD = WorkerLoad(1, 2, 3, 4, 2**40, 2**39, 5, 6, {"checksum": 2}, shared_cores=(SharedCores((1, 2), 3, 4, True),))
 LINKS = [
     LinkState("decode-0", "e1", PeerLink("decode-0", "shm", "because", 9.5)),
     LinkState("decode-1", "e2", Failure("LayoutMismatch", "dtype differs")),

@@ -1,4 +1,4 @@
-"""An engine hangs only if it neither answers nor computes."""
+"""An engine hangs only if it neither answers, nor computes, nor waits for a CPU."""
 
 from __future__ import annotations
 
@@ -7,24 +7,39 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from engine.messages import Command
+from engine.messages import Command, KVRole, Pong, Step
+from engine.process.client import EngineClient
+from engine.spec import EngineSpec
+from pdserve.core.awake_clock import awake_clock
 from pdserve.core.clock import Clock, MonotonicClock
+from tests.engine.harness import submit
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 from worker.watchdog import Watchdog
 
-BUSY, IDLE = "while True: pass", "import time; time.sleep(60)"
+BUSY, IDLE = "while True: pass", "import time; print('asleep', flush=True); time.sleep(600)"
+NUM_LOOPS, STARVED_S = 8, 10.0
+TOKENS = 100
 
 
 class Engine:
     """An ordinary process, which never answers a ping."""
 
-    def __init__(self, code: str) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", code])
+    def __init__(self, code: str, core: int | None = None) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         self.pid = self.process.pid
+        if core is not None:
+            os.sched_setaffinity(self.pid, {core})
+        if code == IDLE:  # it computes until it sleeps
+            assert self.process.stdout is not None
+            assert self.process.stdout.readline()
+            while psutil.Process(self.pid).status() != psutil.STATUS_SLEEPING:
+                time.sleep(0.01)
 
     def send(self, command: Command) -> None:
         """Drop the command."""
@@ -34,9 +49,25 @@ class Engine:
 def engines() -> Iterator[list[Engine]]:
     made: list[Engine] = []
     yield made
-    for engine in made:
+    end(made)
+
+
+def end(engines: list[Engine]) -> None:
+    while engines:
+        engine = engines.pop()
         engine.process.kill()
-        engine.process.wait()
+        with engine.process:  # waits for it, and closes its pipe
+            pass
+
+
+def starve(pid: int, engines: list[Engine]) -> None:
+    """Give a process the lowest priority on a core that `NUM_LOOPS` others of niceness 0 keep busy. Its threads then
+    get some milliseconds every five seconds."""
+    core = max(os.sched_getaffinity(0))
+    for thread in psutil.Process(pid).threads():
+        os.sched_setaffinity(thread.id, {core})
+        os.setpriority(os.PRIO_PROCESS, thread.id, 19)
+    engines += [Engine(BUSY, core) for _ in range(NUM_LOOPS)]
 
 
 def start(
@@ -62,6 +93,65 @@ async def test_a_silent_busy_engine_is_left_alone(engines: list[Engine]) -> None
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(watchdog.run(), 4.5)
     assert engine.process.poll() is None
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+async def test_an_engine_that_gets_no_cpu_is_left_alone(engines: list[Engine], on_gpu: bool) -> None:
+    """It could compute, but other programs have the core."""
+    engine, watchdog = start(engines, BUSY, timeout_s=2.0, on_gpu=on_gpu)
+    starve(engine.pid, engines)
+    changes: list[bool] = []
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(watchdog.run(lambda: changes.append(watchdog.is_silent)), STARVED_S)
+    assert (changes, engine.process.poll()) == ([], None)
+
+
+async def test_an_engine_with_a_request_is_left_alone_on_a_busy_host(engines: list[Engine]) -> None:
+    """The product's engine: its request is not given up, and goes on when the core is free again."""
+    client = EngineClient()
+    try:
+        await client.start(EngineSpec(model="tiny", num_blocks=64), 120.0)
+        watchdog = Watchdog(client, "decode-0", awake_clock(), 2.0)
+        num_tokens, changes = 0, list[bool]()
+
+        async def follow() -> None:
+            nonlocal num_tokens
+            async for event in client.events():
+                watchdog.progressed()
+                if isinstance(event, Pong):
+                    watchdog.pong()
+                elif isinstance(event, Step):
+                    num_tokens += len(event.tokens)
+
+        tasks = [
+            asyncio.create_task(follow()),
+            asyncio.create_task(watchdog.run(lambda: changes.append(watchdog.is_silent))),
+        ]
+        starve(client.pid, engines)
+        client.send(submit("a", KVRole.LOCAL, range(100), TOKENS, ignore_eos=True))
+        await asyncio.sleep(STARVED_S)
+        assert num_tokens < TOKENS, "the engine is not starved"
+        assert (changes, client.returncode) == ([], None)
+        end(engines)
+        async with asyncio.timeout(120):
+            while num_tokens < TOKENS:  # noqa: ASYNC110 - the steps come over a pipe
+                await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+    finally:
+        await client.stop(5.0)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_an_engine_that_hangs_on_a_busy_host_is_killed(engines: list[Engine], stopped: bool) -> None:
+    """Whether it is stopped, or waits for what never comes: it wants no CPU."""
+    engine, watchdog = start(engines, IDLE, timeout_s=2.0)
+    starve(engine.pid, engines)
+    if stopped:
+        os.kill(engine.pid, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        await watchdog.run()
+    assert engine.process.wait(60) == -signal.SIGKILL
 
 
 async def test_an_engine_that_waits_for_a_hung_gpu_is_killed_though_it_spins(engines: list[Engine]) -> None:

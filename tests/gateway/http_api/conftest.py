@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,11 @@ import httpx2
 import pytest
 
 from tests.gateway.conftest import Service, StartService, build_byte_level
+from tests.local_cluster import free_port
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{# <tool_call> #}"
     "{% if tools %}tools {{ tools | tojson }}\n{% endif %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
@@ -50,12 +51,6 @@ class Http:
 StartHttp = Callable[..., Awaitable[Http]]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {
@@ -72,11 +67,15 @@ async def start_http(start_service: StartService, chat_folder: Path) -> AsyncIte
     clients = []
 
     async def start(
-        *workers: str, folder: Path | None = chat_folder, gateway: dict[str, Any] | None = None, **settings: Any
+        *workers: str, folder: Path | None = chat_folder, gateway: dict[str, Any] | None = None, **options: Any
     ) -> Http:
         ports = {"host": "127.0.0.1", "port": 0, "http_port": free_port()}
-        service = await start_service(*workers, folder=folder, gateway={**ports, **(gateway or {})}, **settings)
-        client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{service.gateway.http_port}", timeout=20)
+        service = await start_service(*workers, folder=folder, gateway={**ports, **(gateway or {})}, **options)
+        client = httpx2.AsyncClient(
+            base_url=f"http://127.0.0.1:{service.gateway.http_port}",
+            timeout=20,
+            headers={"content-type": "application/json"},
+        )
         clients.append(client)
         return Http(service, client)
 

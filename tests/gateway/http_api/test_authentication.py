@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from gateway.inference import OutputToken
+from gateway.submission import Submission
 from pdserve import AsyncClient, CapacityExceeded, Client, InvalidRequest, Unauthenticated
+from pdserve.core.errors import DuplicateRequest
+from pdserve.core.sampling import SamplingParams
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
-from tests.gateway.http_api.conftest import Http, StartHttp, free_port
+from tests.gateway.http_api.conftest import Http, StartHttp
 from tests.gateway.test_callers import entry, save
+from tests.local_cluster import free_port
 
 GOOD, OTHER, EXPIRED = "good-token", "other-token", "expired-token"
 PROMPT = [1, 2, 3]
@@ -143,7 +151,7 @@ async def test_wrong_tokens_are_refused_over_http(http: Http, headers: dict[str,
         assert error["message"].startswith("authorization: ")
         assert GOOD not in answer.text
         assert EXPIRED not in answer.text
-    for path in ("/health", "/"):
+    for path in ("/health", "/healthz", "/docs", "/"):
         assert (await http.client.get(path, headers=headers)).status_code == 200
 
 
@@ -279,20 +287,142 @@ async def test_callers_do_not_find_each_others_kv(http: Http) -> None:
 async def test_callers_share_kv_if_the_file_says_so(start_http: StartHttp, tmp_path: Path) -> None:
     path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER), shared_cache=True)
     http = await start_http("p0", "d0", gateway={"tokens": str(path)})
+    for token, salt in ((GOOD, "s"), (OTHER, "s"), (GOOD, "t")):
+        await complete(http, token, cache_salt=salt)
+    first, second, other = [request.salt for _, request in http.service.fleet["p0"].requests]
+    assert first == second != other
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+async def test_salts_cannot_be_made_without_the_key_of_the_service(
+    start_http: StartHttp, tokens: Path, with_tokens: bool
+) -> None:
+    """The digests of cached blocks begin with the salt. Names and salts can be guessed, so workers get a hash of them
+    under a key, which all gateways of a service have."""
+    settings = {"gateway": {"tokens": str(tokens)}} if with_tokens else {}
+    salts: list[str] = []
+    for cache_key in (b"first", b"first", b"second"):
+        http = await start_http("p0", "d0", cache_key=cache_key, **settings)
+        assert (await complete(http, cache_salt="s")).status_code == 200
+        salts += {request.salt for _, request in http.service.fleet["p0"].requests}
+    same, again, other = salts
+    assert same == again != other
+    assert not {"s", "good", "good/s"} & set(salts)
+
+
+async def test_callers_neither_see_nor_block_each_other(start_http: StartHttp, tmp_path: Path) -> None:
+    """An id that another caller uses is free, and the live page shows a caller its own requests."""
+    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER), entry("op", "op-token", operator=True))
+    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
     for token in (GOOD, OTHER):
-        await complete(http, token, cache_salt="s")
-    assert {request.salt for _, request in http.service.fleet["p0"].requests} == {"s"}
+        assert (await complete(http, token, request_id=f"done-{token}", max_tokens=2)).status_code == 200
+    http.service.fleet["d0"].hangs = {"decode"}
+
+    async def begin(token: str, prompt: list[int]) -> Any:
+        client = AsyncClient(target(http), token=token)
+        stream = client.generate(prompt, max_tokens=4, request_id="mine")
+        await anext(stream)
+        return client, stream
+
+    begun = [await begin(GOOD, PROMPT), await begin(OTHER, [7, 8, 9])]
+    http.service.fleet["d0"].hangs = set()
+
+    async def live(token: str) -> tuple[list[str], list[str], list[int]]:
+        view = (await http.client.get("/live.json", headers={"authorization": f"Bearer {token}"})).json()
+        lengths = [each["prompt_tokens"] for each in view["requests"]]
+        return [each["id"] for each in view["requests"]], [each["id"] for each in view["finished"]], lengths
+
+    assert await live(GOOD) == (["mine"], [f"done-{GOOD}"], [3])
+    assert await live(OTHER) == (["mine"], [f"done-{OTHER}"], [3])
+    assert await live("op-token") == (["mine", "mine"], [f"done-{OTHER}", f"done-{GOOD}"], [3, 3])
+    async with AsyncClient(target(http), token=GOOD) as client:
+        with pytest.raises(DuplicateRequest, match=r"'mine' is in use by another request"):
+            await client.generate([5], max_tokens=4, request_id="mine").result()
+        # The owner takes over its own request, and nobody else's.
+        assert (await client.generate(PROMPT, max_tokens=4, request_id="mine").result()).token_ids == (4, 5, 6, 7)
+    assert "mine" in (await live(OTHER))[0]
+    for client, stream in begun:
+        stream.cancel()
+        await client.close()
+    await http.service.until(lambda: http.service.is_idle)
 
 
-async def test_without_tokens_salts_are_as_they_were(start_http: StartHttp) -> None:
-    http = await start_http("p0", "d0")
-    await http.complete(prompt=PROMPT, max_tokens=1, cache_salt="s")
-    assert {request.salt for _, request in http.service.fleet["p0"].requests} == {"s"}
+async def test_tokens_to_resume_after_are_charged(start_http: StartHttp, tmp_path: Path) -> None:
+    """They are prefilled like those of the prompt."""
+    http = await limited(start_http, tmp_path, tokens_per_minute=30)
+    stub: Any = inference_pb2_grpc.InferenceStub(http.service.channel)
+
+    async def messages(resume: list[int]) -> int:
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(max_tokens=len(resume) + 1), resume_token_ids=resume
+        )
+        call = stub.Generate(request, metadata=(("authorization", f"Bearer {GOOD}"),))
+        return len([message async for message in call])
+
+    assert await messages([4, 5, 6]) == 2, "a token and the completion"
+    assert await messages(list(range(4, 24))) == 2
+    with pytest.raises(grpc.aio.AioRpcError, match="tokens_per_minute: the token allows 30 tokens per minute"):
+        await messages([4])
+
+
+async def test_a_context_that_is_prefilled_again_for_a_slow_reader_is_charged(
+    start_http: StartHttp, tmp_path: Path
+) -> None:
+    path = save(tmp_path / "tokens", entry("good", GOOD, limits={"tokens_per_minute": 60}))
+    http = await start_http("p0", "d0", gateway={"tokens": str(path)}, router={"max_unread_tokens": 4})
+    inference = http.service.gateway._inference
+    caller = inference.identify(f"Bearer {GOOD}")
+    submission = Submission(prompt=PROMPT, sampling=SamplingParams(max_tokens=40, temperature=0.0))
+    with inference.admission(caller, None) as arrival:
+        async with aclosing(inference.generate(submission, arrival)) as outputs:
+            await anext(outputs)
+            await http.service.until(lambda: bool(http.service.fleet["d0"].aborted))  # it was paused
+            read = [output async for output in outputs if isinstance(output, OutputToken)]
+    assert len(read) == 39
+    sent = [request for _, request in http.service.fleet["p0"].requests]
+    assert len(sent) > 1
+    again = sum(request.num_tokens for request in sent[1:])
+    assert again > 100
+    charged = caller.quota._tokens.wait_s(60, 60)  # at one token per second, which has made up for a few of them
+    assert again < charged <= len(PROMPT) + 40 + again
+
+
+async def test_a_priority_before_others_needs_a_token_that_allows_it(start_http: StartHttp, tmp_path: Path) -> None:
+    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER, limits={"min_priority": -5}))
+    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
+    answer = await complete(http, GOOD, priority=-1)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+    assert (await complete(http, GOOD, priority=0)).status_code == 200
+    assert (await complete(http, OTHER, priority=-5)).status_code == 200
+    assert (await complete(http, OTHER, priority=-6)).status_code == 400
+
+
+async def test_calls_beyond_a_limit_pause_nobody(start_http: StartHttp, tmp_path: Path) -> None:
+    """Arrivals in quick succession hold the outputs of running requests. Only calls that are let in count as such."""
+    path = save(tmp_path / "tokens", entry("good", GOOD, limits={"concurrent": 4}), entry("other", OTHER))
+    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
+    inference, router = http.service.gateway._inference, http.service.gateway.router
+    held = {}
+    for token in (GOOD, OTHER):
+        caller = inference.identify(f"Bearer {token}")
+        with contextlib.ExitStack() as calls:
+            for _ in range(4):
+                calls.enter_context(inference.admission(caller, None))
+            await asyncio.sleep(0.05)  # what these began is over
+            for _ in range(20):
+                with contextlib.suppress(CapacityExceeded):
+                    calls.enter_context(inference.admission(caller, None))
+                    router.was_read()
+                time.sleep(0.001)  # noqa: ASYNC251 - a busy gateway
+                await asyncio.sleep(0)
+            held[token] = router._arrivals.is_burst
+            await router._arrivals.settled()
+    assert held == {GOOD: False, OTHER: True}
 
 
 async def test_bearers_of_tokens_take_turns_and_priorities_go_before(start_http: StartHttp, tmp_path: Path) -> None:
     """Also for requests that name a user: they are those of one bearer."""
-    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER, limits={"min_priority": 0}))
+    path = save(tmp_path / "tokens", entry("good", GOOD, limits={"min_priority": -1}), entry("other", OTHER))
     http = await start_http("p0", "d0", gateway={"tokens": str(path)}, router={"prefill_backlog_tokens": 1})
     http.service.fleet["p0"].delay_s = {"prefill": 1.0}
     router = http.service.gateway.router

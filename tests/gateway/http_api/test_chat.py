@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
+from gateway.chat_template import ChatTemplate
+from gateway.http_api.requests import ChatBody
+from gateway.http_api.submissions import tool_calls
+from pdserve.core.errors import InvalidRequest
 from tests.gateway.http_api.conftest import Http, StartHttp
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+JSON = {"type": "json_object"}
 
 
 async def prompt_text(http: Http, **body: Any) -> str:
@@ -28,7 +34,7 @@ async def test_messages_become_the_models_prompt(http: Http) -> None:
     assert await prompt_text(http, messages=parts) == "<s>[user] a\nb\n[assistant] "
     tools = [{"type": "function", "function": {"name": "größe"}}]
     assert 'tools [{"type": "function", "function": {"name": "größe"}}]' in await prompt_text(
-        http, messages=MESSAGES, tools=tools
+        http, messages=MESSAGES, tools=tools, tool_choice="none"
     )
 
 
@@ -81,11 +87,36 @@ async def test_a_template_of_the_users_own(start_http: StartHttp, model_folder: 
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "logprobs"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"messages": MESSAGES, "response_format": JSON, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"messages": MESSAGES, "response_format": JSON, "ignore_eos": True}, "ignore_eos"),
+        ({"messages": MESSAGES, "structured_outputs": {}}, "structured_outputs"),
+        ({"messages": MESSAGES, "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"messages": MESSAGES, "structured_outputs": {"choice": [""]}}, "structured_outputs"),
+        ({"messages": MESSAGES, "structured_outputs": {"json": "{"}}, "structured_outputs"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "ä"}}]}, "tools"),
+        ({"messages": MESSAGES, "tools": [*TOOLS, *TOOLS]}, "tools"),
+        ({"messages": MESSAGES, "tools": TOOLS, "response_format": JSON}, "tools"),
+        ({"messages": MESSAGES, "tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"messages": MESSAGES, "max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
     ],
 )
 async def test_bad_bodies_name_the_field(http: Http, body: dict[str, Any], param: str) -> None:
     answer = await http.post(PATH, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_models_whose_calls_are_not_known_refuse_tools() -> None:
+    body = ChatBody.model_validate({"messages": MESSAGES, "tools": TOOLS})
+    for template in (None, ChatTemplate({"default": "[AVAILABLE_TOOLS]{{ tools }}"}, {})):
+        with pytest.raises(InvalidRequest, match=r"^tools: .* none of the formats of calls that are known"):
+            tool_calls(body, template)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score"])
+async def test_what_is_no_text_says_that_it_is_not_served(http: Http, path: str) -> None:
+    answer = await http.post(path, model="fake", input="x")
+    assert answer.status_code == 404
+    assert "it is not served: the service generates text" in answer.json()["error"]["message"]

@@ -177,8 +177,9 @@ async def test_before_there_are_workers(start_http: StartHttp) -> None:
     answer = await http.post(PATH, prompt=[60])
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
-    health = await http.client.get("/health")
-    assert (health.status_code, health.json()["error"]["code"]) == (503, "NotReady")
+    for path in ("/health", "/healthz"):
+        health = await http.client.get(path)
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "NotReady")
 
 
 async def test_a_full_queue_says_when_to_come_back(start_http: StartHttp) -> None:

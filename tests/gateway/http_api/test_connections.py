@@ -18,12 +18,15 @@ from tests.gateway.http_api.conftest import Http, StartHttp
 PATH = "/v1/completions"
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
+JSON_TYPE = "content-type: application/json"
+CHUNKED = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n{JSON_TYPE}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def post(body: dict[str, Any], *headers: str, path: str = PATH) -> bytes:
     data = json.dumps(body).encode()
-    head = (f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(data)}", *headers, "", "")
+    head = (f"POST {path} HTTP/1.1", "host: localhost", JSON_TYPE, f"content-length: {len(data)}", *headers, "", "")
     return "\r\n".join(head).encode() + data
 
 
@@ -101,10 +104,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         b"garbage\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /health HTTP/7.7\r\nhost: x\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET http://[::1 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"CONNECT localhost:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /health HTTP/7.7\r\nhost: localhost\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET http://[::1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999999999999999\r\n\r\n",
@@ -120,7 +123,8 @@ async def test_what_is_no_http_is_refused_like_everything_else(http: Http, data:
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", "a b", "", "\xff", "x:99999", "//"])
-async def test_a_route_there_is_not_with_a_host_there_is_not(http: Http, host: str) -> None:
+async def test_a_route_there_is_not_with_a_host_there_is_not(start_http: StartHttp, host: str) -> None:
+    http = await start_http("p0", "d0", gateway={"allowed_hosts": ["*"]})
     answer = await sent(http, f"GET /nowhere HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode("latin-1"))
     assert refusal(answer) == (404, "path")
 
@@ -128,18 +132,19 @@ async def test_a_route_there_is_not_with_a_host_there_is_not(http: Http, host: s
 async def test_paths_are_not_completed(http: Http) -> None:
     for path in ("/health/", "/v1/completions/", "/v1//models", "/../etc/passwd", "/v1/models/%00", "/v1/models/"):
         answer = await http.client.get(path)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "UnknownModel")
+        code = "UnknownModel" if path.startswith("/v1/models/") else "InvalidRequest"
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, code)
 
 
 async def test_an_upgrade_is_ignored(http: Http) -> None:
-    upgrade = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    upgrade = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
     async with connected(http) as (reader, writer):
         writer.write(upgrade)
         assert (await asyncio.wait_for(reader.readline(), ANSWER_S)).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("data", [b"G", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le"])
+@pytest.mark.parametrize("data", [b"G", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-le"])
 async def test_a_head_that_does_not_end(http: Http, data: bytes) -> None:
     assert refusal(await sent(http, data)) == (408, "request")
 
@@ -162,7 +167,7 @@ async def test_a_head_drop_by_drop(http: Http) -> None:
 @pytest.mark.usefixtures("impatient")
 async def test_a_connection_without_a_request(http: Http) -> None:
     assert await sent(http, b"") == b""
-    assert (await sent(http, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert (await sent(http, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,7 @@ async def test_a_head_of_any_length(http: Http, start: bytes) -> None:
 async def test_a_body_that_never_ends(start_http: StartHttp, drips: bool) -> None:
     http = await start_http("p0", "d0", gateway={"default_timeout_s": 0.4})
     async with connected(http) as (reader, writer):
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n")
+        writer.write(CHUNKED + b"1\r\n{\r\n")
         line = asyncio.create_task(reader.readline())
         with contextlib.suppress(ConnectionError):
             while drips and not line.done():
@@ -214,7 +219,7 @@ async def test_small_writes_leave_at_once(http: Http) -> None:
 @pytest.mark.usefixtures("impatient")
 async def test_a_body_that_goes_on_after_its_refusal(http: Http) -> None:
     async with connected(http) as (reader, writer):
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(CHUNKED)
         chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
         answer = asyncio.create_task(rest(reader))
         with contextlib.suppress(ConnectionError):
@@ -287,7 +292,7 @@ async def test_a_reader_that_stops_stops_nobody_else(http: Http) -> None:
         for _ in range(20):
             answer = await asyncio.wait_for(http.complete(**BODY), ANSWER_S)
             assert answer["usage"]["completion_tokens"] == 2
-        assert any(each.startswith("long-") for each in http.service.gateway._inference._ids.running), "it waits"
+        assert any(each.startswith("long-") for _, each in http.service.gateway._inference._ids.running), "it waits"
     await check_alive(http.service)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,22 @@ API = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 COMPONENTS = "#/components/schemas/"
 NOT_SENT = {499, 500}
 """To a client that has left, and for bugs."""
+
+
+async def test_the_page_has_every_route_and_field_and_no_script(http: Http, document: dict[str, Any]) -> None:
+    answer = await http.client.get("/docs")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = html.unescape(answer.text)
+    for path, item in document["paths"].items():
+        assert all(f"<h2>{method.upper()} {path}</h2>" in page for method in item)
+    for schema in document["components"]["schemas"].values():
+        for field, each in schema.get("properties", {}).items():
+            assert f"<td>{field}<td>" in page
+            assert each.get("description", "") in page
+    assert "<script" not in page
+    links = re.findall(r"(?:src|href)=\"(.*?)\"", page)
+    assert {link.removeprefix("#") for link in links} <= set(re.findall(r"id=\"(.*?)\"", page))
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 from pdserve import AsyncClient, Client, ConfigError, InvalidRequest, NotReady, Unauthenticated
 from tests.certificates import Certificates
 from tests.gateway.conftest import Service, StartService
-from tests.gateway.http_api.conftest import free_port
 from tests.gateway.test_callers import entry, save
+from tests.local_cluster import free_port
 
 PROMPT = [1, 2, 3]
 StartTls = Callable[..., Any]

@@ -113,6 +113,13 @@ def test_a_model_missing_on_the_gateways_host_is_found_once() -> None:
     assert [finding.where for finding in findings] == ["the gateway's host", "10.0.0.4"]
 
 
+def test_a_model_of_the_hub_that_a_host_would_download_is_a_warning() -> None:
+    there = node(replace(REPORT, model_hash="", model_error="not in this host's cache"), "10.0.0.3")
+    for path, level in ((f"org/model@{'0' * 40}", Level.WARN), ("/models/model", Level.FAIL)):
+        (finding,) = check_models(REPORT, "10.0.0.2", [node(REPORT), there], path)
+        assert (finding.where, finding.level) == ("10.0.0.3", level)
+
+
 def test_a_report_survives_the_trip() -> None:
     report = replace(REPORT, devices=(Device("A100", 2, 1),), held_cores=(CoreHolder(0, 1, 2, 3, "s", "prefill-0"),))
     assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(report))), NodeReport) == report

@@ -34,7 +34,8 @@ def probing(worker_id: str, role: Role, **transfer: Any) -> Iterator[tuple[Worke
     probe = WorkerProbe()
     try:
         opened = probe.call(
-            "open", {"spec": spec(worker_id, role, **transfer), "device": "cpu", "secret": SECRET.hex()}
+            "open",
+            {"spec": spec(worker_id, role, **transfer), "device": "cpu", "secret": SECRET.hex(), "model_hash": "m"},
         )
         yield probe, msgspec.convert(opened["value"], Endpoints)
     finally:
@@ -77,9 +78,8 @@ def test_a_different_layout_is_an_obstacle() -> None:
         try:
             config = PdserveConfig.parse({"engine": {"block_size": 16}})
             told = WorkerSpec("decode-0", Role.DECODE, HOST, HOST, "cpu", (), "", config=config).to_wire()
-            ends = msgspec.convert(
-                decode.call("open", {"spec": told, "device": "cpu", "secret": SECRET.hex()})["value"], Endpoints
-            )
+            arguments = {"spec": told, "device": "cpu", "secret": SECRET.hex(), "model_hash": "m"}
+            ends = msgspec.convert(decode.call("open", arguments)["value"], Endpoints)
             met = meet(prefill, ends.kv[0].transport, ends.kv[0].address, timeout_s=5.0)
             assert met.obstacle is Obstacle.LAYOUT
             assert "block_size" in met.what

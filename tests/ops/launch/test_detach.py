@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from ops.launch import detach
+from ops.launch.leftovers import wait_ended
 from pdserve.core.config import PdserveConfig
 
 DEAF = """#!{python}
@@ -47,11 +48,11 @@ class Interrupted:
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     config = PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}})
-    report = Interrupted("placing")
+    report = Interrupted("starting 1 prefill")
     with pytest.raises(KeyboardInterrupt):
         detach.start_detached(config, report)
     assert len(report.family) > 2, "Ray was running"
-    assert not [process for process in report.family if process.is_running()]
+    assert not wait_ended(report.family, 0.0)
     assert report.ray_folder.startswith("/tmp/")
     assert not Path(report.ray_folder).exists()
     assert not list((tmp_path / "pdserve").glob("*.json"))
@@ -68,4 +69,4 @@ def test_a_start_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         detach.start_detached(PdserveConfig(), report)
     assert len(report.family) == 2
-    assert not [process for process in report.family if process.is_running()]
+    assert not wait_ended(report.family, 0.0)

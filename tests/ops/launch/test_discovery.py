@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from ops.launch import discovery
-from ops.launch.discovery import find_ray
+from ops.launch.discovery import find_ray, prepare_environment
 from ops.launch.leftovers import is_private_ray
 from pdserve.core.errors import LaunchError
 
@@ -76,6 +77,47 @@ def test_several_rays_are_not_guessed_among(
             find_ray()
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")
         assert find_ray() == "head:6379"
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A token in the home of a user whose environment has no variables of Ray."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.touch(0o600)
+    return token
+
+
+def test_a_token_is_used(token: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_environment("10.0.0.1:6379")
+    assert os.environ.pop("RAY_AUTH_MODE") == "token"
+    token.rename(tmp_path / "elsewhere")
+    prepare_environment("10.0.0.1:6379")
+    assert "RAY_AUTH_MODE" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "elsewhere"))
+    prepare_environment("10.0.0.1:6379")
+    assert os.environ.pop("RAY_AUTH_MODE") == "token"
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    prepare_environment("auto")
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o602, 0o644, 0o777])
+def test_a_token_that_others_can_read_or_change_is_refused(
+    token: Path, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token.chmod(mode)
+    with pytest.raises(LaunchError, match=rf"Ray's token {token} \(mode {mode:o}\), .*; chmod 600 {token}$"):
+        prepare_environment("auto")
+    prepare_environment("local")  # has a token of its own
+    for other_source in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+        monkeypatch.setenv(other_source, "disabled")
+        prepare_environment("auto")
+        monkeypatch.delenv(other_source)
 
 
 def test_what_is_private() -> None:

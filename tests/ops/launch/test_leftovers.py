@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ops.launch.detach import stop_detached
-from ops.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS, clear_leftovers
+from ops.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS, clear_leftovers, end_processes, wait_ended
 from ops.launch.state import ServiceState, clear_dead_services
 from pdserve.core.errors import LaunchError
 
@@ -105,6 +105,23 @@ def test_a_zombie_does_not_count_as_running() -> None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     process.wait(5)
+
+
+def test_a_zombie_is_not_waited_for() -> None:
+    """Of a parent that does not collect it, as the init process of a container may be."""
+    parent = subprocess.Popen(["sh", "-c", "true & exec sleep 60"])
+    try:
+        deadline_s = time.monotonic() + 20
+        while not (zombies := [p for p in psutil.Process(parent.pid).children() if p.status() == psutil.STATUS_ZOMBIE]):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        began_s = time.monotonic()
+        assert wait_ended(zombies, 60.0) == []
+        end_processes(zombies, 60.0)
+        assert time.monotonic() - began_s < 30
+        assert zombies[0].status() == psutil.STATUS_ZOMBIE
+    finally:
+        end(parent)
 
 
 def test_a_state_without_a_folder_is_of_a_ray_that_was_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from ops.launch.members import Members
 from ops.launch.plan import Node, worker_bundles
 from ops.launch.ports import first_port, free_ports, port_base
 from ops.launch.service import _to_flip, _to_leave
-from ops.launch.state import ServiceState
+from ops.launch.state import ServiceState, cache_key
 from pdserve.core.config import ClusterConfig, PdserveConfig
 from pdserve.core.errors import LaunchError
 from pdserve.core.secret import ServiceSecret
@@ -115,7 +116,7 @@ def test_a_killed_service_is_cleared_up_after_by_the_next_on_its_port(
     now.claim()
     assert not folder.exists()
     assert json.loads(ServiceState.path(7).read_text())["log"] == "log"
-    with pytest.raises(LaunchError, match=rf"process {other.pid}, starting\) uses port 7; choose another with --port"):
+    with pytest.raises(LaunchError, match=rf"process {other.pid}, starting; see `pdserve list`\) uses port 7; choose "):
         ServiceState(os.getpid(), psutil.Process().create_time(), 7, "").claim()
     killed.remove()
     assert ServiceState.read(7) == now, "a service removes its own file, not that of the next one"
@@ -132,6 +133,25 @@ def test_a_state_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
         assert answer.returncode == 1
         assert answer.stderr.count("\n") == 1, answer.stderr
         assert re.match(rf"error: cannot write to {in_the_way}/.*set XDG_STATE_HOME to a folder that is", answer.stderr)
+
+
+def test_the_key_of_offloaded_kv_is_made_once_and_only_its_user_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    before = os.umask(0o022)
+    try:
+        with ThreadPoolExecutor(8) as services:
+            keys = set(services.map(lambda _: cache_key(), range(8)))
+    finally:
+        os.umask(before)
+    assert len(keys) == 1
+    assert len(keys.pop()) == 32
+    (path,) = (tmp_path / "pdserve").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    with pytest.raises(LaunchError, match=r"cache_key: others can read or change it \(mode 640\)"):
+        cache_key()
 
 
 def test_the_ports_of_several_gateways_follow_each_other() -> None:

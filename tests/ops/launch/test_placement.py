@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,22 +11,27 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ops.launch.leftovers import end_children
 from ops.launch.members import node_of, reserve_slot, wait_placed
 from ops.launch.ray_session import RaySession
+from pdserve.core.errors import LaunchError
+from tests.ray_nodes import ray_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[RaySession]:
-    session, init = RaySession("local"), ray.init
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "init", lambda **options: init(**{**options, "num_cpus": 2, "num_gpus": 2}))
-        session.start()
-    yield session
-    session.stop()
-    end_children()
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RaySession]:
+    with ray_head(tmp_path_factory.mktemp("home"), "--num-cpus=2", "--num-gpus=2") as head:
+        session = RaySession(head.address)
+        deadline_s = time.monotonic() + 180
+        while True:
+            try:
+                session.start()
+                break
+            except LaunchError:  # the head has no node yet
+                assert time.monotonic() < deadline_s
+        yield session
+        session.stop()
 
 
 @pytest.fixture

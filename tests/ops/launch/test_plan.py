@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from pathlib import Path
+
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ops.launch.plan import Node, plan
-from pdserve.core.config import PlacementPolicy
+from ops.launch.plan import Node, plan, roles_of, worker_bundles
+from pdserve.core.config import ClusterConfig, PdserveConfig, PlacementPolicy
 from pdserve.core.worker import Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -29,6 +34,21 @@ def test_pack_puts_pairs_on_one_node() -> None:
     assert planned([P, D], [host("1", CPU=1), host("2", CPU=2)], "pack") == ["2", "2"]
     # As few nodes as possible.
     assert planned([P, P, D, D], [host("1", CPU=8), host("2", CPU=8)], "pack") == ["1"] * 4
+
+
+def test_two_hosts_of_eight_gpus_have_the_workers_that_the_document_tells() -> None:
+    document = (Path(__file__).resolve().parents[3] / "docs" / "cluster.md").read_text()
+    (split,) = re.findall(r"^cluster: \{.*prefill_resources.*\}$", document, re.MULTILINE)
+    nodes = [host("1", GPU=8, CPU=64, prefill=8), host("2", GPU=8, CPU=64, decode=8)]
+
+    def workers(config: ClusterConfig) -> Counter[tuple[str | None, Role]]:
+        roles = roles_of(config)
+        placed = plan(roles, worker_bundles(config, "cuda", nodes), nodes, config.placement)
+        return Counter((node.node_id if node else None, role) for node, role in zip(placed, roles, strict=True))
+
+    half = workers(ClusterConfig(prefill=8, decode=8))
+    assert half == {("1", P): 4, ("1", D): 4, ("2", P): 4, ("2", D): 4}
+    assert workers(PdserveConfig.parse(yaml.safe_load(split)).cluster) == {("1", P): 8, ("2", D): 8}
 
 
 def test_spread_keeps_each_role_and_then_the_roles_apart() -> None:

@@ -2,42 +2,101 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from ops.launch.ports import free_port
+from ops.launch.preparation import prepare
+from ops.launch.ray_head import RayHead
 from ops.launch.ray_session import RaySession
 from ops.launch.service import Service
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
 
+CANNOT_START = r"^cannot start a Ray of our own \(cluster\.address: local\): "
+
+
+@pytest.fixture
+def head() -> Iterator[RayHead]:
+    head = RayHead()
+    yield head
+    head.stop()
+    assert not head.folder.exists()
+
+
+def test_a_ray_of_our_own_that_does_not_start(head: RayHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_storage", "nowhere")  # Ray's control service ends at once
+    head.begin()
+    with pytest.raises(LaunchError, match=CANNOT_START + ".+"):
+        head.wait_started()
+
+
+def test_a_ray_of_our_own_whose_process_dies(head: RayHead) -> None:
+    head.begin()
+    (process,) = [each for each in psutil.Process().children() if str(head.folder) in " ".join(each.cmdline())]
+    process.kill()
+    with pytest.raises(LaunchError, match=CANNOT_START + r"its process ended \(exit code -9\)$"):
+        head.wait_started()
+
+
+def test_a_ray_of_our_own_whose_raylet_dies(head: RayHead) -> None:
+    head.begin()
+
+    def kill_raylet() -> None:
+        for each in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if each.name() == "raylet" and str(head.folder) in " ".join(each.cmdline()):
+                    each.kill()
+
+    with pytest.raises(LaunchError, match=CANNOT_START + r"its raylet ended \(exit code -9\)$"):
+        head.wait_started(kill_raylet)
+
+
+def test_a_start_of_ray_that_is_given_up(head: RayHead) -> None:
+    head.begin()
+
+    def check() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        head.wait_started(check)
+
+
+def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    head = RayHead()
+    monkeypatch.setattr(head, "folder", tmp_path / "missing" / "folder")
+    with pytest.raises(LaunchError, match=r"^cannot create /.*/missing/folder: No such file or directory$"):
+        head.begin()
+
 
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("no\nluck"),
+        RuntimeError("no luck"),
         OSError("no luck"),
         ValueError("no luck"),
         ConnectionError("no luck"),
         ray.exceptions.RaySystemError("no luck"),
     ],
 )
-def test_a_ray_of_our_own_that_does_not_start(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_cannot_be_joined(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(**_: Any) -> None:
         raise error
 
     monkeypatch.setattr(ray, "init", fails)
-    session = RaySession("local")
-    with pytest.raises(LaunchError, match=r"^cannot start a Ray of our own .*no luck$"):
-        session.start()
-    folder = session.folder
-    assert folder is not None
-    session.stop()
-    assert not folder.exists()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(LaunchError, match=rf"^cluster\.address: cannot join Ray at '{address}': .*no luck; check "):
+            RaySession(address).start()
 
 
 def test_a_ray_that_breaks_while_the_service_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +104,7 @@ def test_a_ray_that_breaks_while_the_service_starts(monkeypatch: pytest.MonkeyPa
         raise ray.exceptions.RayActorError
 
     monkeypatch.setattr(RaySession, "start", breaks)
-    service = Service(PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}}))
+    service = Service(prepare(PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}})))
     with pytest.raises(LaunchError, match=r"^Ray failed while the service was starting: .+$"):
         service.start()
 
@@ -62,7 +121,8 @@ def test_a_free_port_of_either_ip_version(host: str) -> None:
     with socket.socket(family) as taken:
         taken.bind(address)
         taken.listen(1)
-        with pytest.raises(LaunchError, match=r"gateway\.port: cannot listen on .*in use; choose another with --port"):
+        mine = rf"in use by {re.escape(psutil.Process().name())} \(process {os.getpid()}\); choose another with --port$"
+        with pytest.raises(LaunchError, match=r"^gateway\.port: cannot listen on .*" + mine):
             free_port(host, port)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -30,8 +31,10 @@ def load(second: int, **changes: Any) -> GatewayLoad:
         "prompt_tokens": 5000 * second,
         "gaps": 100 * second,
         "looks": 10 * second,
-        "samples": {P: RoleSamples(10.0 * second, 0.0, 9 * second), D: RoleSamples(1.0 * second, 5.0 * second, 0)},
-        "workers": {P: 1, D: 2},
+        "samples": {
+            P: RoleSamples(10.0 * second, 0.0, 9 * second, 10 * second),
+            D: RoleSamples(1.0 * second, 5.0 * second, 0, 20 * second),
+        },
         "waiting": 20,
         "overdue": 15,
         "decoding": 2,
@@ -51,10 +54,15 @@ class ScriptedService:
         self.asked: list[dict[Role, int]] = []
         self.silent: set[int] = set()
         self.error: LaunchError | None = None
+        self.decode_workers = 2
 
     def loads(self) -> list[GatewayLoad | None]:
         self.second += 1
-        return [None if number in self.silent else load(self.second) for number in range(2)]
+        loads = [None if number in self.silent else load(self.second) for number in range(2)]
+        for each in loads:
+            if each is not None:
+                each.samples[D].ready = self.decode_workers * each.looks
+        return loads
 
     def rescale(self, wanted: dict[Role, int], drain_s: float) -> list[str]:
         self.asked.append(wanted)
@@ -87,11 +95,38 @@ def test_an_action_is_carried_out_and_shown_with_its_reason() -> None:
     service = ScriptedService()
     looks(service, 5)
     assert service.asked == [{P: 2, D: 1}]
-    (report,) = service.reports
+    report = service.reports[-1]
     assert (report.controller, report.last) == ("roles", "decode-1 becomes a prefill worker")
     assert report.reason.startswith("0% of first tokens met the objective of TTFT")
     assert report.actions == {"flip prefill": 1}
     assert report.message().last_action_age_s < 60
+
+
+def test_a_worker_that_is_not_ready_for_a_moment_is_still_counted() -> None:
+    """Figures would be collected anew each time that a heartbeat is late."""
+    after = load(5)
+    after.samples[D] = RoleSamples(5.0, 25.0, 0, 60 + 34)  # 20 looks at two workers, and 6 times one was late
+    seen = observation(3.0, 5.0, [(load(3), after)], {P: 1, D: 2})
+    assert seen.counts == (1, 2)
+
+
+def test_what_it_sees_and_why_it_does_nothing_is_shown_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    service = ScriptedService()
+    service.counts = {P: 1, D: 1}
+    service.decode_workers = 1
+    looks(service, 12)
+    assert service.asked == []
+    verdicts = [report.verdict for report in service.reports]
+    assert verdicts[:3] == [f"figures of these workers are collected: {second} of 4 s" for second in (1, 2, 3)]
+    assert verdicts[-1] == (
+        "0% of first tokens met the objective of TTFT, and prefill workers are busy for 100% of the time; "
+        "there have to be 1 decode workers or more"
+    )
+    assert service.reports[-1].message().verdict == verdicts[-1]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2, "once each, not with every figure"
+    assert logged[1] == f"scaling: no action: {verdicts[-1]}"
 
 
 def test_an_action_that_fails_is_shown_and_not_repeated() -> None:

@@ -1,0 +1,63 @@
+"""What is checked and chosen before a service starts anything. This module imports neither Ray nor the gateway, so that
+a Ray of the service's own can start while they are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.model.folder import check_weight_files, tokenizer_note
+from engine.model.source import ModelSource, resolve_model
+from gateway.security import security_of
+from ops.launch.plan import roles_of
+from ops.launch.ports import free_ports
+from ops.launch.ray_head import RayHead
+from ops.launch.state import cache_key, last_report
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.config import PdserveConfig
+from pdserve.core.plane_tls import plane_tls
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A service that can be started: its configuration with the ``gateway.port`` and ``gateway.report`` that were
+    chosen and a ``model.path`` that all processes understand alike, and its model.
+    ``head`` is the Ray of its own that is to be started (None: it joins one). ``cache_key`` is the key of the KV that
+    is kept in `engine.offload_folder` (None: none is). ``notes`` are for the user."""
+
+    config: PdserveConfig
+    source: ModelSource
+    head: RayHead | None
+    cache_key: bytes | None
+    notes: tuple[str, ...]
+
+
+def prepare(
+    config: PdserveConfig,
+    report: Callable[[str], None] = lambda stage: None,
+    check: Callable[[], None] = lambda: None,
+) -> Preparation:
+    """Check the configuration and the model's files, and choose the port and Ray's folder, so that the state file can
+    name them before anything is started. A model of the Hugging Face Hub is downloaded: ``report`` gets the progress,
+    ``check`` may raise to end that. PdserveError if the service cannot start."""
+    source = resolve_model(config.model.path, report, check)
+    source.shape.check_context(config.engine.max_model_len)
+    head = RayHead() if config.cluster.address == "local" else None
+    if source.folder is not None and head is not None:  # on a cluster, each host has its own files
+        check_weight_files(source.folder)
+    note = tokenizer_note(source.folder)  # the gateway adds it to its status itself
+    notes = [note] if note else []
+    if len(roles := set(roles_of(config.cluster))) == 1:
+        (role,) = roles
+        notes.append(f"all workers are {role} workers: mode pd cannot run, and auto means colocated")
+    gateway = config.gateway
+    security_of(gateway, MonotonicClock())  # its files are read again by the gateway
+    plane_tls(config.cluster)  # those of this host; each worker reads its own
+    port = free_ports(gateway.host, gateway.port, gateway.replicas)
+    if gateway.served_http_port:
+        free_ports(gateway.host, gateway.served_http_port, gateway.replicas, "gateway.http_port")
+    settled = {"port": port, "report": gateway.report or last_report()}
+    model = config.model.model_copy(update={"path": source.path})
+    chosen = config.model_copy(update={"gateway": gateway.model_copy(update=settled), "model": model})
+    kept = cache_key() if config.engine.offload_folder is not None else None
+    return Preparation(chosen, source, head, kept, tuple(notes))

@@ -1,0 +1,193 @@
+"""Structured outputs match, and are the same in both modes, in a batch, after a lost engine and after a resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import psutil
+import pydantic
+import pytest
+
+from pdserve import AsyncClient, Client
+from pdserve.core.errors import InvalidRequest
+from tests.local_cluster import LocalCluster, free_port, leaked_blocks, local_cluster
+
+PROMPT = "def read_lines(path):\n"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+DRAWN: dict[str, Any] = {"max_tokens": 200, "temperature": 1.2, "seed": 3, "structured_outputs": {"json": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def http_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, http_port: int) -> Iterator[LocalCluster]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if tools %}{{ tools }} within <tool_call></tool_call>{% endif %}"
+    )
+    model = {"path": "tiny", "dtype": "float32", "chat_template": str(template)}
+    gateway = {"http_port": http_port}
+    with local_cluster({"model": model, "gateway": gateway, "engine": {"num_blocks": 64}}, decode=2) as started:
+        yield started
+
+
+def test_the_text_matches_and_depends_on_neither_mode_nor_batch(cluster: LocalCluster) -> None:
+    with Client(cluster.target) as client:
+        colocated = client.generate(PROMPT, mode="colocated", **DRAWN).result()
+        apart = client.generate(PROMPT, mode="pd", **DRAWN).result()
+    assert apart.token_ids == colocated.token_ids
+    assert apart.finish_reason == "stop"
+    assert apart.kv_bytes == apart.kv_bytes_expected > 0
+    jsonschema.validate(json.loads(apart.text), SCHEMA)
+
+    async def together() -> None:
+        forms = [{"json": SCHEMA}, {"regex": "[0-9]{3}-[a-f]+"}, {"choice": ["yes", 'no "\\"']}, {"json_object": True}]
+        async with AsyncClient(cluster.target) as client:
+            free = client.generate(PROMPT, seed=3, temperature=1.2, max_tokens=30).result()
+            asked = [
+                client.generate(PROMPT, mode=mode, **{**DRAWN, "structured_outputs": form}).result()
+                for form in forms
+                for mode in ("pd", "colocated")
+            ]
+            unlike, *results = await asyncio.gather(free, *asked)
+        assert [each.token_ids for each in results[::2]] == [each.token_ids for each in results[1::2]]
+        texts = [each.text for each in results[::2]]
+        assert results[0].token_ids == apart.token_ids != unlike.token_ids
+        assert re.fullmatch("[0-9]{3}-[a-f]+", texts[1])
+        assert texts[2] in ("yes", 'no "\\"')
+        assert texts[3].startswith("{"), "it may be cut by max_tokens"
+
+    asyncio.run(together())
+    assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+def test_a_lost_engine_and_a_resume_change_no_text(cluster: LocalCluster) -> None:
+    long = {**DRAWN, "structured_outputs": {"regex": "([a-z]{3}[0-9] ){60}"}}
+    with Client(cluster.target) as client, Client(cluster.operator) as operator:
+        whole = client.generate(PROMPT, mode="colocated", **long).result()
+        for _ in range(20):  # until it is killed before its last token
+            stream = client.generate(PROMPT, mode="pd", timeout_s=60, **long)
+            for _ in range(5):
+                next(stream)
+            busy = next((w for w in operator.status().workers if w.role == "decode" and w.outstanding_tokens), None)
+            if busy is not None:
+                psutil.Process(busy.engine_pid).kill()
+            resumed = stream.result()
+            assert resumed.token_ids == whole.token_ids
+            if resumed.attempts >= 2:
+                break
+            cluster.wait_ready()
+        else:
+            raise AssertionError("every stream was over before its engine died")
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, 'the JSON schema cannot be used: .*"uniqueItems"'),
+        ({"regex": "(("}, "the regex cannot be used: .*unclosed group"),
+        ({"grammar": "start: nothing"}, "the grammar cannot be used: .*nothing"),
+        (
+            {"json": {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(1, 12)]}},
+            "the JSON schema cannot be used: ",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(cluster: LocalCluster, form: dict[str, Any], why: str) -> None:
+    with Client(cluster.target) as client:
+        for mode in ("pd", "colocated"):
+            with pytest.raises(InvalidRequest, match=rf"^structured_outputs: {why}"):
+                client.generate(PROMPT, mode=mode, structured_outputs=form).result()
+    assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=10)
+    age: int = pydantic.Field(ge=0, le=150)
+
+
+def test_openais_helpers_parse(cluster: LocalCluster, http_port: int) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{http_port}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.parse(
+            model="tiny",
+            messages=[{"role": "user", "content": "Who?"}],
+            response_format=Person,
+            seed=1,
+            max_tokens=200,
+        )
+        assert isinstance(answer.choices[0].message.parsed, Person)
+        with client.chat.completions.stream(
+            model="tiny",
+            messages=[{"role": "user", "content": "Who?"}],
+            response_format=Person,
+            seed=1,
+            max_tokens=200,
+        ) as stream:
+            streamed = stream.get_final_completion()
+        assert streamed.choices[0].message.parsed == answer.choices[0].message.parsed
+        with pytest.raises(openai.BadRequestError, match="structured_outputs: ") as refused:
+            client.completions.create(
+                model="tiny", prompt=PROMPT, extra_body={"structured_outputs": {"json": {"type": "nothing"}}}
+            )
+        assert refused.value.param == "structured_outputs"
+
+
+class Address(pydantic.BaseModel, extra="forbid"):
+    city: str = pydantic.Field(max_length=10)
+
+
+class Move(pydantic.BaseModel, extra="forbid"):
+    """Parameters whose schema refers to a definition of its own."""
+
+    who: str = pydantic.Field(max_length=10)
+    to: Address
+
+
+def test_required_and_named_tools_are_called(cluster: LocalCluster, http_port: int) -> None:
+    schemas = {"move": Move.model_json_schema(), "wait": None}
+    tools: Any = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Go"}], "tools": tools, "max_tokens": 400}
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{http_port}/v1", api_key="none", max_retries=0) as client:
+        for seed in range(3):
+            choice = client.chat.completions.create(
+                tool_choice="required", parallel_tool_calls=False, seed=seed, **asked
+            ).choices[0]
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.tool_calls is not None
+            assert [call.function.name in schemas for call in choice.message.tool_calls] == [True]
+        several = client.chat.completions.create(tool_choice="required", seed=0, **asked).choices[0].message.tool_calls
+        assert several is not None
+        assert len(several) > 1, "the tiny model goes on until max_tokens"
+        named: Any = {"type": "function", "function": {"name": "move"}}
+        choice = client.chat.completions.create(tool_choice=named, seed=1, **asked).choices[0]
+        assert choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        assert call.type == "function"
+        Move.model_validate_json(call.function.arguments)
+        assert (choice.message.content, choice.finish_reason, call.function.name) == (None, "tool_calls", "move")
+        chunks = list(client.chat.completions.create(tool_choice=named, seed=1, stream=True, **asked))
+        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+        functions = [delta.function.model_dump() for delta in deltas if delta.function]
+        assert functions == [call.function.model_dump()]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        with pytest.raises(openai.BadRequestError, match="tool_choice: 'other' is none of the tools"):
+            client.chat.completions.create(tool_choice={"type": "function", "function": {"name": "other"}}, **asked)

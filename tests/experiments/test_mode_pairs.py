@@ -1,0 +1,53 @@
+"""Pairs are added until their intervals are narrow, and what other processes use meanwhile is counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from experiments.experiment import Bench, Cell
+from experiments.machine_load import CpuUse
+from experiments.mode_pairs import PairOptions, PairSender
+from experiments.request_row import RequestRow
+from pdserve.client.async_client import AsyncClient
+from tests.pdserve.scripted_service import ScriptedService
+
+
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [
+        ({"pairs_s": 0.0}, 6, 6),
+        ({"pairs_s": 60.0, "narrow_ms": 1e6}, 8, 8),  # checked every four pairs
+        ({"pairs_s": 2.0, "narrow_ms": 1e-9}, 7, 10_000),  # never narrow: until the time is over
+    ],
+)
+async def test_pairs_are_added_until_narrow_or_the_time_is_over(
+    service: ScriptedService, options: dict[str, float], least: int, most: int
+) -> None:
+    rows: list[RequestRow] = []
+    steps: list[int] = []
+    bench = Bench(Cell("x", {}, work=6), service.target, rows.append, steps.append)
+    async with AsyncClient(service.target) as client:
+        sender = PairSender(bench, client, 100, 4, seed=0)
+        await sender.send(8, 6, PairOptions.choose(options), warm_up=1)
+    assert least <= len(rows) // 2 <= most
+    assert [(row.index, row.arm) for row in rows[:4]] == [(0, "pd"), (0, "colocated"), (1, "colocated"), (1, "pd")]
+    assert sum(steps) == 6
+    assert all(row.others_cpu_s is not None and row.others_cpu_s >= 0 for row in rows)
+
+
+def test_what_other_processes_use_is_counted_apart_from_the_measurements_own() -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass\ninput()"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        without, own = [psutil.Process()], [psutil.Process(), process]
+        before, before_own = CpuUse.now(without), CpuUse.now(own)
+        while sum(process.cpu_times()[:2]) < 0.45:
+            process.is_running()
+        after_own, after = CpuUse.now(own), CpuUse.now(without)
+        child.communicate(b"\n")
+    assert after.others_s(before) - after_own.others_s(before_own) >= 0.3
+    assert after.others_cores(before) == pytest.approx(after.others_s(before) / (after.at_s - before.at_s))

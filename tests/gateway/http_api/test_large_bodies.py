@@ -1,0 +1,425 @@
+"""What large bodies cost: CPU time, memory, and the time of the event loop. With a context of 131,072 tokens and tokens
+of up to 128 bytes, for which a body may have 33 MB."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import random
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HFTokenizer
+
+from gateway.http_api.bodies import FREE_BYTES, MAX_DEPTH, MIN_ROOM_BYTES, JsonCount, Shape
+from gateway.http_api.requests import MAX_CHAT_NODES, MAX_CHOICES, MAX_MESSAGES
+from gateway.validation import MIN_MESSAGE_BYTES
+from pdserve.core.errors import InvalidRequest
+from tests.gateway.fuzzing import ANSWER_S, PATIENT, check_alive
+from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.http_api.test_connections import CHUNKED, JSON_TYPE
+
+COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+CONTEXT = 131_072
+LONGEST_TOKEN = "q" * 128
+MIB = 2**20
+TOO_MUCH = re.compile(r"(body: it has|messages: the arguments of tool calls have) (more than|lists and objects nested)")
+
+# --- counting --------------------------------------------------------------------------------------------------------
+
+texts = st.text(alphabet='[]{},:"\\/ né😀\n', max_size=6)
+jsons = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def sizes(value: object) -> tuple[int, int, int]:
+    """How many values a value holds, how many lists, objects and fields, and how deep they are nested. An empty list or
+    object counts as two values."""
+    if not isinstance(value, dict | list):
+        return 0, 0, 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    found = [sizes(each) for each in inner]
+    fields = len(value) if isinstance(value, dict) else 0
+    values = max(1, len(inner)) + sum(each[0] for each in found)
+    return values, 1 + fields + sum(each[1] for each in found), 1 + max((each[2] for each in found), default=0)
+
+
+def counted(data: bytes, cuts: list[int], values: int, nodes: int) -> None:
+    """Count ``data`` in parts."""
+    count = JsonCount(Shape(values, nodes), "body: it has")
+    bounds = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    for start, end in itertools.pairwise(bounds):
+        count.add(data[start:end])
+
+
+@given(jsons, st.booleans(), st.lists(st.integers(min_value=0), max_size=8))
+def test_values_are_counted_wherever_a_body_is_cut(value: object, ascii_only: bool, cuts: list[int]) -> None:
+    data = json.dumps(value, ensure_ascii=ascii_only).encode()
+    values, nodes, depth = sizes(value)
+    assert depth <= MAX_DEPTH
+    counted(data, cuts, values, nodes)
+    for fewer in ((values - 1, nodes), (values, nodes - 1)) if nodes else ():
+        with pytest.raises(InvalidRequest, match=r"^body: it has more than"):
+            counted(data, cuts, *fewer)
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_depth_is_bounded(opening: bytes) -> None:
+    counted(opening * MAX_DEPTH, [], 10**6, 10**6)
+    counted(b"[" + b"[],[[]]," * 1000, [], 10**6, 10**6)
+    counted(b'"' + opening * 1000, [], 10**6, 10**6)
+    for cuts in ([], [100]):
+        with pytest.raises(InvalidRequest, match=f"^body: it has lists and objects nested more than {MAX_DEPTH} deep"):
+            counted(opening * (MAX_DEPTH + 1), cuts, 10**6, 10**6)
+
+
+# --- what they cost --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long_folder(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with one long token."""
+    folder = tmp_path_factory.mktemp("long")
+    tokenizer = HFTokenizer.from_file(str(chat_folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(LONGEST_TOKEN, special=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((chat_folder / "tokenizer_config.json").read_text())
+    config["chat_template"] += (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}"
+        "{% endfor %}{% endfor %}{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+async def http_128k(start_http: StartHttp, long_folder: Path) -> Http:
+    """A service of one pair with a context of `CONTEXT`."""
+    http = await start_http(folder=long_folder, engine={"max_model_len": CONTEXT}, router=PATIENT)
+    for worker_id in ("p0", "d0"):
+        http.service.make(worker_id, max_model_len=CONTEXT, num_blocks=2 * CONTEXT)
+    await http.service.bring_up("p0", "d0")
+    assert http.service.gateway._max_message_bytes > 33e6
+    return http
+
+
+def repeated(before: bytes, unit: bytes, after: bytes, size: int) -> bytes:
+    """``unit`` as often as it fits, as the items of a list or object."""
+    count = max(1, (size - len(before) - len(after)) // (len(unit) + 1))
+    return before + b",".join([unit] * count) + after
+
+
+def keys(count: int) -> bytes:
+    return b",".join(b'"k%d":1' % number for number in range(count))
+
+
+END = b',"max_tokens":1000000}'
+"""No request may have so many, so every one of them is refused when it has been read."""
+MESSAGE = b'{"messages":[{"role":"user","content":"x",'
+ASKED = b'{"messages":[{"role":"user","content":"x"}],'
+CALLS = MESSAGE + b'"tool_calls":[{"function":{"arguments":"'
+PLACES: dict[str, tuple[str, bytes, bytes]] = {
+    "prompt": (COMPLETIONS, b'{"prompt":[', b"]" + END),
+    "nested prompt": (COMPLETIONS, b'{"prompt":[[', b"]]" + END),
+    "stop": (COMPLETIONS, b'{"prompt":"x","stop":[', b"]" + END),
+    "unknown field": (COMPLETIONS, b'{"prompt":"x","a":[', b"]" + END),
+    "tokens": (DETOKENIZE, b'{"tokens":[', b"]}"),
+    "message": (CHAT, MESSAGE + b'"a":[', b"]}]" + END),
+    "messages": (CHAT, b'{"messages":[', b"]" + END),
+    "content": (CHAT, b'{"messages":[{"role":"user","content":[', b"]}]" + END),
+    "tools": (CHAT, ASKED + b'"tools":[{"a":[', b"]}]" + END),
+    "variables": (CHAT, ASKED + b'"chat_template_kwargs":{"a":[', b"]}" + END),
+    "tokenized message": (TOKENIZE, MESSAGE + b'"a":[', b"]}]}"),
+    "arguments": (CHAT, CALLS + b"[", b']"}}]}]' + END),
+}
+UNITS = (
+    b"0", b"123456", b'""', b"[]", b"{}", b"[0]", b"[[]]", b'["x"]', b"null", b"1e300", b"9" * 4000, b"0." + b"1" * 900,
+    b'{"type":"text","text":""}', b'{"role":"user","content":"x"}', b'{"a":[{"b":{}}]}',
+    b"[" * 50 + b"]" * 50, b'{"a":' * 50 + b"1" + b"}" * 50,
+)  # fmt: skip
+
+
+def drawn_unit(draw: random.Random, depth: int = 4) -> bytes:
+    """A random small JSON value."""
+    kind = draw.randrange(6) if depth else draw.randrange(3)
+    if kind == 0:
+        return str(draw.choice((0, 7, 4095, 2**31, 10**30, 0.5))).encode()
+    if kind == 1:
+        return json.dumps(draw.choice(("", "x", "é", 'a"b\\', "[{"))).encode()
+    if kind == 2:
+        return draw.choice((b"null", b"true", b"[]", b"{}"))
+    inner = [drawn_unit(draw, depth - 1) for _ in range(draw.randint(1, 3))]
+    if kind == 3:
+        return b'{"k":' + b',"l":'.join(inner[:2]) + b"}"
+    return b"[" + b",".join(inner) + b"]"
+
+
+def shapes(size: int, per_place: int) -> Iterator[tuple[str, str, bytes]]:
+    """Bodies of ``size`` bytes: what each is, its path, and its data. ``per_place``: kinds of values in each place."""
+    draw = random.Random(7)
+    for place, (path, before, after) in PLACES.items():
+        units = [b"[0]", *UNITS, *(drawn_unit(draw) for _ in UNITS)]
+        for unit in units[:1] + draw.sample(units[1:], per_place - 1):
+            escaped = unit.replace(b"\\", b"\\\\").replace(b'"', b'\\"') if place == "arguments" else unit
+            yield f"{unit[:40]!r} in {place}", path, repeated(before, escaped, after, size)
+    fields = size // 10
+    yield "fields", COMPLETIONS, b'{"prompt":"x",' + keys(fields) + END
+    yield "metadata", COMPLETIONS, b'{"prompt":"x","metadata":{' + keys(fields) + b"}" + END
+    yield "biases", COMPLETIONS, b'{"prompt":"x","logit_bias":{' + keys(fields) + b"}" + END
+    yield "fields of a message", CHAT, MESSAGE + keys(fields) + b"}]" + END
+    for kind, text in (
+        ("ASCII", b"word "), ("two bytes", "é".encode()), ("four bytes", "😀".encode()), ("escapes", b"\\n"),
+        ("numbered", b"\\u00e9"), ("code", b'{\\"a\\": [0]}, '), ("spaces", b" "),
+    ):  # fmt: skip
+        yield f"text of {kind}", COMPLETIONS, b'{"prompt":"' + text * (size // len(text)) + b'"' + END
+        yield (
+            f"message of {kind}",
+            CHAT,
+            MESSAGE.replace(b'"x"', b'"' + text * (size // len(text)) + b'"') + (b'"a":1}]' + END),
+        )
+    yield "space", COMPLETIONS, b" " * size + b'{"prompt":"x"' + END
+    yield "openings", COMPLETIONS, b"[" * size
+    yield "closings", CHAT, b"]" * size
+    yield "one number", COMPLETIONS, b'{"prompt":"x","top_p":0.' + b"1" * size + END
+
+
+def blocking_post(http: Http, path: str, data: bytes) -> tuple[int, str]:
+    """The status and the text of an answer."""
+    connection = HTTPConnection("127.0.0.1", http.service.gateway.http_port, timeout=10 * ANSWER_S)
+    try:
+        connection.request("POST", path, data, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had since `forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    return int(kib) * 1024
+
+
+def forget_peak() -> int:
+    """Begin anew; returns the memory of now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+CPU_S, TOKENIZED_CPU_S, MEMORY_BYTES = 0.25, 2.0, 768 * MIB
+"""Bounds for a body of 1 MiB, for one whose prompt was tokenized or that has 16 MiB, and for every body: at least five
+times what was measured. CPU time counts, so that it does not matter who else uses the machine."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("size_mib", "per_place"), [(1, 4), (16, 1)], ids=["1MiB", "16MiB"])
+async def test_no_body_takes_long_or_much_memory(http_128k: Http, size_mib: int, per_place: int) -> None:
+    for what, path, data in shapes(size_mib * MIB - 1000, per_place):
+        cpu_s = []
+        before_bytes = forget_peak()
+        for _ in range(3):
+            begun_s = time.process_time()
+            status, text = await asyncio.to_thread(blocking_post, http_128k, path, data)
+            cpu_s.append(time.process_time() - begun_s)
+            if cpu_s[-1] < CPU_S / 2:
+                break
+        most_s = TOKENIZED_CPU_S if size_mib > 1 or '"message":"prompt: ' in text else CPU_S
+        assert min(cpu_s) < most_s, (what, cpu_s, text[:200])
+        assert peak_bytes() - before_bytes < MEMORY_BYTES, (what, text[:200])
+        assert status in (200, 400, 413), (what, text[:200])
+    await check_alive(http_128k.service)
+
+
+STEP_S = 0.1
+"""Longest turn of the event loop, in its own CPU time, which is at least five times what was measured."""
+
+
+@contextlib.asynccontextmanager
+async def longest_turn() -> AsyncIterator[list[float]]:
+    """The CPU times of the turns of this event loop. Garbage of the tests is not collected in one of them."""
+    turns_s: list[float] = []
+
+    async def look() -> None:
+        while True:
+            begun_s = time.thread_time()
+            await asyncio.sleep(0)
+            turns_s.append(time.thread_time() - begun_s)
+
+    gc.collect()
+    gc.freeze()
+    looking = asyncio.create_task(look())
+    try:
+        yield turns_s
+    finally:
+        looking.cancel()
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("size_mib", [1, 32])
+@pytest.mark.parametrize("place", ["prompt", "unknown field", "message", "tools", "arguments"])
+async def test_no_body_holds_the_event_loop(http_128k: Http, size_mib: int, place: str) -> None:
+    path, before, after = PLACES[place]
+    data = repeated(before, b"[0]", after, size_mib * MIB - 1000)
+    longest_s = []
+    for _ in range(3):
+        async with longest_turn() as turns_s:
+            status, text = await asyncio.to_thread(blocking_post, http_128k, path, data)
+        assert (status, bool(TOO_MUCH.search(text))) == (400, True), text[:200]
+        longest_s.append(max(turns_s))
+    assert min(longest_s) < STEP_S, longest_s
+
+
+# --- what is refused, and what is not --------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt: list should have at most 128 items"),
+        (COMPLETIONS, {"prompt": [[1]] * 129}, "prompt: list should have at most 128 items"),
+        (COMPLETIONS, {"prompt": [[1]] * 2000}, "body: it has more than 1024 lists, objects and fields"),
+        (COMPLETIONS, {"prompt": "x", "a": nested(70)}, "body: it has lists and objects nested more than 64 deep"),
+        (COMPLETIONS, {"prompt": [7] * 40_000}, "body: it has more than 34816 values"),
+        (DETOKENIZE, {"tokens": [7] * 2000}, "body: it has more than 1536 values"),
+        (DETOKENIZE, {"tokens": [7] * 300}, "tokens: 300 tokens exceed the context of 256"),
+        (CHAT, {"messages": [{"role": "user", "a": [0] * 140_000}]}, "body: it has more than 131072 values"),
+        (CHAT, {"messages": [{"role": "user", "a": [{}] * 70_000}]}, "body: it has more than 65536 lists, objects"),
+        (TOKENIZE, {"messages": [{"role": "user", "a": nested(70)}]}, "body: it has lists and objects nested more"),
+    ],
+)
+async def test_what_a_body_may_hold(http: Http, path: str, body: dict[str, Any], message: str) -> None:
+    answer = await http.post(path, **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "[[],[]]" * 70_000, json.dumps([[]] * 70_000)])
+async def test_what_arguments_of_tool_calls_may_hold(http: Http, arguments: str) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    answer = await http.post(CHAT, messages=[{"role": "assistant", "tool_calls": calls}])
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith("messages: the arguments of tool calls have ")
+
+
+async def test_arguments_are_counted_over_all_calls(http: Http) -> None:
+    calls = [{"function": {"name": "f", "arguments": json.dumps([[]] * 1000)}}]
+    message = {"role": "assistant", "tool_calls": calls}
+    answers = [await http.post(TOKENIZE, messages=[message] * count) for count in (60, 70)]
+    assert "arguments of tool calls have more than 65536" in answers[1].text
+    assert "arguments" not in answers[0].text
+
+
+async def test_the_longest_prompts_are_served(http_128k: Http) -> None:
+    prompt = [1 + number % 900 for number in range(CONTEXT - 2)]
+    assert (await http_128k.complete(prompt=prompt, max_tokens=2))["usage"]["prompt_tokens"] == CONTEXT - 2
+    text = LONGEST_TOKEN * 10_000
+    assert (await http_128k.complete(prompt=text, max_tokens=2))["usage"]["prompt_tokens"] == 10_000
+    many = await http_128k.complete(prompt=[prompt[:4000]] * MAX_CHOICES, max_tokens=1)
+    assert many["usage"]["prompt_tokens"] == 4000 * MAX_CHOICES
+
+
+async def test_the_longest_chats_are_read(http_128k: Http) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested(4)}}] * 64
+    messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}] * 1500 + [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    ] * (MAX_MESSAGES - 1500)
+    assert json.dumps([messages, tools]).count(":") < MAX_CHAT_NODES
+    answer = await http_128k.post(TOKENIZE, messages=messages, tools=tools)
+    assert answer.status_code == 200, answer.text[:300]
+
+
+# --- the sum of all --------------------------------------------------------------------------------------------------
+
+
+def began(http: Http, client: str, data: bytes) -> socket.socket:
+    """A connection from the address ``client`` that has sent the beginning of a request."""
+    target = ("127.0.0.1", http.service.gateway.http_port)
+    connection = socket.create_connection(target, ANSWER_S, source_address=(client, 0))
+    connection.sendall(data)
+    return connection
+
+
+def announced(size: int) -> bytes:
+    """The head of a request with a body of so many bytes."""
+    lines = (f"POST {COMPLETIONS} HTTP/1.1", "host: localhost", JSON_TYPE, f"content-length: {size}", "", "")
+    return "\r\n".join(lines).encode()
+
+
+def refused(http: Http, client: str, data: bytes) -> tuple[int, str, bool]:
+    """How the beginning of a request is refused: the status, the message, and whether it says when to come back."""
+    with began(http, client, data) as connection:
+        answer = b""
+        while not answer.endswith(b"}}"):
+            part = connection.recv(2**16)
+            assert part, answer
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"], b"\r\nretry-after: 1" in head
+
+
+async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_sent(http: Http) -> None:
+    status, message, _ = await asyncio.to_thread(refused, http, "127.0.0.1", announced(MIN_MESSAGE_BYTES + 1))
+    assert (status, message) == (413, "body: it is larger than 1048576 bytes; shorten it")
+    await check_alive(http.service)
+
+
+async def test_one_client_has_half_of_the_room_for_bodies(start_http: StartHttp) -> None:
+    http = await start_http("p0", "d0", router=PATIENT)
+    inference = http.service.gateway._inference
+    of_one = MIN_ROOM_BYTES // 2 // (MIN_MESSAGE_BYTES - FREE_BYTES)
+    large = announced(MIN_MESSAGE_BYTES)
+    with contextlib.ExitStack() as stack:
+        for _ in range(of_one):
+            stack.enter_context(began(http, "127.0.0.2", large))
+        await http.service.until(lambda: inference.in_progress == of_one)
+        status, message, comes_back = await asyncio.to_thread(refused, http, "127.0.0.2", large)
+        assert (status, comes_back) == (429, True)
+        assert message.startswith("body: with it the bodies of one client would have more than 134217728 bytes")
+        stack.enter_context(began(http, "127.0.0.3", large))
+        await http.service.until(lambda: inference.in_progress == of_one + 1)
+    await http.service.until(lambda: inference.in_progress == 0)
+    await check_alive(http.service)
+
+
+async def test_the_sum_of_bodies_is_bounded(start_http: StartHttp) -> None:
+    http = await start_http("p0", "d0", router=PATIENT)
+    of_one = MIN_ROOM_BYTES // 2 // (MIN_MESSAGE_BYTES - FREE_BYTES)
+    large, small = announced(MIN_MESSAGE_BYTES), announced(FREE_BYTES)
+    chunks = CHUNKED + 30 * (b"%x\r\n%s\r\n" % (2**15, b" " * 2**15))
+    inference = http.service.gateway._inference
+    with contextlib.ExitStack() as stack:
+        for client in ["127.0.0.2"] * of_one + ["127.0.0.3"] * of_one + ["127.0.0.4"]:
+            stack.enter_context(began(http, client, large))
+        await http.service.until(lambda: inference.in_progress == 2 * of_one + 1)
+        for data in (large, chunks):  # chunks count when they come
+            status, message, comes_back = await asyncio.to_thread(refused, http, "127.0.0.4", data)
+            assert (status, comes_back) == (429, True)
+            assert message.startswith("body: with it the bodies of all calls would have more than 268435456 bytes")
+        stack.enter_context(began(http, "127.0.0.4", small))
+        await http.service.until(lambda: inference.in_progress == 2 * of_one + 2)
+        assert (await http.complete(prompt=[5, 6], max_tokens=2))["usage"]["completion_tokens"] == 2
+    await http.service.until(lambda: inference.in_progress == 0)
+    answer = await http.post(COMPLETIONS, prompt="x" * (MIN_MESSAGE_BYTES - 100))
+    assert answer.status_code == 400, "there is room for it"
+    await check_alive(http.service)
