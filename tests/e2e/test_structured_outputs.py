@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 from pdserve import AsyncClient, Client
 from pdserve.core.errors import InvalidRequest
-from tests.local_cluster import LocalCluster, free_port, leaked_blocks, local_cluster
+from tests.local_cluster import ROOT, LocalCluster, free_port, leaked_blocks, local_cluster
 
 PROMPT = "def read_lines(path):\n"
 SCHEMA: dict[str, Any] = {
@@ -160,6 +162,15 @@ class Move(pydantic.BaseModel, extra="forbid"):
 
     who: str = pydantic.Field(max_length=10)
     to: Address
+
+
+def test_the_documented_call_of_a_tool_runs(cluster: LocalCluster, http_port: int) -> None:
+    document = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    (example,) = [block for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "tool_calls" in block]
+    command = [sys.executable, "-c", example.replace("localhost:8000", f"127.0.0.1:{http_port}")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"weather \{'city': .*\}\n", done.stdout)
 
 
 def test_required_and_named_tools_are_called(cluster: LocalCluster, http_port: int) -> None:
