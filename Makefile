@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := pdserve devices engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
+SOURCES := pdserve runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
 
 .PHONY: help install demo docs test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
 

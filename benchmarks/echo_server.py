@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from benchmarks.bare_server import serve
-from pdserve.core.process import end_with_parent
 from pdserve.pb import inference_pb2 as pb
+from runtime.process import end_with_parent
 
 MESSAGE = pb.GenerateResponse(token=pb.Token(token_id=300, text=" word", index=7))
 

@@ -51,7 +51,7 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
     from benchmarks.engine_process import process_costs
     from benchmarks.engine_transformers import TransformersSide
     from benchmarks.isolation import measure_isolation
-    from engine.model.source import resolve_model
+    from checkpoints.source import resolve_model
     from experiments.engine_alone.ceilings import QUICK_SIZES, Ceilings
 
     torch.set_num_threads(1)

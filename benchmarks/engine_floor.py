@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from benchmarks.engine_cases import Case, Decode, Mixed, Prefill
+from checkpoints.shape import ModelShape
 from engine.model.linear import Linear, linear
-from engine.model.shape import ModelShape
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.ceilings import Ceilings
 

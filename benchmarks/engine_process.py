@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoints.shape import ModelShape
 from engine.messages import KVRole, Step, Submit
-from engine.model.shape import ModelShape
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from pdserve.core.request import Request

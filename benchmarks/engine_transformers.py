@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.engine_cases import STEPS, WARM_STEPS, Case, Decode, Mixed, Prefill
-from engine.model.shape import ModelShape
+from checkpoints.shape import ModelShape
 
 
 class TransformersSide:

@@ -34,7 +34,7 @@ from benchmarks.quick import Quick
 from benchmarks.router import GENERATE, PROMPT, SHAPES, STEP_MS, Server, _load, _wait_ready
 from pdserve import AsyncClient, AsyncStream
 from pdserve.core.config import PdserveConfig
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
 from tests.local_cluster import free_ports
 
 WORKERS = 4

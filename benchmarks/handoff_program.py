@@ -19,7 +19,7 @@ from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
 
 SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
 _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size

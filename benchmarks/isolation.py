@@ -26,16 +26,16 @@ from typing import NamedTuple
 import numpy as np
 
 import worker.incarnation
+from checkpoints.source import resolve_model
 from decode_worker.receive import HANDLERS
 from engine.messages import EngineEvent, Step
-from engine.model.source import resolve_model
 from engine.process.client import EngineClient
 from experiments.messages import Message, message_of, say
 from pdserve.core.config import PdserveConfig
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
+from runtime.secret import ServiceSecret
 from worker.authentication import CONTROL, Stream, open_stream, stream_channel
 from worker.cores import leave_engine_cores
 from worker.messages import MAX_CONTROL_BYTES, TO_GATEWAY, Outputs, Ping, Run, encode

@@ -41,10 +41,10 @@ from experiments.messages import message_of
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from pdserve.version import VERSION
+from runtime.secret import ServiceSecret
 from tests.local_cluster import free_port
 from worker.spec import WorkerSpec
 

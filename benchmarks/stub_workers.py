@@ -17,13 +17,13 @@ from itertools import count
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.handoff import KVEndpoint, PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.process import end_with_parent
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
 from pdserve.version import VERSION
+from runtime.process import end_with_parent
+from runtime.secret import ServiceSecret
 from worker.heartbeat import Heartbeat
 from worker.messages import Beat, BeatAnswer, LinkState, Push, Receive, SendPrefix, Work
 from worker.server import ControlServer, Outbox

@@ -6,7 +6,7 @@ from __future__ import annotations
 from benchmarks.handoff_program import SHAPE_VARIABLE, layout_of
 from experiments.pairs.loop_endpoint import TRANSPORT_VARIABLE
 from experiments.pairs.process_pair import ProcessPair
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
 
 
 class HandoffPair(ProcessPair):

@@ -17,7 +17,7 @@ ENGINE_MODULE = "engine.process.loop"
 class EngineSpec:
     """Configuration of one engine. The engine chooses the default of a field that is None.
 
-    ``model``: argument of `engine.model.source.resolve_model`.
+    ``model``: argument of `checkpoints.source.resolve_model`.
     ``dtype``: a value of `ModelConfig.dtype`; ``auto`` is decided by this engine's device alone.
     ``device``: ``cpu`` or ``cuda``.
     ``cores``: CPU cores that the engine binds itself to, one thread each (empty: one thread, not bound).

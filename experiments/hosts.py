@@ -32,9 +32,9 @@ from pdserve.client.sync_client import Client
 from pdserve.client.target import AccessOptions, Target
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, LaunchError
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
+from runtime.secret import ServiceSecret
 from worker.spec import WorkerSpec
 
 PREFIX = "pdx"

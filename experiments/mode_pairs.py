@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from experiments.experiment import Bench, Options
 from experiments.machine_load import BESIDE_CORES, beside_text
 from experiments.request_row import RequestRow, unexpected_bytes

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.mode_pairs import chunk_tokens

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import Cost, ModelArithmetic
 from experiments.engine_alone.process import measurements
 from experiments.engine_alone.program import STEPS, WARM_STEPS, WITH, WITHOUT, Built, Rates, Task, Warm

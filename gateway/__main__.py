@@ -15,9 +15,9 @@ from gateway.gateway_thread import GatewayThread
 from gateway.grpc_api.operator_view import serve_operators
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
-from pdserve.core.logs import set_up_logging
-from pdserve.core.process import end_with_parent
-from pdserve.core.secret import ServiceSecret
+from runtime.logs import set_up_logging
+from runtime.process import end_with_parent
+from runtime.secret import ServiceSecret
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from engine.model.folder import tokenizer_note
+from checkpoints.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.authentication import Authentication
 from gateway.grpc_api.connection_guard import MAX_STREAMS, ConnectionGuard, bounds_options
@@ -37,21 +37,21 @@ from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
 from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
-from kv_transfer.transports.grpc_tls import server_credentials
 from pdserve.core.address import join_address
-from pdserve.core.awake_clock import RunningAwakeClock
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, NotReady, PdserveError
-from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.request import Mode
-from pdserve.core.secret import ServiceSecret
-from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from router.needs import WaitMode
 from router.registry import WorkerRegistry
 from router.router import Router
+from runtime.awake_clock import RunningAwakeClock
+from runtime.grpc_tls import server_credentials
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from runtime.stream_proof import StreamListener
 from worker.authentication import REGISTRY, proven_server
 from worker.messages import MAX_BEAT_BYTES
 

@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from gateway.gateway import Gateway
 from gateway.load_meter import GatewayLoad
 from gateway.scaling_report import ScalingReport
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
-from pdserve.core.plane_tls import plane_tls
-from pdserve.core.process import freeze_heap
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+from runtime.plane_tls import plane_tls
+from runtime.process import freeze_heap
+from runtime.secret import ServiceSecret
 from worker.client import WorkerClient
 
 log = logging.getLogger(__name__)

@@ -32,13 +32,13 @@ from gateway.validation import (
 from pdserve.core.clock import Clock
 from pdserve.core.errors import NotReady, PdserveError
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.logs import bind_request
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, Breakdown, EventKind, Figure
 from router.request_record import Deadline, RequestRecord, RoutingResult
 from router.router import Router
+from runtime.logs import bind_request
 
 MAX_USER_CHARACTERS = 256  # of a user's name, as far as it tells users apart
 _RESUMED_AT_ONCE = 256

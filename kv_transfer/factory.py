@@ -11,8 +11,8 @@ from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from kv_transfer.transports.shaped import SHAPEABLE, Shape, ShapedTransport
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
 
 TRANSPORTS = ("shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from devices.poison import ends_if_poisoned
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import Region, pair_regions
+from runtime.poison import ends_if_poisoned
 
 if TYPE_CHECKING:
     import torch

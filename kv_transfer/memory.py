@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from devices.cuda import Cuda
-from devices.poison import ends_if_poisoned
-from pdserve.core import memory_file
 from pdserve.core.errors import TransferRefused
 from pdserve.core.kv_layout import Region
+from runtime import memory_file
+from runtime.cuda import Cuda
+from runtime.poison import ends_if_poisoned
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ class DeviceMemory:
 
 
 def _torch_cuda() -> Cuda:
-    from devices.torch_cuda import TorchCuda  # imports torch, which a worker without a GPU may do without
+    from runtime.torch_cuda import TorchCuda  # imports torch, which a worker without a GPU may do without
 
     return TorchCuda()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from devices.cuda import Cuda
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import KVLayout, Region, probe_area
+from runtime.cuda import Cuda
 
 
 class Pool:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from pdserve.core.limited_log import LimitedLog
+from runtime.limited_log import LimitedLog
 
 INTRODUCTION_S = 5.0
 """How long a peer has to introduce itself after its connection was accepted."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.model.outline import ModelOutline
-from engine.model.shape import ModelShape
-from engine.model.source import ModelSource
+from checkpoints.outline import ModelOutline
+from checkpoints.shape import ModelShape
+from checkpoints.source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
 from pdserve.core.config import PdserveConfig
 from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout, probe_area

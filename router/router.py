@@ -16,7 +16,6 @@ import msgspec
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError
-from pdserve.core.logs import bind_request
 from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
@@ -30,6 +29,7 @@ from router.retries import Failures, RetryBudget
 from router.waiting import Waiting
 from router.waiting_line import WaitingLine
 from router.worker_stream import ReaderStalled
+from runtime.logs import bind_request
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.config import PdserveConfig
-from pdserve.core.plane_tls import SERVER_NAME, PlaneTls, plane_tls
+from runtime.plane_tls import SERVER_NAME, PlaneTls, plane_tls
 
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 

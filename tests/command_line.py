@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from experiments.cli.main import main
+from ops.cli.main import main
 from tests.pdserve.scripted_service import ScriptedService
 
-PDSERVE = (sys.executable, "-c", "from experiments.cli.main import main; main()")
+PDSERVE = (sys.executable, "-c", "from ops.cli.main import main; main()")
 
 
 @dataclass(frozen=True)

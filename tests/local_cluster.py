@@ -25,8 +25,8 @@ import psutil
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
+from runtime.secret import ServiceSecret
 from tests.planted import delays
 from tests.told_gateway import MEMBERS_VARIABLE
 from worker.spec import WorkerSpec

@@ -13,8 +13,8 @@ from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
 from tests.certificates import service_tls
 
 SECRET = ServiceSecret(bytes(range(32)))

@@ -17,7 +17,7 @@ import typer.main
 import yaml
 from typer.core import TyperGroup
 
-from experiments.cli.main import app
+from ops.cli.main import app
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from tests.certificates import Certificates

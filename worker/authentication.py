@@ -1,6 +1,6 @@
 """The gRPC streams inside a service: control, which a gateway opens to a worker, and registry, which a worker opens to
-its gateway. Both ends prove that they know the service's secret before a message is read (`pdserve.core.stream_proof`),
-over mutual TLS if the service has it (`pdserve.core.plane_tls`).
+its gateway. Both ends prove that they know the service's secret before a message is read (`runtime.stream_proof`),
+over mutual TLS if the service has it (`runtime.plane_tls`).
 Messages are bytes to gRPC; `worker.messages` encodes them.
 """
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from kv_transfer.transports.grpc_tls import open_aio_channel
 from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_pings import ping_options
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret, Unproven
-from pdserve.core.stream_proof import MEET, StreamDialler, StreamListener
+from runtime.grpc_tls import open_aio_channel
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret, Unproven
+from runtime.stream_proof import MEET, StreamDialler, StreamListener
 
 MEET_TIMEOUT_S = 5.0
 """How long a server has to answer the first call."""

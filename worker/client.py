@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from pdserve.core.awake_clock import wait_awake
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
 from pdserve.core.handoff import KVPeer, PrefixSource
-from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.request import Request
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.timeline import ClockOffset
 from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
+from runtime.awake_clock import wait_awake
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
 from worker.authentication import CONTROL, open_stream, stream_channel
 from worker.messages import (
     MAX_CONTROL_BYTES,

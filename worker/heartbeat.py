@@ -13,8 +13,8 @@ from typing import Protocol
 import grpc
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
 from worker.authentication import REGISTRY, Stream, open_stream, stream_channel
 from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 

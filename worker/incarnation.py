@@ -15,15 +15,15 @@ from engine.spec import EngineSpec
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.pool import Pool
 from kv_transfer.transports.shaped import Shape
-from kv_transfer.transports.threads import in_thread
-from pdserve.core.awake_clock import awake_clock
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import LaunchError, PeerLost
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerLoad
+from runtime.awake_clock import awake_clock
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 from worker.addresses import resolve_interface
 from worker.cached_blocks import CachedBlocks
 from worker.kv import KVThread

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from devices.mps import (
+from pdserve.core.errors import LaunchError
+from runtime.mps import (
     LOGS,
     MEMORY,
     PIPES,
@@ -31,7 +32,6 @@ from devices.mps import (
     gpu_modes,
     mps_obstacle,
 )
-from pdserve.core.errors import LaunchError
 
 MEMBERS, KEEPER, STARTING = "members.lock", "keeper.lock", "starting.lock"
 _START_S = 30.0

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from devices.mps import CONTROL, LOGS, MEMORY, PIPES, THREADS, VISIBLE, daemon_pid
+from runtime.mps import CONTROL, LOGS, MEMORY, PIPES, THREADS, VISIBLE, daemon_pid
 from worker.mps import KEEPER, MEMBERS
 
 _COMMAND_S = 15.0

@@ -19,10 +19,10 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
-from pdserve.core.logs import set_up_logging
-from pdserve.core.process import end_with_parent, freeze_heap
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerInfo
+from runtime.logs import set_up_logging
+from runtime.process import end_with_parent, freeze_heap
+from runtime.secret import ServiceSecret
 from worker import messages
 from worker.cores import claim_cores, leave_engine_cores, shared_cores, sharing_note
 from worker.mps import MpsMembership, join_mps

@@ -22,11 +22,11 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVPeer, PrefixSource
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.logs import bind_request
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import TokenOutput
+from runtime.logs import bind_request
 from worker.kv import KVThread
 from worker.server import Outbox
 

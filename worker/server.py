@@ -13,14 +13,14 @@ from typing import Protocol
 
 import grpc
 
-from kv_transfer.transports.grpc_tls import add_port
 from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
-from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import TokenOutput
+from runtime.grpc_tls import add_port
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from runtime.stream_proof import StreamListener
 from worker.authentication import CONTROL, Context, proven_server
 from worker.messages import (
     MAX_CONTROL_BYTES,

@@ -33,9 +33,9 @@ from engine.messages import (
 )
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
-from pdserve.core.plane_tls import PlaneTls, plane_tls
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role, SharedCores, WorkerInfo, WorkerLoad
+from runtime.plane_tls import PlaneTls, plane_tls
+from runtime.secret import ServiceSecret
 from worker import messages
 from worker.cores import shared_cores
 from worker.heartbeat import Heartbeat

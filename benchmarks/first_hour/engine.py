@@ -106,7 +106,7 @@ def benchmark(options: Options) -> Findings:
     command += ["--quick"] if options.quick or not options.on_gpu else []
     result = last_line(EngineLine, *command)
     findings = Findings()
-    from engine.model.source import resolve_model
+    from checkpoints.source import resolve_model
 
     arithmetic = ModelArithmetic.of(resolve_model(model).shape, "bfloat16")
     judge_benchmark(findings, result, arithmetic, has_goals=options.on_gpu and not options.quick)

@@ -124,7 +124,7 @@ async def _hand_over(rank: int, device: str, num_bytes: int, turns: int, peer: C
     from pdserve.core.config import TransferConfig
     from pdserve.core.handoff import KVPeer
     from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout
-    from pdserve.core.secret import ServiceSecret
+    from runtime.secret import ServiceSecret
 
     layout = KVLayout.uniform("8b", "bfloat16", 64, 32, 8, 128)  # blocks of 8 MiB
     blocks = list(range(num_bytes // layout.block_bytes))

@@ -10,7 +10,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 from benchmarks.first_hour.step import Findings, Options
-from devices.mps import CONTROL, foreign_daemon, gpu_modes, mps_obstacle
+from runtime.mps import CONTROL, foreign_daemon, gpu_modes, mps_obstacle
 
 _PACKAGES = ("torch", "triton", "transformers", "ray", "nixl", "flashinfer-python")
 _VARIABLES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "UCX_")

@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.first_hour.catalogue import STEPS
 from benchmarks.first_hour.step import Findings, Options
-from pdserve.core.process import end_with_parent
+from runtime.process import end_with_parent
 
 
 def main() -> None:

@@ -141,7 +141,7 @@ def _bench(findings: Findings, options: Options, mps: str) -> float:
     with cluster_of(settings, options, gpus=None) as cluster:
         result = last_line(
             BenchLine,
-            *("-m", "experiments.command", "bench", "--target", cluster.target, "--mode", "both", "--json"),
+            *("-m", "ops.command", "bench", "--target", cluster.target, "--mode", "both", "--json"),
             *("--input-len", str(input_len), "--output-len", str(output_len)),
             *("--requests", str(requests), "--warmup", "2"),
         )

@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from devices.cuda import Cuda, Graph
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention, CUDAStep
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
 from engine.model.runner import LastTokens
 from engine.scheduling.batch import PENDING, ScheduledSeq
+from runtime.cuda import Cuda, Graph
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from checkpoints.shape import Activation, ModelShape
 from engine.kernels.cuda_decode_attention import FUSED
 from engine.model.attention import AttentionStep
 from engine.model.decoder import DecoderLayer
@@ -14,7 +15,6 @@ from engine.model.kv_pool import LayerKV
 from engine.model.linear import PlainLinear
 from engine.model.mlp import MLP
 from engine.model.norm import RMSNorm
-from engine.model.shape import Activation, ModelShape
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights
 
 _HEADS = 8  # heads of one program of the rope kernel

@@ -1,6 +1,6 @@
 """The decoder of all families on CPUs and GPUs: a flat batch of rows in, hidden states out.
 
-`engine.model.shape.ModelShape` says where families differ: biases, norms, windows, ropes, soft caps, experts.
+`checkpoints.shape.ModelShape` says where families differ: biases, norms, windows, ropes, soft caps, experts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from checkpoints.shape import ModelShape, Rope
 from engine.model.attention import AttentionStep
 from engine.model.experts import LoopedExperts
 from engine.model.kv_pool import KVPool, LayerKV
@@ -17,7 +18,6 @@ from engine.model.linear import linear
 from engine.model.mlp import MLP, GatedMLP
 from engine.model.norm import RMSNorm
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
-from engine.model.shape import ModelShape, Rope
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from checkpoints.shape import Activation, Experts
 from engine.model.linear import linear
 from engine.model.mlp import MLP, GatedMLP
 from engine.model.quantized import unbind
-from engine.model.shape import Activation, Experts
 from engine.model.weights import ExpertWeights, MLPWeights
 
 _NATIVE = (9, 10)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from devices.cuda import Cuda
-from engine.model.host_memory import available_bytes
-from pdserve.core import memory_file
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout, probe_area
+from runtime import memory_file
+from runtime.cuda import Cuda
+from runtime.host_memory import available_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

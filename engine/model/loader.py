@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.model.folder import read_tensor_shapes
+from checkpoints.folder import read_tensor_shapes
+from checkpoints.shape import ModelShape
+from checkpoints.source import DUMMY_SEED, ModelSource
 from engine.model.quantized import Matrix, QuantizedTensor
-from engine.model.shape import ModelShape
-from engine.model.source import DUMMY_SEED, ModelSource
 from engine.model.tensor_names import named_tensors, part_of
 from engine.model.weights import ModelWeights, quantized_parts
 from pdserve.core.errors import ModelError

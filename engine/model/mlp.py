@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from checkpoints.shape import Activation
 from engine.model.linear import linear
-from engine.model.shape import Activation
 from engine.model.weights import MLPWeights
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn import functional
 
-from engine.model.shape import ModelShape, Rope, RopeScaling
+from checkpoints.shape import ModelShape, Rope, RopeScaling
 
 
 def rope_tables(

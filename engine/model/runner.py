@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from devices.cuda import Cuda, Event, HostCopy
 from engine.model.attention import Attention
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
@@ -19,6 +18,7 @@ from engine.model.token_draw import DrawRows
 from engine.model.upload import upload
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from pdserve.core.sampling import SamplingParams
+from runtime.cuda import Cuda, Event, HostCopy
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.families import FAMILIES, Family
+from checkpoints.families import FAMILIES, Family
+from checkpoints.shape import ModelShape
 from engine.model.quantized import Matrix, unbind
-from engine.model.shape import ModelShape
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 
 
@@ -33,7 +33,7 @@ _PARTS = (
 
 
 def part_of(name: str) -> tuple[int, str] | None:
-    """The layer of a matrix, and its part (as `engine.model.families.Family.modules` names it), by its name in
+    """The layer of a matrix, and its part (as `checkpoints.families.Family.modules` names it), by its name in
     checkpoints. None for other weights."""
     pieces = name.split(".")
     if not name.startswith("model.layers.") or pieces[-1] != "weight":

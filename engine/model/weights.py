@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.model.families import FAMILIES
+from checkpoints.families import FAMILIES
+from checkpoints.shape import ModelShape
 from engine.model.quantized import Matrix, QuantizedTensor
-from engine.model.shape import ModelShape
 from pdserve.core.errors import ModelError
 
 
@@ -100,7 +100,7 @@ def rotary_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
 
 
 def quantized_parts(shape: ModelShape, layer: int) -> frozenset[str]:
-    """The parts of ``layer`` (as `engine.model.families.Family.modules` names them) that are stored in 8 bits."""
+    """The parts of ``layer`` (as `checkpoints.families.Family.modules` names them) that are stored in 8 bits."""
     if shape.quantization is None:
         return frozenset()
     found: set[str] = set()

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.limited_log import LimitedLog
+from runtime.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)
 

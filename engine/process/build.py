@@ -13,17 +13,14 @@ import msgspec
 import torch
 import xxhash
 
-from devices.cuda import Cuda
-from devices.torch_cuda import TorchCuda
+from checkpoints.source import resolve_model
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import KVReady, Ready
 from engine.model.block_memory import BlockMemory
 from engine.model.decoder import Decoder
-from engine.model.dtypes import choose_dtype, native_dtypes
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
-from engine.model.source import resolve_model
 from engine.model.structures import Structures
 from engine.offload.block_store import BlockStore
 from engine.offload.disk_store import DiskStore
@@ -35,6 +32,9 @@ from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
+from runtime.cuda import Cuda
+from runtime.dtypes import choose_dtype, native_dtypes
+from runtime.torch_cuda import TorchCuda
 
 log = logging.getLogger(__name__)
 

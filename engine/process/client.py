@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Generic
 
-from devices.mps import engine_environment
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, Shutdown, encode
 from engine.process.cuda_allocator import shareable_allocator
 from engine.spec import ENGINE_MODULE, EngineSpec
-from pdserve.core import memory_file
 from pdserve.core.errors import LaunchError, from_wire
+from runtime import memory_file
+from runtime.mps import engine_environment
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,6 @@ from typing import Protocol
 
 import torch
 
-from devices.cuda import Cuda
-from devices.mps import memory_limit
 from engine.model.attention import Attention
 from engine.model.decoder import Decoder
 from engine.model.experts import groups_natively
@@ -25,6 +23,8 @@ from engine.spec import EngineSpec
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.sampling import SamplingParams
+from runtime.cuda import Cuda
+from runtime.mps import memory_limit
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
-from pdserve.core.logs import set_up_logging
-from pdserve.core.process import end_with_parent, freeze_heap
+from runtime.logs import set_up_logging
+from runtime.process import end_with_parent, freeze_heap
 
 _READ_BYTES = 2**20
 _MAX_MESSAGE_CHARS = 1000

@@ -6,7 +6,6 @@ import logging
 
 import torch
 
-from devices.poison import is_poison
 from engine.kernels.cuda_attention import ChunkPlanner
 from engine.kernels.cuda_flashinfer import FlashInferPrefill, MakeWrapper, installed_version, make_wrappers
 from engine.kernels.cuda_prefill_attention import capability_of
@@ -14,6 +13,7 @@ from engine.kernels.prefill_choice import PrefillChoice, PrefillShape, Wanted, c
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
 from pdserve.core.errors import ConfigError
+from runtime.poison import is_poison
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from engine.model.shape import ModelShape
+from checkpoints.shape import ModelShape
 from pdserve.core.kv_layout import DTYPE_BYTES
 
 

@@ -12,10 +12,10 @@ from engine.messages import Ready
 from engine.process.build import build_engine
 from engine.scheduling.batch import ScheduledSeq
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
-from pdserve.core import memory_file
 from pdserve.core.config import EngineConfig
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
+from runtime import memory_file
 
 BLOCK_SIZE = DEFAULT_BLOCK_SIZE
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from devices.cuda import Cuda
-from devices.torch_cuda import TorchCuda
 from engine.model.linear import linear
+from runtime.cuda import Cuda
+from runtime.torch_cuda import TorchCuda
 
 _REPEATS = 3
 _TICK_S = 0.5e-6  # the resolution of CUDA's events

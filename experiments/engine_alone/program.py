@@ -21,7 +21,7 @@ import msgspec
 from experiments.engine_alone.step_case import StepCase
 from experiments.messages import Message, say
 from pdserve.core.errors import PdserveError, to_wire
-from pdserve.core.process import end_with_parent
+from runtime.process import end_with_parent
 
 if TYPE_CHECKING:
     from experiments.engine_alone.bare_engine import BareEngine
@@ -144,8 +144,8 @@ def _run(task: Task) -> None:
         os.sched_setaffinity(0, (task.core,))
     import torch  # it counts its cores when it is imported
 
+    from checkpoints.source import resolve_model
     from engine.model.kv_pool import TORCH_DTYPES
-    from engine.model.source import resolve_model
     from experiments.engine_alone.arithmetic import ModelArithmetic
     from experiments.engine_alone.bare_engine import BareEngine, blocks_for
     from experiments.engine_alone.ceilings import Ceilings

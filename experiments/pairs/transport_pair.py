@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.pairs.loop_endpoint import TRANSPORT_VARIABLE
 from experiments.pairs.process_pair import ProcessPair
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
 
 
 class TransportPair(ProcessPair):

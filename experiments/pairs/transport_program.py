@@ -17,7 +17,7 @@ from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, Region
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
 
 
 class FileBuffer(Buffer):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from pdserve.core.clock import Clock
-from pdserve.core.limited_log import LimitedLog
+from runtime.limited_log import LimitedLog
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.failures import failure_of
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
 from gateway.inference import Arrival, Completion, Inference
-from pdserve.core.awake_clock import wait_awake
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.pb import inference_pb2 as pb
+from runtime.awake_clock import wait_awake
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.http_api.failures import described
-from pdserve.core.awake_clock import awake_clock
 from pdserve.core.errors import InvalidRequest
+from runtime.awake_clock import awake_clock
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Most bytes of a request's line and headers. The first read may bring more."""

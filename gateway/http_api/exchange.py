@@ -19,8 +19,8 @@ from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.failures import Failure, failure_of, invalid_body
 from gateway.http_api.requests import CallBody
 from gateway.inference import Arrival, ClientLeft, Inference
-from pdserve.core.awake_clock import wait_awake
 from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError
+from runtime.awake_clock import wait_awake
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import msgpack
 
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.transports.socket_proof import read_exactly
-from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.unix_socket import UnixSocketTransport
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 
 _GREETING = struct.Struct("<16sI")  # name of the protocol, length of the handle
 _NAME = b"pdserve-kv/ipc/1"

@@ -1,5 +1,5 @@
 """Transport over gRPC: one bidirectional stream ``KVTransfer/Exchange`` per link, on a port of its own. Before it, both
-ends are proven by a call of ``KVTransfer/Meet`` (`pdserve.core.stream_proof`), and by TLS if the service has it."""
+ends are proven by a call of ``KVTransfer/Meet`` (`runtime.stream_proof`), and by TLS if the service has it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kv_transfer.memory import Memory
 from kv_transfer.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
-from kv_transfer.transports.grpc_tls import add_port, open_channel
-from kv_transfer.transports.threads import in_thread
 from pdserve.core.address import join_address
 from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from pdserve.core.grpc_pings import ping_options
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret, Unproven
-from pdserve.core.stream_proof import MEET, Metadata, StreamDialler, StreamListener
+from runtime.grpc_tls import add_port, open_channel
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret, Unproven
+from runtime.stream_proof import MEET, Metadata, StreamDialler, StreamListener
+from runtime.threads import in_thread
 
 _SERVICE, _METHOD = "pdserve.internal.v1.KVTransfer", "Exchange"
 _PURPOSE = "kv grpc_stream"

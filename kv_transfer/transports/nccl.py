@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed
 
-from devices.cuda import Cuda, Event, Stream
-from devices.poison import ends_if_poisoned
-from devices.torch_cuda import TorchCuda
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import DeviceMemory, Memory
+from runtime.cuda import Cuda, Event, Stream
+from runtime.poison import ends_if_poisoned
+from runtime.torch_cuda import TorchCuda
 
 JOIN_S = 90.0
 """Time limit of connecting the communicators of a link. The first one of a process takes seconds; with

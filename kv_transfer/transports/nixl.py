@@ -19,11 +19,11 @@ from kv_transfer.transports.nixl_link import NixlLink
 from kv_transfer.transports.socket_proof import read_exactly
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.tcp import TcpTransport, tune
-from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 
 _ABOUT = struct.Struct(f"<{NAME_BYTES}sQQiI")  # agent; its memory: address, size, device (-1: host); bytes of metadata
 _MAX_METADATA_BYTES = 256 * 2**10

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kv_transfer.memory import HostMemory
-from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.unix_socket import UnixSocketTransport
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 
 _GREETING = b"pdserve-kv/shm/1"
 

@@ -1,4 +1,4 @@
-"""The proofs of `pdserve.core.secret` at both ends of a stream socket, before anything else travels on it:
+"""The proofs of `runtime.secret` at both ends of a stream socket, before anything else travels on it:
 
     dialling end                                  listening end
     magic, greeting (48 bytes)            ──▶
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from pdserve.core.secret import NONCE_BYTES, PROOF_BYTES, ServiceSecret, Side, new_nonce
+from runtime.secret import NONCE_BYTES, PROOF_BYTES, ServiceSecret, Side, new_nonce
 
 MAGIC = b"pdserve-kv/3\n\0\0\0"
 

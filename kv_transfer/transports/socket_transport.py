@@ -16,7 +16,7 @@ from kv_transfer.strangers import Stranger, Strangers
 from kv_transfer.transports.socket_proof import prove_dialling, prove_listening
 from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.secret import ServiceSecret, Unproven
+from runtime.secret import ServiceSecret, Unproven
 
 _BACKLOG = 128
 _RETRY_S = 0.1

@@ -11,13 +11,13 @@ from kv_transfer.memory import Memory
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.socket_transport import SocketTransport
-from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.tls_socket import start_tls
 from pdserve.core.address import join_address
 from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 
 
 class TcpTransport(SocketTransport):

@@ -8,8 +8,8 @@ import ssl
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pdserve.core.plane_tls import SERVER_NAME, PlaneTls
-from pdserve.core.secret import Unproven
+from runtime.plane_tls import SERVER_NAME, PlaneTls
+from runtime.secret import Unproven
 
 _CALL_BYTES = 2**20
 """How much one call moves at most, so that the caller can let other tasks run."""

@@ -18,12 +18,12 @@ from kv_transfer.base import MAX_HEADER_BYTES, KVLink
 from kv_transfer.memory import DeviceMemory, Memory
 from kv_transfer.strangers import INTRODUCTION_S, MAX_HELLO_BYTES, Strangers
 from kv_transfer.transports.tcp import TcpTransport, tune
-from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.torch_link import FRAME, TorchDistLink
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
-from pdserve.core.secret import ServiceSecret
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 
 if TYPE_CHECKING:
     from kv_transfer.transports.torch_groups import Backend, ExchangeStore, Groups

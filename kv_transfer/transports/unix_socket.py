@@ -21,7 +21,7 @@ from kv_transfer.transports.socket_transport import SocketTransport
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
-from pdserve.core.secret import ServiceSecret
+from runtime.secret import ServiceSecret
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 

@@ -10,8 +10,8 @@ from ops.cli.model_outline import outline_facts, show_outline
 from ops.cli.options import JsonOption, plain_table, print_json, print_note, stdout_console
 
 if TYPE_CHECKING:
-    from engine.model.dtypes import NativeDtypes
-    from engine.model.shape import ModelShape
+    from checkpoints.shape import ModelShape
+    from runtime.dtypes import NativeDtypes
 
 _DEFAULT_MEMORY_GB = (16.0, 24.0, 80.0)
 _DEFAULT_WINDOW = 4096
@@ -40,12 +40,12 @@ def model_info(
 ) -> None:
     """Count a model's parameters, the size of its KV cache (as it is, and with MHA, GQA, MQA, MLA or a window), and
     what fits into memory. A config.json is enough, and models that pdserve does not serve are counted as well."""
-    from engine.model.dtypes import choose_dtype
-    from engine.model.folder import tokenizer_note
-    from engine.model.outline import is_served, outline_from_hf
-    from engine.model.source import config_of, resolve_model
+    from checkpoints.folder import tokenizer_note
+    from checkpoints.outline import is_served, outline_from_hf
+    from checkpoints.source import config_of, resolve_model
     from pdserve.core.errors import InvalidRequest
     from pdserve.core.kv_layout import DTYPE_BYTES
+    from runtime.dtypes import choose_dtype
 
     if dtype not in ("auto", *DTYPE_BYTES):
         raise InvalidRequest(f"dtype: {dtype!r} is none of auto, {', '.join(DTYPE_BYTES)}")
@@ -76,8 +76,8 @@ def model_info(
 def _devices(kind: str) -> list[NativeDtypes]:
     from pathlib import Path
 
-    from engine.model.dtypes import native_dtypes
     from pdserve.core.errors import InvalidRequest
+    from runtime.dtypes import native_dtypes
 
     if kind not in ("auto", "cpu", "cuda"):
         raise InvalidRequest(f"device: {kind!r} is none of auto, cpu, cuda")

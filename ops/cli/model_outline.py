@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ops.cli.options import stdout_console
 
 if TYPE_CHECKING:
-    from engine.model.outline import ModelOutline
+    from checkpoints.outline import ModelOutline
 
 _DEFAULT_CONTEXT = 4096
 
@@ -39,7 +39,7 @@ def outline_facts(
 
 def show_outline(facts: dict[str, Any]) -> None:
     """Print ``facts``."""
-    from engine.model.families import FAMILIES
+    from checkpoints.families import FAMILIES
     from ops.waterfall.bars import human_bytes
     from pdserve.core.request import counted_requests
 

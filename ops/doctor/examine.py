@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.model.dtypes import NativeDtypes, choose_dtype
-from engine.model.source import ModelSource, resolve_model
+from checkpoints.source import ModelSource, resolve_model
 from ops.doctor import gateway_checks, node_checks
 from ops.doctor.finding import Finding, fail, warn
 from ops.doctor.local_host import LocalHost
@@ -27,7 +26,8 @@ from ops.launch.ports import port_base
 from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, ModelError
-from pdserve.core.secret import ServiceSecret
+from runtime.dtypes import NativeDtypes, choose_dtype
+from runtime.secret import ServiceSecret
 
 JOIN_S = 60.0
 _AT_ONCE = 16

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
-from engine.model.folder import tokenizer_note
+from checkpoints.folder import tokenizer_note
 from gateway.security import security_of
 from gateway.tokenizer import load_tokenizer
 from ops.doctor.finding import Finding, fail, ok, warn
@@ -18,7 +18,7 @@ from ops.launch.ports import free_ports
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.config import GatewayConfig, PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
-from pdserve.core.plane_tls import plane_tls
+from runtime.plane_tls import plane_tls
 
 _GATEWAY = "the gateway"
 _ANSWER_S = 5.0

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engine.model.dtypes import DtypeChoice
-from engine.model.hub import HubId
+from checkpoints.hub import HubId
 from ops.doctor.finding import Finding, fail, ok, warn
 from ops.doctor.node_report import NodeReport
 from ops.doctor.report import ExaminedNode
 from ops.model_memory import MemoryNeed
+from runtime.dtypes import DtypeChoice
 
 _CLOCK_ERROR_S = 0.001
 _WALL_S = 1.0

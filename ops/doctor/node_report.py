@@ -13,13 +13,13 @@ from pathlib import Path
 
 import xxhash
 
-from devices.mps import foreign_daemon, gpu_modes, mps_obstacle
-from engine.model.dtypes import NativeDtypes, native_dtypes
-from engine.model.host_memory import available_bytes
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from pdserve.core.clock import clock_id
 from pdserve.core.errors import ModelError
 from pdserve.version import VERSION
+from runtime.dtypes import NativeDtypes, native_dtypes
+from runtime.host_memory import available_bytes
+from runtime.mps import foreign_daemon, gpu_modes, mps_obstacle
 from worker.cores import CoreHolder, core_holders
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.handshake import check_block_size, introduce, survey
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.shaped import Shape
-from kv_transfer.transports.threads import in_thread
 from ops.doctor.finding import Finding, fail
 from ops.doctor.network import Obstacle, PingServer, dial, listener_on, port_taken
 from ops.doctor.node_report import report_node
@@ -37,8 +36,9 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout
-from pdserve.core.plane_tls import plane_tls
-from pdserve.core.secret import ServiceSecret
+from runtime.plane_tls import plane_tls
+from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 from worker.addresses import Interface, resolve_interface
 from worker.spec import WorkerSpec
 

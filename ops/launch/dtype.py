@@ -10,9 +10,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine.model.dtypes import DtypeChoice, NativeDtypes, choose_dtype, native_dtypes
 from ops.launch.plan import Bundle, Node
 from pdserve.core.config import PdserveConfig
+from runtime.dtypes import DtypeChoice, NativeDtypes, choose_dtype, native_dtypes
 
 log = logging.getLogger(__name__)
 

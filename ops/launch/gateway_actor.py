@@ -13,10 +13,10 @@ import ray
 from gateway.scaling_report import ScalingReport
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
-from pdserve.core.logs import set_up_logging
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
+from runtime.logs import set_up_logging
+from runtime.secret import ServiceSecret
 
 RESTART_PAUSE_S = 1.0
 

@@ -28,10 +28,10 @@ from ops.launch.ray_session import one_line
 from ops.launch.worker import HANDLERS
 from pdserve.core.config import PdserveConfig, PlacementPolicy
 from pdserve.core.errors import LaunchError, from_wire
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 from prefill_worker.actor import PrefillWorkerActor
+from runtime.secret import ServiceSecret
 from worker.spec import WorkerSpec
 
 

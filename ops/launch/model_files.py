@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from ops.launch.plan import Node
 from ops.launch.ray_session import one_line
 from pdserve.core.errors import LaunchError, ModelError
@@ -22,7 +22,7 @@ REPORT_EVERY_S = 10.0
 def fetch_model(
     path: str, nodes: Sequence[Node], report: Callable[[str], None], check: Callable[[], None] = lambda: None
 ) -> None:
-    """Return once each of ``nodes`` has the model ``path`` (see `engine.model.source.resolve_model`), which has no time
+    """Return once each of ``nodes`` has the model ``path`` (see `checkpoints.source.resolve_model`), which has no time
     limit. ``report`` gets the nodes that are waited for. ``check`` is called every moment and may raise, which ends the
     downloads. `ModelError` if a node cannot get the model, `LaunchError` if Ray cannot run the download there."""
     task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_fetch)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.model.folder import check_weight_files, tokenizer_note
-from engine.model.source import ModelSource, resolve_model
+from checkpoints.folder import check_weight_files, tokenizer_note
+from checkpoints.source import ModelSource, resolve_model
 from gateway.security import security_of
 from ops.launch.plan import roles_of
 from ops.launch.ports import free_ports
@@ -15,7 +15,7 @@ from ops.launch.ray_head import RayHead
 from ops.launch.state import cache_key, last_report
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
-from pdserve.core.plane_tls import plane_tls
+from runtime.plane_tls import plane_tls
 
 
 @dataclass(frozen=True, slots=True)

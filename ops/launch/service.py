@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine.model.hub import HubId
+from checkpoints.hub import HubId
 from gateway.load_meter import GatewayLoad
 from gateway.scaling_report import ScalingReport
 from ops.launch.dtype import hosts_of, service_dtype
@@ -34,9 +34,9 @@ from ops.launch.state import target_here
 from pdserve.core.address import join_address
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+from runtime.secret import ServiceSecret
 
 MISSED_CHECKS = 3
 """Checks in a row that have to fail before Ray counts as gone."""

@@ -26,8 +26,8 @@ from ops.launch.shutdown import ServiceShutdown, StartCancelled
 from ops.launch.state import ServiceState, clear_dead_services, new_socket, target_here
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
-from pdserve.core.logs import set_up_logging
 from pdserve.core.worker import Role
+from runtime.logs import set_up_logging
 
 if TYPE_CHECKING:
     from ops.launch.service import Service

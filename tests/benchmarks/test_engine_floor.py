@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.engine_cases import Decode, Prefill
 from benchmarks.engine_floor import Floor
-from devices.strict_cuda import CudaMisuse, StrictGpus
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from experiments.engine_alone.ceilings import GPU_SIZES, Ceilings, Sizes
+from tests.strict_cuda import CudaMisuse, StrictGpus
 
 SMALL = Sizes(2**22, 64)
 

@@ -19,7 +19,7 @@ from benchmarks.first_hour.programs import last_line
 from benchmarks.first_hour.run import judge, main
 from benchmarks.first_hour.service import MemorySample, judge_memory
 from benchmarks.first_hour.step import Findings, Options, Step, Verdict
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.messages import WrongMessage
 

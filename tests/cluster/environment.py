@@ -13,7 +13,7 @@ from tests.cluster.host import BASE_PYTHON, HOME, Host
 PROJECT = HOME / "pdserve"
 """Where the hosts see the project."""
 
-_SCRIPTS = {"ray": "ray.scripts.scripts", "pdserve": "experiments.cli.main"}
+_SCRIPTS = {"ray": "ray.scripts.scripts", "pdserve": "ops.cli.main"}
 
 
 def install_environment(host: Host) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.model.dtypes import native_dtypes
+from runtime.dtypes import native_dtypes
 from tests.cluster.cluster_file import ROOT
 from tests.cluster.environment import PROJECT, install_environment
 from tests.cluster.host import HOME, Host, outside

@@ -64,7 +64,7 @@ def test_a_sweep_between_two_hosts(tmp_path: Path) -> None:
 def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
     options = [f"--{key.replace('_', '-')}={value}" for key, value in {**GIVEN, "pairs": 1000}.items()]
     with subprocess.Popen(
-        [sys.executable, "-m", "experiments.command", "experiment", "link-sweep", *options, f"--output={tmp_path}"],
+        [sys.executable, "-m", "ops.command", "experiment", "link-sweep", *options, f"--output={tmp_path}"],
         env=dict(os.environ),
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -27,7 +27,7 @@ class Cli:
 
     def run(self, *arguments: str, timeout_s: float = UP_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         """`pdserve ARGUMENTS` to its end; its pipes must be closed by then, or this times out."""
-        code = "from experiments.cli.main import main; main()"
+        code = "from ops.cli.main import main; main()"
         return subprocess.run(
             [sys.executable, "-c", code, *arguments],
             env=self.env,

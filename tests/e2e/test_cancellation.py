@@ -287,7 +287,7 @@ def test_ctrl_c_in_a_stream_stops_its_request(cluster: LocalCluster, where: str)
 
 
 def test_ctrl_c_in_bench_gives_every_block_back(cluster: LocalCluster) -> None:
-    command = [sys.executable, "-c", "from experiments.cli.main import main; main()", "bench", "--json"]
+    command = [sys.executable, "-c", "from ops.cli.main import main; main()", "bench", "--json"]
     load = ["--requests", "1000", "--concurrency", "4", "--input-len", "30", "--output-len", str(TOKENS)]
     process = subprocess.Popen(
         [*command, *load, "--target", cluster.target],

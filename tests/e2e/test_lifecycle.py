@@ -44,7 +44,7 @@ class Host:
 
     def begin_up(self, *arguments: str) -> subprocess.Popen[str]:
         """`pdserve up --detach` that is on its way."""
-        code = "from experiments.cli.main import main; main()"
+        code = "from ops.cli.main import main; main()"
         command = [sys.executable, "-c", code, "up", "-c", str(self.config), "--port", str(self.port), "--detach"]
         return subprocess.Popen(
             [*command, *arguments], env=self.cli.env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -186,7 +186,7 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
             result = threads.submit(stream.result)  # a stream begins when its first token is asked for
             host.until("the request is in progress", lambda: client.status().running == 1)
             arguments = ["down", "--target", host.target, "--drain", "60"]
-            code = f"from experiments.cli.main import main; main({arguments})"
+            code = f"from ops.cli.main import main; main({arguments})"
             down = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env=host.cli.env,

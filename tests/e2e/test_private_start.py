@@ -74,7 +74,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     target, http_port = f"127.0.0.1:{free_port()}", free_port()
 
     def run(*arguments: str) -> str:
-        code = f"import os; os.umask({UMASK}); os.nice({NICER}); from experiments.cli.main import main; "
+        code = f"import os; os.umask({UMASK}); os.nice({NICER}); from ops.cli.main import main; "
         code += f"main({list(arguments)})"
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, cwd=home, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -25,8 +25,8 @@ from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.secret import SECRET_VARIABLE, ServiceSecret
 from pdserve.core.worker import Role, WorkerLoad
+from runtime.secret import SECRET_VARIABLE, ServiceSecret
 from tests.fake_worker import fake_info
 from tests.host_pool import HostPool
 from tests.http2_flood import PeakMemory, flood

@@ -86,7 +86,7 @@ def test_list_and_logs_say_where_everything_is(service: RunningService) -> None:
 
 
 def test_a_log_is_followed(service: RunningService) -> None:
-    code = f"from experiments.cli.main import main; main(['logs', 'supervisor', '-f', '--target', '{service.target}'])"
+    code = f"from ops.cli.main import main; main(['logs', 'supervisor', '-f', '--target', '{service.target}'])"
     following = subprocess.Popen([sys.executable, "-c", code], env=service.cli.env, stdout=subprocess.PIPE, text=True)
     try:
         assert following.stdout is not None

@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
+from checkpoints.source import resolve_model
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import EngineEvent, KVEvent, KVRole, Rejected, Step, Submit, TokenOut
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
-from engine.model.source import resolve_model
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.sequence import TokenHistory
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
-from pdserve.core import memory_file
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
+from runtime import memory_file
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 BLOCK = 8

@@ -13,8 +13,8 @@ from engine.kernels import cpu_attention
 from engine.kernels.cpu_attention import CPUAttention
 from engine.model.kv_pool import KVPool
 from engine.scheduling.batch import ScheduledSeq
-from pdserve.core import memory_file
 from pdserve.core.kv_layout import KVLayout
+from runtime import memory_file
 from tests.engine.harness import GREEDY
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 6, 2, 16, 3

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from checkpoints.shape import Activation, Experts
 from engine.model.experts import GroupedExperts, LoopedExperts
-from engine.model.shape import Activation, Experts
 from engine.model.weights import ExpertWeights
 
 HIDDEN, INNER = 32, 24

@@ -11,9 +11,9 @@ import torch
 from engine.model.kv_pool import KVPool
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
-from pdserve.core import memory_file
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region, probe_area
+from runtime import memory_file
 from tests.engine.harness import fill, read
 
 LAYOUT = KVLayout.uniform("m", "float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import engine.process.build
-from engine.model.folder import check_weight_files, tokenizer_note
+from checkpoints.folder import check_weight_files, tokenizer_note
+from checkpoints.source import ModelSource, resolve_model
 from engine.model.loader import check_weights, load_weights
-from engine.model.source import ModelSource, resolve_model
 from engine.model.tensor_names import named_tensors as all_tensors
 from engine.model.weights import ModelWeights
 from engine.spec import EngineSpec

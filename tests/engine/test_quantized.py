@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints.source import resolve_model
 from engine.model.linear import PlainLinear
 from engine.model.loader import check_weights, load_weights
 from engine.model.quantized import QuantizedTensor
-from engine.model.source import resolve_model
 from engine.model.tensor_names import named_tensors
 from pdserve.core.errors import ModelError
 from tests.engine.harness import generate, make_runner

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from devices.strict_cuda import StrictGpus
 from engine.core import EngineCore, RunningStep, Sampled
 from engine.messages import Abort, KVRole, TokenOut
 from engine.model.runner import ModelRunner
@@ -24,6 +23,7 @@ from tests.engine.harness import BLOCK, Outbox, make_runner, submit
 from tests.engine.integrity import check_scheduler
 from tests.engine.test_random_schedules import CONFIGS, KINDS, PLANS, POOL_BLOCKS, Plan
 from tests.random_models import save_random_model
+from tests.strict_cuda import StrictGpus
 
 EOS = tuple(range(0, 300, 9))  # so many that some random outputs end early
 

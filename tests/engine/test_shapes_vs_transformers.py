@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.model.hf_config import shape_from_hf
-from engine.model.shape import ModelShape, Rope
+from checkpoints.hf_config import shape_from_hf
+from checkpoints.shape import ModelShape, Rope
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 131,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.model.shape import Experts
-from engine.model.source import resolve_model
+from checkpoints.shape import Experts
+from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import Cost, ModelArithmetic, Part
 
 # Two layers: W = 100 of which Wqkv = 30, H = 8, K = 4, a head of 1000, numbers of 2 bytes.

@@ -54,7 +54,7 @@ def test_a_fork_beside_grpc_logs_nothing_into_the_progress() -> None:
     script = """
 import os, threading
 from concurrent import futures
-from experiments.cli.main import main
+from ops.cli.main import main
 try:
     main(["--version"])
 except SystemExit:

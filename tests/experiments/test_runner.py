@@ -174,7 +174,7 @@ def test_every_pair_of_workers_has_to_be_linked(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_command_runs_as_a_module() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "experiments.command", "report", "--help"], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "ops.command", "report", "--help"], capture_output=True, text=True, timeout=60,
         check=True,
     )  # fmt: skip
     assert "from its raw data" in " ".join(ran.stdout.split())

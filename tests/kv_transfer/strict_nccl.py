@@ -1,4 +1,4 @@
-"""NCCL's process groups without a GPU, over the streams of `devices.strict_streams`. They raise `CudaMisuse` where NCCL
+"""NCCL's process groups without a GPU, over the streams of `tests.strict_streams`. They raise `CudaMisuse` where NCCL
 would hang, or use another GPU than its own."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from devices.strict_cuda import CudaMisuse
-from devices.strict_streams import StrictStream, current_stream
 from kv_transfer.transports.nccl import Communicators
+from tests.strict_cuda import CudaMisuse
+from tests.strict_streams import StrictStream, current_stream
 
 PEER_S = 10.0
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from devices.strict_cuda import StrictCuda, StrictGpus
 from kv_transfer.factory import offered_transports
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
@@ -27,6 +26,7 @@ from pdserve.core.kv_layout import Region, probe_area
 from tests.kv_transfer.conftest import LAYOUT
 from tests.kv_transfer.strict_nccl import StrictNccl, communicators
 from tests.loopback import SECRET
+from tests.strict_cuda import StrictCuda, StrictGpus
 
 
 @pytest.fixture

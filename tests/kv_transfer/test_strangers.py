@@ -33,7 +33,7 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.secret import Side, new_nonce
+from runtime.secret import Side, new_nonce
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.end import End, until
 from tests.loopback import SECRET, create_transport

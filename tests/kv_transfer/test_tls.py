@@ -18,7 +18,7 @@ from kv_transfer.transports.socket_proof import MAGIC
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError, TransferError, TransferRefused
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.plane_tls import PlaneTls
+from runtime.plane_tls import PlaneTls
 from tests.certificates import Certificates, service_tls, tls_of
 from tests.host_pool import HostPool
 from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds

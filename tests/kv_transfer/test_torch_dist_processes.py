@@ -18,7 +18,6 @@ import msgspec
 import pytest
 import torch
 
-from devices.torch_cuda import TorchCuda
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.sender import KVSender
@@ -27,6 +26,7 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES
+from runtime.torch_cuda import TorchCuda
 from tests.kv_transfer.peer_process import LARGE
 from tests.loopback import create_transport
 

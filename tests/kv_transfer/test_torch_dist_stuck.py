@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from devices.strict_cuda import StrictGpus
 from kv_transfer import sender as sender_module
 from kv_transfer.base import NOTHING, KVLink
 from kv_transfer.fetch import Payload
@@ -30,6 +29,7 @@ from tests.kv_transfer.conftest import LAYOUT
 from tests.kv_transfer.status import status_of
 from tests.kv_transfer.strict_nccl import StrictGroup, StrictNccl, communicators
 from tests.loopback import SECRET
+from tests.strict_cuda import StrictGpus
 
 MakeEnds = Callable[..., Awaitable[Any]]
 TIMEOUT_S = 0.4

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from devices.torch_cuda import TorchCuda
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from pdserve.core.errors import PdserveError
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout
+from runtime.torch_cuda import TorchCuda
 from tests.loopback import SECRET
 
 MakeEnds = Callable[..., Awaitable[Any]]

@@ -23,8 +23,8 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import TransferError, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.secret import ServiceSecret, Side, new_nonce
-from pdserve.core.stream_proof import MEET, StreamDialler
+from runtime.secret import ServiceSecret, Side, new_nonce
+from runtime.stream_proof import MEET, StreamDialler
 from tests.host_pool import HostPool
 from tests.http2_flood import PeakMemory, flood
 from tests.kv_transfer.end import End, until

@@ -21,10 +21,10 @@ from ops.waterfall.picture import FORMATS
 from pdserve.core.config import PdserveConfig
 from pdserve.version import VERSION
 from tests.command_line import PDSERVE
-from tests.pdserve.core.test_dtypes import AVX2, ZEN4
 from tests.pdserve.scripted_service import ScriptedService
 from tests.pdserve.test_client import ISSUE_KEYS, free_target
 from tests.random_models import save_random_model
+from tests.runtime.test_dtypes import AVX2, ZEN4
 
 
 def test_generate_streams_then_explains(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
 def plant_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, cpuinfo: str) -> None:
     """Have this host's CPU be another."""
     (folder / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr("engine.model.dtypes.CPUINFO", folder / "cpuinfo")
+    monkeypatch.setattr("runtime.dtypes.CPUINFO", folder / "cpuinfo")
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
 
@@ -438,7 +438,7 @@ def test_model_info_needs_the_config_alone(pdserve: Any, tmp_path: Path) -> None
 
 def test_start_up_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom experiments.cli.main import main\n"
+        "import sys\nfrom ops.cli.main import main\n"
         "try: main(['config'])\nexcept SystemExit: pass\n"
         "heavy = ('torch', 'ray', 'grpc', 'matplotlib', 'transformers', 'numpy')\n"
         "print([m for m in heavy if m in sys.modules], file=sys.stderr)"

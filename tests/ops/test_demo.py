@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli.main import main
+from ops.cli.main import main
 from ops.demo import run
 from ops.demo.prompts import demo_prompts
 from ops.demo.report import DemoReport, PairedRound

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.dtypes import native_dtypes
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Role
+from runtime.dtypes import native_dtypes
 from tests.command_line import PDSERVE
 from tests.e2e.conftest import Cli
 from tests.hub_server import Hub, Repo, commit_of, hub_server

@@ -14,9 +14,9 @@ import pytest
 import decode_worker.receive
 import prefill_worker.push
 from pdserve.core.errors import PdserveError, WorkerLost
-from pdserve.core.secret import ServiceSecret
-from pdserve.core.stream_proof import MEET, StreamDialler, StreamListener
 from pdserve.core.worker import Role, WorkerInfo
+from runtime.secret import ServiceSecret
+from runtime.stream_proof import MEET, StreamDialler, StreamListener
 from tests.loopback import SECRET
 from tests.output_stream import sent
 from tests.random_models import save_random_model

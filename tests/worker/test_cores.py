@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.config import PdserveConfig
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role, SharedCores
+from runtime.secret import ServiceSecret
 from tests.local_cluster import ROOT, free_port
 from tests.random_models import save_random_model
 from worker.cores import (

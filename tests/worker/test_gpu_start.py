@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from devices.cuda import Cuda
-from devices.strict_cuda import StrictGpus
 from engine.core import EngineCore
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import KVRole
@@ -30,8 +28,10 @@ from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.pool import Pool
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError
+from runtime.cuda import Cuda
 from tests.engine.harness import submit
 from tests.loopback import SECRET
+from tests.strict_cuda import StrictGpus
 
 TINY = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 MIB = 2**20

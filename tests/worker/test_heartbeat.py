@@ -21,9 +21,9 @@ from pdserve.core.handoff import KVPeer, PeerLink
 from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.secret import ServiceSecret
-from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import Role
+from runtime.secret import ServiceSecret
+from runtime.stream_proof import StreamListener
 from tests.loopback import SECRET
 from tests.output_stream import sent
 from tests.random_models import save_random_model

@@ -16,7 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from devices.mps import (
+from ops.doctor.node_checks import check_mps
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import ConfigError, LaunchError
+from pdserve.core.worker import Role
+from runtime.mps import (
     CONTROL,
     LOGS,
     MEMORY,
@@ -30,10 +34,6 @@ from devices.mps import (
     memory_limit,
     mps_obstacle,
 )
-from ops.doctor.node_checks import check_mps
-from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import ConfigError, LaunchError
-from pdserve.core.worker import Role
 from tests.loopback import SECRET
 from worker import mps
 from worker.mps import join_mps

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import grpc
 import pytest
 
-from kv_transfer.transports.grpc_tls import add_port
 from pdserve.core.errors import PdserveError
-from pdserve.core.plane_tls import SERVER_NAME, PlaneTls
-from pdserve.core.stream_proof import StreamListener
+from runtime.grpc_tls import add_port
+from runtime.plane_tls import SERVER_NAME, PlaneTls
+from runtime.stream_proof import StreamListener
 from tests.certificates import Certificates, service_tls, tls_of
 from tests.kv_transfer.relay import Relay
 from tests.loopback import SECRET

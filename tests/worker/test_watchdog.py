@@ -16,8 +16,8 @@ import pytest
 from engine.messages import Command, KVRole, Pong, Step
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
-from pdserve.core.awake_clock import awake_clock
 from pdserve.core.clock import Clock, MonotonicClock
+from runtime.awake_clock import awake_clock
 from tests.engine.harness import submit
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 from worker.watchdog import Watchdog

@@ -10,9 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from devices.cuda import Cuda
-from devices.strict_cuda import StrictGpus
-from devices.torch_cuda import TorchCuda
+from checkpoints.source import resolve_model
 from engine.core import EngineCore
 from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
@@ -23,14 +21,16 @@ from engine.model.experts import groups_natively
 from engine.model.kv_pool import KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import LastTokens, ModelRunner
-from engine.model.source import resolve_model
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.kv_layout import KVLayout
+from runtime.cuda import Cuda
+from runtime.torch_cuda import TorchCuda
 from tests.engine.harness import BLOCK, GREEDY, Outbox, generate, submit
 from tests.engine.test_quantized import write_quantized
 from tests.random_models import save_random
+from tests.strict_cuda import StrictGpus
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -90,7 +90,7 @@ def make_engine(
     recorded: bool = False,
 ) -> tuple[ModelRunner, CountingGraphs]:
     """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU, or if they are to
-    be ``recorded``. ``on_seam``: it copies results by `devices.cuda.Cuda`. Without a GPU, a stand-in copies and
+    be ``recorded``. ``on_seam``: it copies results by `runtime.cuda.Cuda`. Without a GPU, a stand-in copies and
     records."""
     source = resolve_model(str(folder))
     shape = source.shape

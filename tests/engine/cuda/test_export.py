@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from devices.torch_cuda import TorchCuda
 from engine.model.kv_pool import KVPool
 from pdserve.core.kv_layout import KVLayout
+from runtime.torch_cuda import TorchCuda
 
 LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=16, num_layers=3, num_kv_heads=2, head_dim=64)
 BLOCKS = 10

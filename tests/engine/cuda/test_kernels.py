@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from checkpoints.shape import Activation
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention
 from engine.kernels.cuda_decode_attention import attend_decodes
 from engine.kernels.cuda_layer import gate_times, rms_norm, rotate_and_write
 from engine.model.kv_pool import TORCH_DTYPES, KVPool, LayerKV
 from engine.model.rope import rotate_
-from engine.model.shape import Activation
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.cuda.conftest import INTERPRETED

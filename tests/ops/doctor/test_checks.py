@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.model.dtypes import NativeDtypes, choose_dtype
 from kv_transfer.handshake import LinkFigures
 from ops.doctor.finding import Finding, Level, fail
 from ops.doctor.gateway_checks import check_access
@@ -36,6 +35,7 @@ from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
 from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import Role
+from runtime.dtypes import NativeDtypes, choose_dtype
 from worker.addresses import Interface
 from worker.cores import CoreHolder
 

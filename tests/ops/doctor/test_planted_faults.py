@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.model.source import resolve_model
+from checkpoints.source import resolve_model
 from ops.doctor.finding import Level
 from ops.doctor.node_report import PACKAGES, ROOT
 from tests.e2e.test_clocks import time_namespaces_problem

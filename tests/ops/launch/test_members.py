@@ -23,9 +23,9 @@ from ops.launch.service import _to_flip, _to_leave
 from ops.launch.state import ServiceState, cache_key
 from pdserve.core.config import ClusterConfig, PdserveConfig
 from pdserve.core.errors import LaunchError
-from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+from runtime.secret import ServiceSecret
 from tests.local_cluster import ROOT
 from tests.local_cluster import free_ports as claimed_ports
 
@@ -127,7 +127,7 @@ def test_a_state_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(in_the_way))
-    up = [sys.executable, "-c", "from experiments.cli.main import main; main()", "up", "--port", "0"]
+    up = [sys.executable, "-c", "from ops.cli.main import main; main()", "up", "--port", "0"]
     for detach in ([], ["--detach"]):
         answer = subprocess.run([*up, *detach], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
         assert answer.returncode == 1

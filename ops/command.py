@@ -1,0 +1,22 @@
+"""The entry point of the `pdserve` command, also as ``python -m ops.command``."""
+
+from __future__ import annotations
+
+import importlib
+
+
+def main() -> None:
+    """Run the command line. In a client-only installation (``pip install pdserve``), SystemExit with what to
+    install."""
+    try:
+        command = importlib.import_module("ops.cli.main")
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"error: this installation of pdserve is a client ({error.name} is missing); the pdserve command needs the "
+            "extra `service`: pip install 'pdserve[service]'"
+        ) from None
+    command.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The CUDA calls of pdserve: start, memory, sharing between processes, events, streams, graphs, and synchronisation.
+
+`runtime.torch_cuda.TorchCuda` makes them on a GPU. `tests.strict_cuda.StrictGpus` checks their order without one.
+GPUs are named by their index in this process, so that calls need no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """Memory of a GPU in bytes: ``total`` is the device's, ``free`` what no process has taken, ``held`` what this
+    process has allocated, and ``peak`` the most that it had allocated since `Cuda.reset_peak`."""
+
+    total: int
+    free: int
+    held: int
+    peak: int
+
+
+class Event(Protocol):
+    """A point in a stream of a GPU."""
+
+    def query(self) -> bool:
+        """Whether the GPU has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has passed it."""
+        ...
+
+
+class TimedEvent(Event, Protocol):
+    """An event whose time the GPU notes."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to ``end``, a later `TimedEvent`. The GPU must have passed both."""
+        ...
+
+
+class HostCopy(Protocol):
+    """Tensors on their way from a GPU to the host."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait until the GPU has computed and copied them, and return the copies."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of a GPU's work, beside its default one: see `Cuda.stream`."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all of it."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work of a GPU: see `Cuda.record_graph`."""
+
+    def replay(self) -> None:
+        """Launch it in the current stream. It uses the memory that it used when it was recorded."""
+        ...
+
+
+class Cuda(Protocol):
+    """CUDA in this process. Every call but `is_available` needs `init` before it, in the same thread or another."""
+
+    def is_available(self) -> bool:
+        """Whether this process sees a GPU. Does not initialise CUDA."""
+        ...
+
+    def init(self, index: int) -> torch.device:
+        """Initialise CUDA in this process, and make GPU ``index`` the current one of this thread. Returns it as a
+        device of tensors. May be called again."""
+        ...
+
+    def name(self, index: int) -> str:
+        """The name of the GPU's model."""
+        ...
+
+    def uuid(self, index: int) -> str:
+        """Identifies the GPU in all processes."""
+        ...
+
+    def memory(self, index: int) -> MemoryFigures:
+        """The memory of GPU ``index``."""
+        ...
+
+    def reset_peak(self, index: int) -> None:
+        """Begin a new peak for `memory`. Memory that is cached, but not in use, goes back to the GPU."""
+        ...
+
+    def zeros(self, num_bytes: int, index: int) -> torch.Tensor:
+        """Allocate ``num_bytes`` zeros (uint8). torch's OutOfMemoryError if there is no room."""
+        ...
+
+    def share(self, data: torch.Tensor) -> list[Any]:
+        """A handle with which other processes open the memory of ``data``, which must exist for as long as they
+        do."""
+        ...
+
+    def open(self, handle: Sequence[Any], index: int | None = None) -> torch.Tensor:
+        """Open the memory behind another process's handle (uint8). ``index`` is the GPU's index here, if it may differ
+        from its index there. RuntimeError, TypeError or ValueError if that fails."""
+        ...
+
+    def record(self, index: int) -> Event:
+        """Record an event in the current stream of GPU ``index``."""
+        ...
+
+    def record_time(self, index: int) -> TimedEvent:
+        """The same for an event that notes the time."""
+        ...
+
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> HostCopy:
+        """Have the current stream of GPU ``index`` copy ``tensors`` to memory of their own on the host. Does not wait,
+        and neither does anything that is launched later. Without tensors it is an `Event`."""
+        ...
+
+    def stream(self, index: int) -> Stream:
+        """A new stream of GPU ``index``. Its work does not wait for that of other streams, and vice versa."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make ``stream`` the current one of its GPU, and its GPU the current one of this thread."""
+        ...
+
+    def synchronize(self, index: int) -> None:
+        """Wait until GPU ``index`` has computed everything that this process has launched."""
+        ...
+
+    def record_graph(self, work: Callable[[], object], index: int, beside: Graph | None = None) -> Graph:
+        """Run ``work``, so that its kernels are compiled and its workspaces exist, then run it again and record what it
+        launches on GPU ``index``. While it is recorded, nothing may synchronise, allocate by `zeros`, or be shared.
+        Memory of intermediate results is shared with ``beside``, a graph of the same GPU that never runs at the same
+        time."""
+        ...
