@@ -130,6 +130,7 @@ MAY_BE_MISSING = {
         *each("abuse", "http-lists", "beside_ms"),  # the other server speaks no HTTP/1.1
         *each("abuse", "*", "errors", "*"),
     ],
+    "api": each("added_ttft_mean_ms", "lo hi"),  # a quick run has too few pairs for an interval
     "flips": each("off roles", "actions", "*", "*"),  # the controller may have had no reason to act
     "overload": each("refusals", "*", "p50_ms p90_ms p99_ms p100_ms"),  # None if there were none
     "transfer": [
@@ -139,6 +140,7 @@ MAY_BE_MISSING = {
 }
 FAILURES = {
     "abuse": [*each("abuse", "*", "wrong"), *each("fairness", "refused retried"), *each("burst", "*", "other")],
+    "api": each("added_ttft_mean_ms", "lo hi"),  # a quick run has too few pairs for an interval
     "flips": each("off roles", "errors"),
     "overload": [*each("leaked_blocks"), *each("left", "queued running")],
 }

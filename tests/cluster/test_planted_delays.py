@@ -1,9 +1,8 @@
-"""A delay of 20 ms planted in a stage, between two hosts whose clocks differ by hours, is attributed to this stage."""
+"""A delay planted in a stage, between two hosts whose clocks differ by hours, is attributed to this stage."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,75 +20,68 @@ from worker.spec import WorkerSpec
 
 pytestmark = pytest.mark.cluster
 
-DELAY_MS = 20.0
-WITHIN_MS = 2.0
-REQUESTS = 15
-ROUNDS = 6
+DELAY_MS = 100.0
+CLOCKS_MS = 2.0  # the error of the measured offset between two hosts' clocks
+REQUESTS = 10
 AHEAD_S = {"prefill-0": 7_000, "decode-0": 50_000}
 Stages = dict[Figure, dict[str, float]]
 
 
 class FarHosts(NamespaceDeployment):
-    """Hosts with clocks of their own. With ``delays_ms``, the processes are those of `tests.planted`."""
+    """Hosts with clocks of their own, whose processes are those of `tests.planted`."""
 
-    delays_ms: Mapping[str, float] | None = None
+    delays_ms: Mapping[str, float]
 
     def _spawn(self, name: str, inside: list[str], module: str, *arguments: str) -> None:
         if name in AHEAD_S:
             ahead = ["unshare", "--time", "--monotonic", str(AHEAD_S[name]), "--fork", "--kill-child=TERM"]
             inside = [*inside, *ahead]
-        if self.delays_ms is not None:
-            self._environment |= {**delays.environment(self.delays_ms), "PYTHONPATH": str(ROOT)}
-            if module == "gateway":
-                module = "tests.planted.gateway"
-            else:
-                spec = replace(WorkerSpec.from_wire(json.loads(arguments[0])), engine_module=delays.ENGINE_MODULE)
-                arguments = (json.dumps(spec.to_wire()),)
-                module = "tests.planted.worker"
+        self._environment |= {**delays.environment(self.delays_ms), "PYTHONPATH": str(ROOT)}
+        if module == "gateway":
+            module = "tests.planted.gateway"
+        else:
+            spec = replace(WorkerSpec.from_wire(json.loads(arguments[0])), engine_module=delays.ENGINE_MODULE)
+            arguments = (json.dumps(spec.to_wire()),)
+            module = "tests.planted.worker"
         super()._spawn(name, inside, module, *arguments)
 
 
 @contextmanager
-def service(delays_ms: Mapping[str, float] | None) -> Iterator[Client]:
+def service(delays_ms: Mapping[str, float]) -> Iterator[Client]:
     with FarHosts(settings={"model.path": "tiny", "model.dtype": "float32", "engine.kv_memory_mb": 64}) as deployment:
         deployment.delays_ms = delays_ms
         with Client(deployment.provide({})) as client:
             yield client
 
 
-def medians_ms(client: Client) -> Stages:
-    """The median of every stage over some requests; the first ones are warm-up."""
+def quickest_ms(client: Client) -> Stages:
+    """The least time that any of some requests spent in each stage; the first ones are warm-up."""
     results = [
         client.generate([7] * 50, max_tokens=3, mode="pd", salt=str(number)).result() for number in range(REQUESTS + 3)
     ][3:]
     return {
         figure: {
-            stage: statistics.median(result.breakdowns[figure].stages_ms[stage] for result in results)
+            stage: min((result.breakdowns[figure].stages_ms[stage] for result in results), key=abs)
             for stage in results[0].breakdowns[figure].stages_ms
         }
         for figure in Figure
     }
 
 
-@pytest.fixture(scope="module")
-def plain() -> Stages:
+@pytest.mark.parametrize("stage", sorted(delays.STAGES))
+def test_a_stage_shows_its_own_delay_between_hosts(stage: str) -> None:
+    """A busy machine adds to stages of some requests, never to all of one stage; it takes from none."""
     if problem := hosts.missing() or time_namespaces_problem():
         pytest.skip(problem)
-    with service(None) as client:
-        several = [medians_ms(client) for _ in range(ROUNDS)]  # another process may disturb some of them
-    return {
-        figure: {stage: min((each[figure][stage] for each in several), key=abs) for stage in several[0][figure]}
-        for figure in Figure
-    }
 
-
-@pytest.mark.parametrize("stage", sorted(delays.STAGES))
-def test_a_stage_shows_its_own_delay_between_hosts(plain: Stages, stage: str) -> None:
     def check(planted: Stages) -> None:
         for figure in Figure:
-            here = {name: plain[figure][name] + (DELAY_MS if name == stage else 0.0) for name in plain[figure]}
-            assert planted[figure] == pytest.approx(here, abs=WITHIN_MS), figure
-            assert abs(planted[figure][UNATTRIBUTED]) <= WITHIN_MS
+            for name, length_ms in planted[figure].items():
+                if name == stage:
+                    assert length_ms >= DELAY_MS - CLOCKS_MS, figure
+                else:
+                    assert abs(length_ms) < DELAY_MS / 2, (figure, name)
+            assert abs(planted[figure][UNATTRIBUTED]) <= CLOCKS_MS
 
     with service({stage: DELAY_MS}) as client:
-        undisturbed(lambda: medians_ms(client), check)
+        undisturbed(lambda: quickest_ms(client), check)
