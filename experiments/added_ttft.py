@@ -257,7 +257,27 @@ class AddedTtft(Experiment):
             await sender.send(length, self.options.pairs, self.options, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``cells`` and ``break_even``; see docs/experiments.md."""
+        """``cells`` has an object per cell.
+
+        All of them: ``cell``, ``prompt_len``, ``transport``, ``overlap``, ``load`` (``idle``, or such as ``rate-2``),
+        ``n``, ``errors``; ``added_ttft_ms``: ``ttft`` and ``ttft_decode``, disaggregated minus colocated; ``arms_ms``
+        by arm; ``causes_ms`` by stage, ``unexplained_ms`` and ``explained_pct`` of ``ttft_decode``; ``predicted_ms``
+        and ``achieved_ms``, the exposed transfer time by arithmetic and as measured, with ``wire_ms``,
+        ``request_to_ready_ms``, ``prefill_ms``, ``ceiling_gbs``, ``fixed_ms``, ``clock_error_ms``;
+        ``transports_used``, ``kv_bytes``, ``kv_bytes_expected``, ``kv_bytes_equal``, ``tokens_equal``.
+
+        Idle cells: ``width`` and ``first_token`` in these comparisons; the added time is the median of the pairs
+        (``median``, ``lo``, ``hi``, ``n``, ``mean``, ``differences_ms``, and the places of those that are
+        ``disturbed``, null if unknown); ``machine_load`` has the ``cores`` of this host and those that others used;
+        ``middle_colocated_ms`` is the mean colocated ``ttft_decode`` of the middle half of the pairs.
+
+        Cells under load: ``rate`` and the keys of `summarise_load`; the added time is the difference of the arms'
+        means.
+
+        ``break_even`` has ``cell``, ``prompt_len``, ``rate``, ``transport``, ``overlap``, ``slo_ms``, ``attainment``
+        by arm, ``distinct`` (whether the intervals of both shares are apart), ``only_pd`` and ``neither`` (the cells
+        from there on that only ``pd`` sustains, and that neither does); null if there is none, with
+        ``break_even_reason``. ``break_evens`` has one for each transport and overlap mode."""
         idle = [
             summary
             for cell in run.cells

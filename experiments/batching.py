@@ -262,7 +262,17 @@ class Batching(Experiment):
                 bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """See docs/experiments/batching.md."""
+        """``decode_steps`` and ``prefill_steps`` by batch size: ``batch``, ``tokens``, ``step_ms``, ``tokens_per_s``.
+        ``cost_model``: its coefficients in milliseconds, and its relative errors on the measured steps.
+
+        ``batching`` by arm (``continuous``, ``static`` or ``as-configured``): ``ttft_ms``, ``itl_ms`` and ``e2e_ms``
+        with open-loop arrivals, ``output_tokens_per_s`` with all requests at once, ``repeats``, ``late_ms``,
+        ``errors``. ``static_over_continuous``: ratios of throughput, and of mean and p99 of the total time.
+        ``rate_per_s``: open-loop arrivals.
+
+        ``pools``, simulated, by kind: ``ttft_ms``, ``tpot_ms``, ``e2e_ms`` with open-loop arrivals; with all requests
+        at once ``output_tokens_per_s``, ``running`` requests at a time, ``live`` and ``reserved`` shares of the pool,
+        ``scattered`` (share of the free blocks outside the longest run); ``preemptions`` over both."""
         steps = next((cell.facts for cell in run.cells if cell.cell == STEPS), None)
         pools = next((cell for cell in run.cells if cell.cell == POOL), None)
         arms = self._arms(run)

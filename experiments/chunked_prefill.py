@@ -112,7 +112,9 @@ class ChunkedPrefill(Experiment):
                 bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """See docs/experiments/chunked-prefill.md."""
+        """``traffic``, ``workers``; ``chunks`` by chunk size (``off`` and ``as-configured`` too), with the keys of an
+        arm of `experiments.interference.Interference.summarise`; ``best_chunk``: the size with the lowest p99 ITL
+        among those with at least ``throughput_share`` of the highest throughput."""
         arms = {name: arm_summary(each, self.options.seed) for name, each in _windows(run).items()}
         return {
             "experiment": self.name,

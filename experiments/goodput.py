@@ -190,7 +190,17 @@ class Goodput(Experiment):
             )
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``slo_ms``, ``cells``, ``systems``, ``best``; see docs/experiments/goodput.md."""
+        """``workload``; ``slo_ms`` and ``slo_source`` (``idle`` or ``option``).
+
+        ``cells``, one per split and rate: ``cell``, ``split``, ``devices``, ``load``, ``rate_per_device``, and the
+        keys of `summarise_load`. ``systems``, one per split and one for colocated requests per number of devices:
+        ``system``, ``arm``, ``split``, ``devices``; ``goodput_rps_per_device``, the best of the measured loads, and
+        ``at_rate_per_device``; ``sustained_rate_per_device``, the largest load up to which 90 % of the requests meet
+        the SLO; ``points``, every load.
+
+        ``best`` and ``best_split``: the system with the best goodput, and the best disaggregated split.
+        ``gain_rps_per_device``: goodput of the best split minus that of colocated requests on as many devices, each
+        at its own best load."""
         idle = [row for cell in run.cells if cell.parameters["load"] == "idle" for row in run.rows_of(cell.cell)]
         slo = slo_of(self.options.slo, idle, _TTFT_PERCENT)
         measured = [cell for cell in run.cells if "rate_per_device" in cell.parameters and run.rows_of(cell.cell)]

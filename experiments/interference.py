@@ -133,7 +133,17 @@ class Interference(Experiment):
                     bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """See docs/experiments/interference.md."""
+        """``traffic``: the decoding requests, lengths, arrivals, and the calibrated ``long_prompt_s``.
+
+        ``arms`` by name: ``windows``, ``errors``, ``late_ms`` (the latest that a prompt was sent); ``itl_ms`` of the
+        decoding requests over all windows; ``itl_p99_ms``, the mean over windows of their p99; ``stall_ms``, over the
+        long prompts, of the longest gap between a prompt's arrival and its first token; ``long_ttft_ms`` from when
+        prompts were due; ``output_tokens_per_s`` and ``tokens_per_s``, means over windows.
+
+        ``best_chunk`` (null with a target) and the ``throughput_share`` that it had to reach. ``p99_itl_ratio``:
+        ``pd`` over ``alone-busy``, of all gaps; ``p99_itl_ratio_interval``: the median of the ratios of the repeats;
+        ``p99_itl_ratio_idle`` and its interval: over ``alone-idle``. ``one_core_per_role``: whether every worker had
+        exactly one core of its own."""
         windows = _windows(run)
         arms = {name: arm_summary(each, self.options.seed) for name, each in windows.items()}
         chunked = {

@@ -208,7 +208,18 @@ class LinkSweep(Experiment):
             await sender.send(options.prompt_len, options.pairs, options, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``cells``, ``knee`` and ``links``; see docs/experiments/link-sweep.md."""
+        """``cells``, one each: ``cell``, ``gbps``, ``rtt_ms``, ``overlap``, ``shaping``, ``n``, ``errors``;
+        ``exposed`` in ms; ``added_ttft`` and ``added_ttft_decode`` of the pairs; ``predicted_ms``, ``off_ms``
+        (measured minus predicted), ``within`` (at most 15 % or 3 ms); ``phi_gbs`` in 10^9 bytes per second, with the
+        ``prefill_ms`` of the cell; ``fixed_ms``, ``link_gbs`` (for payload); ``ceiling_gbs``, measured when the link
+        was opened, and ``reached``, whether anything moved at 80 % of the shaped rate; if not, the prediction takes
+        the best rate that was measured; ``wire_ms``, ``clock_error_ms``; ``transports_used``, ``kv_bytes``,
+        ``kv_bytes_expected``, ``kv_bytes_equal``, ``tokens_equal``.
+
+        ``knee`` by overlap mode: ``threshold_ms`` (a tenth of the prefill time), ``measured_gbps``, below which more
+        than that is exposed (null with the reason in ``measured``), ``predicted_gbps``, ``phi_gbps``. ``phi_gbps``:
+        with the mean prefill time, in 10^9 bits per second. ``model``: what the lines are drawn from. ``links``:
+        nominal links with ``name``, ``gbps``, ``rtt_ms``, ``times_phi`` and ``predicted_exposed_ms``."""
         cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
         failed = [each for cell in run.cells for each in differences_of(cell.cell, run.rows_of(cell.cell))]
         failed += [each for cell in cells for each in failures(cell["cell"], run.rows_of(cell["cell"]))]

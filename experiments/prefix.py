@@ -131,7 +131,14 @@ class Prefix(Experiment):
                     bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``cells`` and ``predicted``; see docs/experiments/prefix.md."""
+        """``cells``, one per shared length and arm: ``cell``, ``shared_len``, ``prompt_len``, ``arm``, ``n``,
+        ``errors``; ``ttft_ms``, ``ttft_decode_ms``; ``saved_ms``, the median of the paired differences, ``none`` minus
+        this arm; ``predicted_ttft_ms`` (null if the model's shape is unknown on this host); means of ``prefill_ms``,
+        ``kv_exposed_ms``, ``prefill_cached_tokens``, ``computed_tokens``, ``kv_blocks_skipped``, ``kv_blocks_sent``;
+        sums of ``kv_bytes``, ``kv_bytes_expected``, ``kv_bytes_arithmetic``; ``reuse_as_arranged``, ``tokens_equal``.
+
+        ``predicted``, one for each length at which another block is full: ``shared_len``, and by arm ``ttft_ms`` and
+        ``kv_bytes``."""
         cold = [row for cell in run.cells for row in run.rows_of(cell.cell, NONE) if row.error is None]
         prediction = _Prediction(run.cells[0], cold) if cold else None
         cells = [

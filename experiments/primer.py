@@ -180,8 +180,23 @@ class Primer(Experiment):
         bench.facts |= facts
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``machine``, ``kv_cache``, ``profile``, ``prefill``, ``decode`` and ``ridge``; see
-        docs/experiments/primer.md."""
+        """``machine``: ``device``, ``dtype``, ``core``, ``threads``, ``chunk`` (tokens of a prompt per step),
+        ``weight_bytes`` (read by each step), ``last_cache_bytes``, ``peak_gflops``, ``read_gbs``,
+        ``ridge_flops_per_byte``, ``ridge_batch``.
+
+        ``kv_cache``: ``prompt_len``, ``output_len``; by arm (``with``, ``without``) ``total_s``, ``token_ms``,
+        ``gflop``; ``speedup``; ``tokens_equal_pct`` (before the first that differs); ``published_s``. ``profile``:
+        the same lengths; by phase ``total_s``, ``token_ms`` and the fields of a step.
+
+        ``prefill`` and ``decode``, one per step: ``tokens``, or ``batch`` and ``context``; ``time_ms``,
+        ``tokens_per_s``; ``gflop``, ``megabytes``, ``intensity``; ``reached_gflops``, ``reached_gbs``; ``roof_ms``
+        (least time), ``added_ms`` (time without overlap), ``of_roof_pct``, ``bound``.
+
+        ``ridge``, one per ``context``: ``formula_batch``, ``predicted_doubling_batch``, ``doubling_batch`` (null if a
+        repeat did not double up to ``largest_batch``), ``half_saturation_batch``, ``fixed_ms``, ``each_ms``,
+        ``saturated_tokens_per_s`` (null without a rising line).
+
+        A part whose cell is missing in an interrupted run is null or empty."""
         seed = self.options.seed
         machine = _machine(run.cells, seed)
         arithmetic = ModelArithmetic.from_dict(run.cells[0].facts["engine"]["arithmetic"])

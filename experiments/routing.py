@@ -200,7 +200,12 @@ class Routing(Experiment):
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``policies``, ``winner``, ``rate``; see docs/experiments/routing.md."""
+        """``policies``, one each: ``policy``, ``n``, ``rounds``, ``errors``, ``error``; ``ttft_ms`` from when a request
+        was due, ``ttft_p50_ms``, ``ttft_p99_ms``; ``x_round_robin``: mean TTFT of ``round_robin`` over the policy's;
+        ``hit_rate``: share of the prompt tokens that were cached; ``computed_tokens``; ``busiest_share``: share of the
+        requests that the busiest worker got; ``behind``: whether the load generator was.
+
+        ``winner`` has the lowest mean; ``rate`` in requests per second; ``cold_ttft_ms``; ``workload``."""
         calibration = next((cell.facts for cell in run.cells if cell.cell == _CALIBRATION), {})
         loads = [cell for cell in run.cells if cell.cell != _CALIBRATION]
         names = list(dict.fromkeys(str(cell.parameters["policy"]) for cell in loads))

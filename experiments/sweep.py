@@ -195,7 +195,9 @@ class Sweep(Experiment):
             await sender.send(length, self.options.repeats, self.options, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``cells``; see docs/experiments/sweep.md."""
+        """``cells``, one per combination: ``cell``, its parameters, ``exposed_ms``, ``kv_bytes``,
+        ``kv_bytes_expected``, ``kv_bytes_equal``; ``n``, ``errors``, ``added_ttft_ms``, ``arms_ms``, ``tokens_equal``,
+        ``tokens_equal_share``, at rate 0 of pairs; under load the keys of `summarise_load`."""
         cells = []
         for cell in run.cells:
             rows = run.rows_of(cell.cell)

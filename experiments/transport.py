@@ -191,7 +191,16 @@ class Transport(Experiment):
                 bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
-        """``cells``, ``fits``, ``ceilings``, ``unavailable``; see docs/experiments/transport.md."""
+        """``where`` is ``local`` or ``service``.
+
+        ``cells``, one per transport and size: ``transport``, ``size_bytes`` (for a service the KV of a request of
+        ``prompt_len``), ``messages``, ``gbs``, ``time_us`` (for a service the receiver's wire and import time),
+        ``exposed_us``; ``per_message_us``, the cost of a message or hand-off by the fit (null without one);
+        ``ceiling`` (``memcpy``, ``socket`` or ``link``), ``ceiling_gbs``, ``share``.
+
+        ``ceilings``: the same for ``memcpy`` and ``socket``. ``fits`` by transport: ``per_message_us``, ``rate_gbs``,
+        and ``misfit_pct``, the largest relative error. ``message_bytes``: the largest payload of a message.
+        ``unavailable``: transports that could not be measured, and why."""
         where = run.cells[0].parameters["where"] if run.cells else LOCAL
         summarise = _summarise_service if where == SERVICE else _summarise_local
         return {"experiment": self.name, "where": where, **summarise(run, self.options.seed)}

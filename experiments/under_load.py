@@ -179,7 +179,13 @@ class ArmLoads:
 
 def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None, seed: int) -> dict[str, Any]:
     """The figures of a cell under load. Every request that was due counts for the attainment; one that failed misses
-    the SLO. Goodput is the attainment times the arrivals per second."""
+    the SLO. Goodput is the attainment times the arrivals per second.
+
+    ``n``, ``rounds``, ``errors`` and ``unsent`` (due and never sent); ``slo_ms`` (null if an automatic SLO had no idle
+    requests to go by); by arm ``attainment``, ``goodput_rps``, ``offered_rps``, ``arms_ms`` (means, ``ttft_p99``,
+    ``itl_p99``) and ``lag`` (``p50_ms``, ``p99_ms``, ``max_ms``, ``behind``); ``added_ttft_ms`` and ``causes_ms``:
+    differences of the arms' means, ``lag`` among the stages, null if an arm answered nothing; ``tokens_equal`` and
+    ``tokens_equal_share``."""
     arms = {arm: ArmLoads.of(cell, rows, arm) for arm in ARMS}
     done = {arm: [row.since_due() for row in each.rows if row.error is None] for arm, each in arms.items()}
     added = {

@@ -16,7 +16,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. ``check`` is a name from the table in docs/doctor.md, ``where`` a node, worker, pair, or
+    """The result of one check. ``check`` is a name listed in docs/doctor.md, ``where`` a node, worker, pair, or
     the service. Only a finding of level OK has no ``remedy``."""
 
     level: Level
