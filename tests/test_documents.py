@@ -157,7 +157,7 @@ def test_the_table_beside_vllm_has_the_figures_of_a_run() -> None:
 def test_the_site_is_built_without_a_broken_link_or_an_outside_script() -> None:
     site = ROOT / "out" / "site"
     built = subprocess.run(
-        [sys.executable, "scripts/docs_site.py"], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, "-m", "scripts.docs_site"], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
     )
     assert built.returncode == 0, built.stdout + built.stderr
     listed = re.findall(r"^- \[.+\]\((.+)\): .+$", (site / "llms.txt").read_text(), re.MULTILINE)
