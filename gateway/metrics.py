@@ -53,9 +53,7 @@ class Metrics:
             return LatencyHistogram(f"pdserve_{name}_seconds", what, labels, _LATENCIES_S, registry)
 
         self._finished = of_labels("requests_finished", "Requests that ended with an answer", "mode", "finish_reason")
-        self._failed = of_labels(
-            "requests_failed", "Requests that failed or were refused, by the error's class", "reason"
-        )
+        self._failed = of_labels("requests_failed", "Requests that failed or were refused, by error", "reason")
         self._cancelled = counter("requests_cancelled", "Requests that their clients cancelled")
         self._retries = counter("request_retries", "Attempts after the first one")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of finished requests")
@@ -191,10 +189,10 @@ class ServiceState(Collector):
         yield gauge("blocks_cached", "KV blocks that prompts can find", lambda w: w.load.cached_blocks)
         yield gauge("blocks_stored", "Cold KV blocks kept outside of the pool", lambda w: w.load.stored_blocks)
         yield gauge("requests_running", "Requests in the engine's batch", lambda w: w.load.running)
-        yield gauge("requests_waiting", "Requests that wait in the engine", lambda w: w.load.waiting)
+        yield gauge("requests_waiting", "Requests waiting in the engine", lambda w: w.load.waiting)
         yield gauge(
             "tokens_outstanding",
-            "Tokens that are still to be computed",
+            "Tokens still to be computed",
             lambda w: w.outstanding_tokens + w.others_tokens,
         )
         yield counter("preemptions", "Requests that lost their blocks to others", lambda w: w.load.preemptions)
@@ -207,12 +205,12 @@ class ServiceState(Collector):
             "prompt_tokens_cached", "Prompt tokens that were found there", lambda w: w.load.prompt_tokens_cached
         )
         yield gauge(
-            "paused", "1 if the worker gets no request, or only a probe, because it failed the last ones",
+            "paused", "1 if it gets no request but probes, because it failed the last ones",
             lambda w: w.breaker.state is not BreakerState.CLOSED,
         )  # fmt: skip
         failed = CounterMetricFamily(
             "pdserve_worker_requests_failed",
-            "Requests that it failed, by the error's class",
+            "Requests that it failed, by error",
             labels=(*labels, "reason"),
         )
         for worker in workers:
@@ -220,7 +218,7 @@ class ServiceState(Collector):
                 failed.add_metric([worker.worker_id, worker.role.value, reason], count)
         yield failed
         refused = CounterMetricFamily(
-            "pdserve_worker_kv_refused", "KV messages that the worker refused, by reason", labels=(*labels, "reason")
+            "pdserve_worker_kv_refused", "KV messages that it refused", labels=(*labels, "reason")
         )
         for worker in workers:
             for reason, count in worker.load.kv_refused.items():

@@ -1,6 +1,6 @@
 """Write the tables of limits, ports, keys and metrics in the documents from the code, for `make reference`.
 
-A table lies between ``<!-- reference: KIND ARGUMENT... -->`` and ``<!-- end -->``; KIND is one of `KINDS`. Limits and
+A table lies between ``<!--reference: KIND ARGUMENT...-->`` and ``<!--end-->``; KIND is one of `KINDS`. Limits and
 ports are constants whose docstrings begin with ``Limit:`` or ``Port:``. The first paragraph is shown; ``Then:``
 begins what happens beyond the limit. A test compares the documents with the code."""
 
@@ -18,13 +18,14 @@ from gateway.load_meter import GatewayLoad
 from gateway.metrics import Metrics, ScalingState, ServiceState
 from gateway.scaling_report import ScalingReport
 from ops.cli.config import documented_defaults
+from ops.launch.ports import DEFAULT_BASE, PORTS_PER_WORKER, first_port
 from pdserve.core.config import PdserveConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = tuple(ROOT / "docs" / name for name in ("limits.md", "operations.md", "security.md"))
 CONFIGURATION = ROOT / "docs" / "reference.md"
 """Lists the keys of the configuration on the site alone; in the repository `pdserve config` does."""
-_REGION = re.compile(r"(<!-- reference: (\w+)((?: \S+)*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_REGION = re.compile(r"(<!--reference: (\w+)((?: \S+)*)-->\n).*?(?=<!--end-->)", re.DOTALL)
 
 
 class Described(NamedTuple):
@@ -62,10 +63,12 @@ def limits(*paths: str) -> Iterator[tuple[str, ...]]:
 
 
 def ports(*paths: str) -> Iterator[tuple[str, ...]]:
-    """The ports in these files and folders."""
+    """The ports in these files and folders, and those of workers."""
     yield "port", "what"
     for each in described("Port", *paths):
         yield str(each.value), each.what
+    yield f"{first_port(DEFAULT_BASE, 0)} + {PORTS_PER_WORKER} *i*", "control of worker *i*, dialled by gateways"
+    yield f"the {PORTS_PER_WORKER - 1} after it", "KV of worker *i*, one port for each transport, dialled by workers"
 
 
 def keys(pattern: str) -> Iterator[tuple[str, ...]]:
@@ -92,9 +95,10 @@ def metrics(pattern: str) -> Iterator[tuple[str, ...]]:
                 found[name] = [*(labels or getattr(collector, "_labelnames", ()))], metric.documentation
     first, *_ = found.values()
     common = [label for label in first[0] if all(label in labels for labels, _ in found.values())]
-    yield "metric", "labels", "what"
+    yield "metric", "what"
     for name, (labels, what) in found.items():
-        yield f"`{name}`", ", ".join(label for label in labels if label not in common), what
+        own = ",".join(label for label in labels if label not in common)
+        yield f"`{name}{{{own}}}`" if own else f"`{name}`", what
 
 
 def _shown(name: str, value: Any) -> str:
@@ -117,8 +121,8 @@ def filled(document: str) -> str:
 
     def table(region: re.Match[str]) -> str:
         header, *rows = KINDS[region[2]](*region[3].split())
-        lines = (header, tuple("---" for _ in header), *rows)
-        return region[1] + "\n" + "".join(" | ".join(line).strip() + "\n" for line in lines) + "\n"
+        lines = [" | ".join(header), "|".join("---" for _ in header), *(" | ".join(row).strip() for row in rows)]
+        return "\n".join((region[1], *lines, "", ""))
 
     return _REGION.sub(table, document)
 

@@ -14,7 +14,7 @@ from pdserve.core.config import ClusterConfig
 from pdserve.core.errors import LaunchError
 
 DEFAULT_BASE = 20_000
-"""Port: registry, one for each gateway, dialled by workers: `cluster.port_base`.
+"""Port: registry, dialled by workers: `cluster.port_base`.
 
 The default of a service that joins a Ray; one that starts its own Ray uses free ports."""
 
