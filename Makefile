@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := pdserve runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
 
-.PHONY: help install demo docs test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
+.PHONY: help install demo docs reference test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,7 +91,10 @@ bench-served: $(INSTALLED)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its
 	$(BIN)/python -m benchmarks.served --vllm "$(VLLM)"
 
 docs: $(INSTALLED)  ## the documentation as a site with search in out/site (`python -m http.server -d out/site` serves it)
-	$(BIN)/python scripts/docs_site.py
+	$(BIN)/python -m scripts.docs_site
+
+reference: $(INSTALLED)  ## write the tables of limits, ports and metrics in docs/ from the code
+	$(BIN)/python -m scripts.reference
 
 proto:  ## regenerate pb/ from proto/pdserve/pb/
 	scripts/gen_proto.sh

@@ -66,7 +66,9 @@ DRAIN_S = 5.0  # time for running requests when the gateway stops
 STOPPING = "the service is being stopped; send the request to another one"
 
 MAX_PENDING_CALLS = 4 * MAX_STREAMS
-"""Calls that wait for a handler. They take up to 30 KB of gRPC's memory each, also when their client has left."""
+"""Limit: calls of all clients that wait for a handler. Then: RESOURCE_EXHAUSTED by gRPC.
+
+They take up to 30 KB of gRPC's memory each, also when their client has left."""
 MAX_PENDING_S = 3600
 
 

@@ -1,7 +1,8 @@
 """Prometheus metrics of the service: what the gateway sees of every request, and what workers report.
 
 One scrape of the gateway has everything. Names end in their unit; ``_total`` marks counters. Histograms have buckets
-from 100 µs, because the stages of a small model are that short. docs/operations.md explains each metric."""
+from 100 µs, because the stages of a small model are that short. `make reference` writes the texts that metrics have
+here into docs/operations.md."""
 
 from __future__ import annotations
 
@@ -52,21 +53,21 @@ class Metrics:
             return LatencyHistogram(f"pdserve_{name}_seconds", what, labels, _LATENCIES_S, registry)
 
         self._finished = of_labels("requests_finished", "Requests that ended with an answer", "mode", "finish_reason")
-        self._failed = of_labels("requests_failed", "Requests that ended with an error, by its class", "reason")
+        self._failed = of_labels("requests_failed", "Requests that failed or were refused, by error", "reason")
         self._cancelled = counter("requests_cancelled", "Requests that their clients cancelled")
         self._retries = counter("request_retries", "Attempts after the first one")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of finished requests")
-        self._cached_tokens = counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache")
+        self._cached_tokens = counter("prompt_tokens_cached", "Tokens of these prompts that were cached")
         self._output_tokens = counter("output_tokens", "Tokens that were generated")
         self._e2e = latency("request", "From receiving a request to writing its last token", "mode")
         self._figures = {
             Figure.TTFT: latency("ttft", "From receiving a request to writing token 1", "mode"),
-            Figure.TTFT_DECODE: latency("ttft_decode", "From receiving a request to writing token 2", "mode"),
+            Figure.TTFT_DECODE: latency("ttft_decode", "The same for token 2, which waits for the hand-off", "mode"),
         }
-        self._stages = latency("stage", "A stage of ttft or ttft_decode; see docs/breakdown.md", "figure", "stage")
+        self._stages = latency("stage", "A stage; those of a figure add up to it", "figure", "stage")
         self._gaps = latency("inter_token", "Between two tokens of a request").of()
-        self._exposed = latency("kv_exposed", "KV transfer that was not hidden behind the prefill", *_PAIR)
-        self._wire = latency("kv_wire", "Time that the bytes of a KV transfer spent on the link", *_PAIR)
+        self._exposed = latency("kv_exposed", "KV transfer that was not hidden behind prefill", *_PAIR)
+        self._wire = latency("kv_wire", "Time that its bytes spent on the link", *_PAIR)
         self._ready = latency("kv_request_to_ready", "From a request's arrival at decode to its KV", *_PAIR)
         self._kv_bytes = of_labels("kv_bytes", "KV bytes that arrived and were verified", *_PAIR)
         self._kv_retried = of_labels("kv_bytes_retried", "KV bytes that had to be sent again", *_PAIR)
@@ -75,10 +76,10 @@ class Metrics:
         )
         self._fetches = of_labels(
             "prefix_fetches",
-            "Prefixes fetched from another worker's cache: complete, partial (it no longer had all), failed (computed)",
+            "Prefixes fetched from another worker: complete, partial (it had less), failed (the prompt was computed)",
             "source", "worker", "outcome",
         )  # fmt: skip
-        self._fetched_bytes = of_labels("prefix_fetch_bytes", "Their KV bytes, verified", "source", "worker")
+        self._fetched_bytes = of_labels("prefix_fetch_bytes", "KV bytes of fetched prefixes", "source", "worker")
 
     def first(self, record: RequestRecord, seconds: float) -> None:
         """Counted with `finished`."""
@@ -159,7 +160,7 @@ class ServiceState(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now."""
         queued, running = self._load()
-        yield InfoMetricFamily("pdserve", "Version and model", value=self._about)
+        yield InfoMetricFamily("pdserve", "Always 1", value=self._about)
         yield GaugeMetricFamily("pdserve_ready", "1 if requests are served", value=float(self._ready()))
         yield GaugeMetricFamily("pdserve_requests_queued", "Requests that wait for a worker", value=queued)
         yield GaugeMetricFamily("pdserve_requests_running", "Requests that are on workers", value=running)
@@ -185,13 +186,13 @@ class ServiceState(Collector):
         yield gauge("ready", "1 if the worker takes requests", lambda w: w.is_ready)
         yield gauge("blocks", "KV blocks of the worker's pool", lambda w: w.info.num_blocks)
         yield gauge("blocks_free", "KV blocks that are free or only cached", lambda w: w.load.free_blocks)
-        yield gauge("blocks_cached", "KV blocks that prompts can find now", lambda w: w.load.cached_blocks)
+        yield gauge("blocks_cached", "KV blocks that prompts can find", lambda w: w.load.cached_blocks)
         yield gauge("blocks_stored", "Cold KV blocks kept outside of the pool", lambda w: w.load.stored_blocks)
         yield gauge("requests_running", "Requests in the engine's batch", lambda w: w.load.running)
-        yield gauge("requests_waiting", "Requests that wait in the engine", lambda w: w.load.waiting)
+        yield gauge("requests_waiting", "Requests waiting in the engine", lambda w: w.load.waiting)
         yield gauge(
             "tokens_outstanding",
-            "Tokens that are still to be computed",
+            "Tokens still to be computed",
             lambda w: w.outstanding_tokens + w.others_tokens,
         )
         yield counter("preemptions", "Requests that lost their blocks to others", lambda w: w.load.preemptions)
@@ -200,20 +201,24 @@ class ServiceState(Collector):
             "prompt_tokens_looked_up", "Prompt tokens looked up in the prefix cache",
             lambda w: w.load.prompt_tokens_looked_up,
         )  # fmt: skip
-        yield counter("prompt_tokens_cached", "Of these, tokens that were found", lambda w: w.load.prompt_tokens_cached)
+        yield counter(
+            "prompt_tokens_cached", "Prompt tokens that were found there", lambda w: w.load.prompt_tokens_cached
+        )
         yield gauge(
-            "paused", "1 if the worker gets no request, or only a probe, because it failed the last ones",
+            "paused", "1 if it gets no request but probes, because it failed the last ones",
             lambda w: w.breaker.state is not BreakerState.CLOSED,
         )  # fmt: skip
         failed = CounterMetricFamily(
-            "pdserve_worker_requests_failed", "Requests that the worker failed", labels=(*labels, "reason")
+            "pdserve_worker_requests_failed",
+            "Requests that it failed, by error",
+            labels=(*labels, "reason"),
         )
         for worker in workers:
             for reason, count in worker.breaker.total.items():
                 failed.add_metric([worker.worker_id, worker.role.value, reason], count)
         yield failed
         refused = CounterMetricFamily(
-            "pdserve_worker_kv_refused", "KV messages that the worker refused", labels=(*labels, "reason")
+            "pdserve_worker_kv_refused", "KV messages that it refused", labels=(*labels, "reason")
         )
         for worker in workers:
             for reason, count in worker.load.kv_refused.items():
@@ -241,7 +246,9 @@ class ScalingState(Collector):
         """The metrics as they are now."""
         load = self._load()
         objectives = CounterMetricFamily(
-            "pdserve_objective", "First tokens (ttft) and gaps between tokens (itl)", labels=("figure", "met")
+            "pdserve_objective",
+            "First tokens (ttft) and gaps after token 2 (itl) that met their objective, or did not",
+            labels=("figure", "met"),
         )
         for figure, counts in (("ttft", load.ttft), ("itl", load.itl)):
             if counts:
@@ -251,7 +258,7 @@ class ScalingState(Collector):
         yield objectives
         if (scaling := self._scaling()) is not None:
             actions = CounterMetricFamily(
-                "pdserve_scaling_actions", "Actions of the controller of roles and workers", labels=("action",)
+                "pdserve_scaling_actions", "Actions of the controller, such as `flip prefill`", labels=("action",)
             )
             for kind, count in scaling.actions.items():
                 actions.add_metric([kind], count)

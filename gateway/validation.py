@@ -24,8 +24,11 @@ from pdserve.core.sampling import (
 )
 
 MAX_STOP_CHARACTERS = 1024
+"""Limit: characters of each string of `Sampling.stop`."""
 MAX_SALT_CHARACTERS = 256
+"""Limit: characters of `GenerateRequest.salt`."""
 MAX_SESSION_CHARACTERS = 256
+"""Limit: characters of `GenerateRequest.session_id`."""
 MAX_ID_BYTES = 5  # of a token id on the wire
 MIN_MESSAGE_BYTES = 2**20
 

@@ -33,7 +33,7 @@ MAX_TRAILER_BYTES = 4096
 MAX_EOS_TOKEN_IDS = 1024
 _MAX_REASON_CHARS = 200
 MAX_RESENDS = 2
-"""How often a message is sent again after a failed checksum."""
+"""Limit: times that a message is sent again after a wrong checksum. Then: `transfer.on_kv_failure`."""
 
 Id = Annotated[str, msgspec.Meta(max_length=256)]
 AttemptId = Annotated[str, msgspec.Meta(max_length=512)]

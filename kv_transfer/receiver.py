@@ -41,8 +41,9 @@ from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, Transfer
 from pdserve.core.handoff import KVEndpoint
 
 LINK_TIMEOUT_S = 2.0
-"""How long an announcement waits for a link from its sender. A sender opens one when it shakes hands, or when a
-transfer begins."""
+"""Limit: wait of a hand-off for a link from its sender. Then: `transfer.on_kv_failure`.
+
+A sender opens one when it shakes hands, or when a transfer begins."""
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from runtime.limited_log import LimitedLog
 
 INTRODUCTION_S = 5.0
-"""How long a peer has to introduce itself after its connection was accepted."""
+"""Limit: time until a connection has proven and introduced itself. Then: closed."""
 MAX_STRANGERS = 64
-"""How many strangers one transport has at a time."""
+"""Limit: connections of a transport that have not; 16 with `grpc_stream`, `torch_dist`. Then: the oldest is closed."""
 PATIENCE_S = 1.0
 """A stranger is not closed in favour of another one before this time. Workers introduce themselves within
 milliseconds."""

@@ -14,9 +14,10 @@ LOOK_AGAIN_S = 0.005
 """After an arrival that no other one followed, arrivals are not watched for so long: to count rounds costs time."""
 QUIET_S = 0.02
 HOLD_S = 1.0
+"""Limit: pause of running requests while a burst is queued or refused, for a third of the time at most.
+
+A hold lasts until nothing has arrived for `QUIET_S`. A rest of `REST_SHARE` times its length follows."""
 REST_SHARE = 2.0
-"""A hold lasts until nothing has arrived for `QUIET_S`, but at most `HOLD_S`. A rest of `REST_SHARE` times its length
-follows."""
 LOOK_EVERY_S = 0.002
 
 

@@ -26,7 +26,8 @@ from router.worker_stream import Arrival, WorkerStream
 log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0  # after this, the blocks of a worker that does not answer are freed by their leases
-PROOF_TIMEOUT_S = 10.0  # how long to wait for the proof after the last token
+PROOF_TIMEOUT_S = 10.0
+"""How long to wait for the proof of a hand-off after the last token."""
 MIN_ITL_TOKENS = 4  # with fewer, the time per token is not taken as measured
 
 # A retry after token 1 gets token 2 from a prefill, whose events replace those of decode.

@@ -9,6 +9,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.request import counted_requests
 
 MAX_PAUSE_S = 60.0
+"""Limit: pause of a worker that fails its probes."""
 
 
 class BreakerState(StrEnum):

@@ -17,7 +17,9 @@ ADVANTAGE = 0.2
 
 PATIENCE = 4.0
 """A fetch may take so many times as long as predicted."""
-LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.25, 3.0
+LEAST_TIMEOUT_S = 0.25
+MOST_TIMEOUT_S = 3.0
+"""Limit: a prefix fetch, else four times the predicted time. Then: the prompt is computed."""
 
 SOURCE_TIMEOUT_S = MOST_TIMEOUT_S + 2.0
 """How long the source keeps the blocks for the other worker, which may have to wait for room first."""

@@ -12,13 +12,14 @@ from router.attempt import Attempt
 from router.registry import Assignment
 
 MAX_LOST_IN_A_ROW = 2
+"""Limit: workers lost in a row within 1 s of getting a request. Then: UNAVAILABLE.
+
+The request may be the cause. The time is `LOST_AT_ONCE_S`, and no token may have come."""
 LOST_AT_ONCE_S = 1.0
-"""A request fails when `MAX_LOST_IN_A_ROW` workers in a row were lost within `LOST_AT_ONCE_S` of getting it and before
-a token, because the request may be the cause."""
 
 WINDOW_S = 4
 MIN_RETRIES = 10
-"""Retries that every window allows."""
+"""Limit: retries within 4 s besides `router.retry_share`. Then: they wait."""
 
 
 class Failures:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 DRAIN_SAMPLES = 64
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0
+"""Limit: `retry-after` of a full queue."""
 LOOK_AHEAD_S = 60.0  # a deadline further away is not compared while nothing waits
 LOOK_FOR_AGED_S = 1.0
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from scripts.reference import CONFIGURATION, configuration
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
@@ -36,6 +38,8 @@ def assemble(target: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.parent.name == "decisions":  # the search shows them after pages that answer a question
             copy.write_text("---\nsearch:\n  boost: 0.1\n---\n\n" + path.read_text())
+        elif path == CONFIGURATION:
+            copy.write_text(path.read_text() + configuration())
         else:
             copy.symlink_to(path)
     index = target / "docs" / "decisions" / "README.md"

@@ -157,7 +157,7 @@ def test_the_table_beside_vllm_has_the_figures_of_a_run() -> None:
 def test_the_site_is_built_without_a_broken_link_or_an_outside_script() -> None:
     site = ROOT / "out" / "site"
     built = subprocess.run(
-        [sys.executable, "scripts/docs_site.py"], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, "-m", "scripts.docs_site"], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
     )
     assert built.returncode == 0, built.stdout + built.stderr
     listed = re.findall(r"^- \[.+\]\((.+)\): .+$", (site / "llms.txt").read_text(), re.MULTILINE)
@@ -165,8 +165,12 @@ def test_the_site_is_built_without_a_broken_link_or_an_outside_script() -> None:
     assert set(listed) == pages, "mkdocs.yml: the navigation has all documents"
     assert all((site / name).is_file() for name in listed)
     assert 'id="pdserve.Client.generate"' in (site / "docs" / "reference.html").read_text()
-    found = {entry["location"] for entry in json.loads((site / "search" / "search_index.json").read_text())["docs"]}
-    assert {"docs/cluster.html#two-hosts-of-eight-gpus", "docs/reference.html#pdserve.Client.generate"} <= found
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = {entry["location"]: entry["text"] for entry in index}
+    assert {"docs/cluster.html#two-hosts-of-eight-gpus", "docs/reference.html#pdserve.Client.generate"} <= set(found)
+    configuration = found["docs/reference.html#configuration"]
+    keys = [key for section in PdserveConfig().__dict__.values() for key in type(section).model_fields]
+    assert [key for key in keys if f"{key}:" not in configuration] == []
     for page in site.rglob("*.html"):
         elements = re.findall(r"<(?:script|img|iframe|link)\b[^>]*>", page.read_text())
         fetched = [each for each in elements if re.search(r"(?:src|href)=\"?(?:https?:)?//", each)]

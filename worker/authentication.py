@@ -22,7 +22,7 @@ from runtime.stream_proof import MEET, StreamDialler, StreamListener
 MEET_TIMEOUT_S = 5.0
 """How long a server has to answer the first call."""
 UNUSED_S = 5.0
-"""How long a server keeps a connection without a stream."""
+"""Limit: a control or registry connection without a stream. Then: closed."""
 _MAX_STREAMS = 8  # per connection; an honest peer has one, and another one for a moment
 
 

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
 PING_TIMEOUT_S = 5.0
+"""Limit: a worker's answer to a ping. Then: its requests continue elsewhere."""
 PING_WINDOW = 64
 FIRST_PINGS = 8
 ABORT_TIMEOUT_S = 5.0

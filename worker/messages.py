@@ -16,9 +16,11 @@ from pdserve.core.request import Request
 from pdserve.core.worker import Links, Role, TokenOutput, WorkerInfo, WorkerLoad
 
 MAX_CONTROL_BYTES = 64 * 2**20
-"""Size limit of one message. Validated requests and the outputs of one step are far smaller."""
+"""Limit: a control message. Then: INVALID_ARGUMENT.
+
+Validated requests and the outputs of one step are far smaller."""
 MAX_BEAT_BYTES = 2**20
-"""Size limit of one heartbeat, and of its answer."""
+"""Limit: a heartbeat, or its answer. Then: a new stream."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

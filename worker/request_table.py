@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 DEADLINE_GRACE_S = 1.0
-"""How long after its deadline a worker fails a request that the gateway has not aborted."""
+"""Limit: time after its deadline that a request may stay on a worker. Then: its blocks are freed."""
 
 
 class Commands(Protocol):

@@ -29,19 +29,25 @@ from runtime.limited_log import LimitedLog
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 2048
-"""Streams of one connection at a time. A client waits with further ones; gRPC refuses them, at times also when streams
-that have just ended are not cleared up yet. So it is more than honest clients need."""
+"""Limit: streams of a connection at a time. Then: clients wait.
+
+gRPC refuses further ones, at times also when streams that have just ended are not cleared up yet. So it is more than
+honest clients need."""
 LOOK_EVERY_S = 0.05
 MAX_CPU_SHARE = 0.05
 """Looks are rarer where they would take more of a core than this: with some hundred connections and more."""
 FREE_BYTES = 2**22
+"""Limit: what a connection sends besides requests, before its first request. Then: closed."""
 KNOWN_FREE_BYTES = 2**26
-"""A connection may have received so many bytes more than its requests have. The higher value holds when a request of it
-has been read or refused: others may wait in its streams."""
+"""Limit: the same after its first request.
+
+Others may wait in its streams."""
 BYTES_PER_S = 2**16
+"""Limit: added to both for each second."""
 BYTES_PER_MESSAGE = 2**13
-"""The same for each second, and for each request besides its message. Half of what the server has sent is added,
-because clients answer it with window updates and pings."""
+"""Limit: added for each request.
+
+Half of what the server has sent is added, too, because clients answer it with window updates and pings."""
 MAX_READING = 16
 """Of so many messages that are being read, each may be as long as the longest that is valid."""
 MAX_UNREAD_BYTES = 2**16
@@ -50,17 +56,20 @@ connection did on average, and no more than this."""
 LOOKS = 2
 """So many looks in a row have to see the excess: a request that has just come may not have been read yet."""
 EMPTY_CALLS = 2 * MAX_STREAMS
+"""Limit: calls of a connection without a valid token, or reset before their message. Then: closed.
+
+Of so many calls that were refused for other reasons the message counts."""
 EMPTY_CALLS_PER_S = 50.0
-"""Calls of a connection that had no valid token or were reset before their message came: once, and for each second. Of
-so many calls that were refused for other reasons the message counts."""
+"""Limit: added to them for each second."""
 ALERT_S = 60.0
 ALERT_SHARE = 1 / 16
-"""For so long after a connection of a host was shut down, connections that the host opens have this share of what
-others may do once, so that a client gains little by connecting again and again."""
+"""Limit: share of these bounds for connections that a host opens within 60 s after one of its was closed.
+
+So a client gains little by connecting again and again. What is added for each second is not reduced."""
 MAX_UNKNOWN = 256
-"""Connections without a call that was let in. The oldest makes room for another one."""
+"""Limit: connections without a call that was let in. Then: the host with the most loses its oldest."""
 MAX_FROM_ONE_HOST = 1024
-"""Connections from one address."""
+"""Limit: connections from one address. Then: the latest are closed."""
 
 _SENT_RECEIVED = struct.Struct("=QQ")
 _SENT_RECEIVED_AT = 120  # in Linux's struct tcp_info: bytes_acked, bytes_received

@@ -10,11 +10,11 @@ from __future__ import annotations
 from pdserve.core.grpc_pings import ping_options
 
 PING_EVERY_S = 30.0
-"""The server pings a connection that has been silent for this long."""
+"""Limit: silence of a connection. Then: the service pings."""
 PING_TIMEOUT_S = 20.0
-"""It closes a connection whose client has not answered by then, which cancels its requests."""
+"""Limit: time to answer the ping. Then: closed, its requests cancelled."""
 CLIENT_PINGS_EVERY_S = 10.0
-"""Clients may ping this often, with and without requests in progress."""
+"""Limit: shortest time between two pings of a client. Then: GOAWAY (`too_many_pings`)."""
 LATE_S = 5.0
 """Pings may follow each other quicker by this much: one that was delayed on its way is close to the next."""
 

@@ -26,9 +26,10 @@ IN_THREAD_BYTES = 8 * 2**10
 FREE_BYTES = 64 * 2**10
 """Bytes of each body that do not count among those that the gateway keeps."""
 MIN_ROOM_BYTES = 256 * 2**20
-"""Bytes of bodies that the gateway keeps at least; four of the largest bodies if they have more."""
+"""Limit: all bodies in progress, without the first 64 KiB of each (room for four of the largest, if more); half of it
+for one client. Then: 429."""
 MAX_DEPTH = 64
-"""Most lists and objects within each other."""
+"""Limit: lists and objects within each other."""
 RETRY_S = 1.0
 PART_CHARACTERS = 2**16
 

@@ -18,13 +18,15 @@ from pdserve.core.errors import InvalidRequest
 from runtime.awake_clock import awake_clock
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Most bytes of a request's line and headers. The first read may bring more."""
+"""Limit: a request's line and headers, or its trailers. Then: 431.
+
+The first read may bring more."""
 MAX_PIPELINED = 16
-"""Most requests that wait for the answer to an earlier one."""
+"""Limit: requests of a connection that wait for an earlier one's answer. Then: closed."""
 RECEIVE_S = 30.0
-"""Time for sending a head, and for sending the rest of a body whose request has been answered."""
+"""Limit: time to send a head, or the rest of a body whose request has been answered. Then: 408."""
 IDLE_S = 75.0
-"""How long a connection may stay open between two requests."""
+"""Limit: idle time of a connection between two requests. Then: closed."""
 LOOK_S = 5.0
 """How often a connection is looked at."""
 MAX_STUCK_LOOKS = 6

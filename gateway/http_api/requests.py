@@ -21,16 +21,26 @@ from pdserve.core.request import MAX_PRIORITY, Mode
 from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 
 MAX_CHOICES = 128
-"""Most outputs of one call: prompts times ``n``."""
+"""Limit: outputs of one call, prompts times `n`."""
 MAX_MESSAGES = 4096
+"""Limit: messages of a chat."""
 MAX_TOOLS = 128
+"""Limit: tools of a chat."""
 MAX_METADATA = 16
 MAX_TOKEN_IDS = 2**19
-"""Most token ids of one call, in all its prompts, unless one prompt may have more. Parsing so many takes 30 ms."""
+"""Limit: token ids of all prompts of a completion; more if one prompt may have more.
+
+Parsing so many takes 30 ms."""
 MAX_COMPLETION_NODES = 1024
-"""Lists, objects and fields of a completion: `MAX_CHOICES` lists of token ids, `MAX_BIASES`, and its other fields."""
-MAX_CHAT_VALUES, MAX_CHAT_NODES = 2**17, 2**16
-"""Values of a chat with its tools, and lists, objects and fields among them: 16 for each of `MAX_MESSAGES`."""
+"""Limit: lists, objects and fields of a completion.
+
+They are `MAX_CHOICES` lists of token ids, `MAX_BIASES`, and its other fields."""
+MAX_CHAT_VALUES = 2**17
+"""Limit: values of a chat, or of the arguments of all its tool calls."""
+MAX_CHAT_NODES = 2**16
+"""Limit: lists, objects and fields among them.
+
+They are 16 for each of `MAX_MESSAGES`."""
 
 Count = Annotated[int, Field(ge=0, lt=2**32)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]

@@ -23,7 +23,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 
 STOP_TIMEOUT_S = 60.0
-"""How long a service may take to end after its requests in progress."""
+"""Limit: end of a service after that. Then: its processes are killed."""
 
 
 def start_detached(

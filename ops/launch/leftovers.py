@@ -21,7 +21,7 @@ GRACE_S = 5.0
 """How long a process may take to end after SIGTERM before it is killed."""
 _POLL_S = 0.02
 CLEAR_TIMEOUT_S = 30.0
-"""After this time, processes that survive being killed are reported instead."""
+"""Limit: end of the processes that a former service left, 5 s each until SIGKILL. Then: they are named."""
 
 ProcessId = tuple[int, float]
 """Process id and creation time, which together are unique."""

@@ -14,7 +14,9 @@ from pdserve.core.config import ClusterConfig
 from pdserve.core.errors import LaunchError
 
 DEFAULT_BASE = 20_000
-"""Default of a service that joins a Ray; one that starts its own Ray uses free ports."""
+"""Port: registry, dialled by workers: `cluster.port_base`.
+
+The default of a service that joins a Ray; one that starts its own Ray uses free ports."""
 
 PORTS_PER_WORKER = 4
 """One for control, and one for each KV transport that uses a port."""

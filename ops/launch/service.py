@@ -39,12 +39,14 @@ from pdserve.pb import inference_pb2 as pb
 from runtime.secret import ServiceSecret
 
 MISSED_CHECKS = 3
-"""Checks in a row that have to fail before Ray counts as gone."""
+"""Limit: failed checks of Ray in a row, every 2 s. Then: its own Ray is restarted; on a joined one the service ends.
+
+The time is `ops.launch.supervisor.TEND_EVERY_S`."""
 NODES_TIMEOUT_S = 60.0
 """How long to wait for missing nodes of a Ray that was joined, unless `cluster.nodes` is set."""
 NODES_POLL_S = 0.5
 FLIP_TIMEOUT_S = 10.0
-"""How long to wait until workers have taken another role."""
+"""Limit: wait of `scale` for a role flip. Then: it says so, and the flip goes on."""
 PLACE_TIMEOUT_S = 5.0
 """After this time an added worker without a node counts as waiting for one."""
 PLACE_REPORT_S = 2.0

@@ -15,7 +15,7 @@ from typing import Any
 from pdserve.core.errors import LaunchError
 
 DRAIN_S = 30.0
-"""Time for requests in progress after SIGTERM, Ctrl-C, or `pdserve down` without --drain."""
+"""Limit: requests in progress when the service ends, unless `down --drain` says otherwise. Then: UNAVAILABLE."""
 
 FOLLOW_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

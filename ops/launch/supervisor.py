@@ -39,7 +39,9 @@ TEND_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 0.1
 """How often the main thread checks for signals."""
 MAX_RESTARTS = 3
-"""Most restarts of the service's own Ray within `RESTART_FORGET_S` of each other."""
+"""Limit: restarts of the service's own Ray within 10 minutes of each other. Then: the service ends.
+
+The time is `RESTART_FORGET_S`."""
 RESTART_FORGET_S = 600.0
 RESTART_VARIABLE = "PDSERVE_RESTART"
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pdserve.core.errors import InvalidRequest
 
 DEFAULT_PORT = 50_051
-"""The service's gRPC port."""
+"""Port: gRPC, for clients: `gateway.port`."""
 _SCHEMES = {"http": False, "grpc": False, "https": True, "grpcs": True}
 """Schemes of targets, and whether they mean TLS."""
 _OF_THIS_HOST = ("unix:", "unix-abstract:")

@@ -34,6 +34,7 @@ HostName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*
 ANY_HOST = "*"
 
 DEFAULT_HTTP_PORT = 8000
+"""Port: HTTP, for clients: `gateway.http_port`."""
 
 PlacementPolicy = Literal["pack", "spread", "strict_spread"]
 """See `ClusterConfig.placement`."""

@@ -79,6 +79,7 @@ def check_transition(table: Mapping[S, frozenset[S]], current: S, to: S) -> S:
 
 
 MAX_PRIORITY = 2**31 - 1
+"""Limit: `GenerateRequest.priority`, and its negative."""
 AGED_S = 10.0
 """A request that has waited for so long may come before requests of an earlier priority, so that no priority starves:
 in the gateway's queue (`router.fair_queue`) and on a worker (`engine.scheduling.scheduler`)."""

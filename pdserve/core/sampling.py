@@ -14,11 +14,16 @@ from pdserve.core.errors import InvalidRequest
 
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIASES = 300
+"""Limit: entries of `Sampling.logit_bias`, each from -100 to 100."""
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+"""Limit: `Sampling.logprobs`; over HTTP `logprobs` and `top_logprobs`."""
 MAX_STOPS = 16
+"""Limit: strings of `Sampling.stop`."""
 MAX_STRUCTURE_CHARACTERS = 2**16
+"""Limit: characters of `StructuredOutputs.json`, `StructuredOutputs.regex` or `StructuredOutputs.grammar`."""
 MAX_STOP_TOKEN_IDS = 1024
+"""Limit: ids of `Sampling.stop_token_ids`."""
 
 
 class FinishReason(StrEnum):

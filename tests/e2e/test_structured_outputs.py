@@ -164,13 +164,20 @@ class Move(pydantic.BaseModel, extra="forbid"):
     to: Address
 
 
-def test_the_documented_call_of_a_tool_runs(cluster: LocalCluster, http_port: int) -> None:
+@pytest.mark.parametrize(
+    ("field", "output"),
+    [
+        ("tool_calls", r"weather \{'city': .*\}\n"),
+        ("response_format", r"\{'city': .*, 'celsius': -?\d+\}\n"),
+    ],
+)
+def test_the_documented_examples_run(cluster: LocalCluster, http_port: int, field: str, output: str) -> None:
     document = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    (example,) = [block for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "tool_calls" in block]
+    (example,) = [block for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if field in block]
     command = [sys.executable, "-c", example.replace("localhost:8000", f"127.0.0.1:{http_port}")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"weather \{'city': .*\}\n", done.stdout)
+    assert re.fullmatch(output, done.stdout)
 
 
 def test_required_and_named_tools_are_called(cluster: LocalCluster, http_port: int) -> None:
