@@ -52,9 +52,8 @@ def test_generated_code_is_not_stale(tmp_path: Path) -> None:
 
 
 def test_every_file_and_folder_that_the_docs_name_exists() -> None:
-    """A rename must not leave a document behind. (Changelog and decisions are about former versions as well, and
-    docs/limits.md is about the code's constants.)"""
-    others = {ROOT / "CHANGELOG.md", ROOT / "docs" / "limits.md", *(ROOT / "docs" / "decisions").glob("*.md")}
+    """A rename must not leave a document behind. (Changelog and decisions are about former versions as well.)"""
+    others = {ROOT / "CHANGELOG.md", *(ROOT / "docs" / "decisions").glob("*.md")}
     files, folders = set(), set()
     for document in {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - others:
         text = document.read_text()
