@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
 from router.cost_model import Line
-from router.needs import Needs
-from router.placement import ClusterView
+from router.view import ClusterView, Needs
 
 CAUTION = 0.5
 """A prediction, less its margin, counts by this share: only requests that are sure to be late are refused."""
@@ -36,11 +35,11 @@ def earliest_finish_s(needs: Needs, view: ClusterView, tokens_before: int = 0) -
 
 def _decode_s(needs: Needs, view: ClusterView) -> float:
     """Seconds of the outputs that are sure, on a worker that does nothing else."""
-    if needs.sure_tokens <= 1:
+    if needs.min_output_tokens <= 1:
         return 0.0
     kinds = [w.kind for w in view.workers if w.ready and _computes(needs, w.role, Role.DECODE)]
     each_s = [_least_s(line, 1, 1) for line in _lines(view.costs.decode, kinds)]
-    return (needs.sure_tokens - 1) * min(each_s, default=0.0)
+    return (needs.min_output_tokens - 1) * min(each_s, default=0.0)
 
 
 def _computes(needs: Needs, role: Role, wanted: Role) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from router.needs import Needs
 from router.prompt import Prompt
 from router.registry import Assignment
+from router.view import Needs
 
 
 @dataclass(slots=True, order=True)

@@ -16,10 +16,10 @@ from pdserve.core.request import AGED_S, Mode, counted_requests
 from pdserve.core.worker import Role
 from router.fair_queue import AGED_EVERY, FairQueue, Turns
 from router.forecast import earliest_finish_s
-from router.needs import WaitMode
 from router.placement import Decision, Never, Placed, Wait, place
 from router.queue_shares import QueueShares
 from router.registry import Assignment, WorkerRegistry
+from router.view import WaitMode
 from router.waiting import Waiting
 
 log = logging.getLogger(__name__)

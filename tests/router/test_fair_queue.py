@@ -8,7 +8,7 @@ from collections import Counter
 
 from pdserve.core.request import Mode
 from router.fair_queue import MAX_IDLE, FairQueue, Turns
-from router.needs import Needs
+from router.view import Needs
 from router.waiting import Waiting
 
 
