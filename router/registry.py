@@ -22,8 +22,7 @@ from router.handles import WorkerHandle
 from router.placement import Placed, unavailable
 from router.policies import USE_PREFIXES
 from router.prefix_fetch import PAUSE_S, Fetch
-from router.prefix_index import PrefixIndex
-from router.prompt import Prompt
+from router.prefix_index import PrefixIndex, Prompt
 from router.registered_worker import RegisteredWorker, Share
 from router.view import ClusterView, Needs
 

@@ -21,12 +21,11 @@ from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.arrivals import Arrivals
 from router.attempt import Attempt
-from router.queue_shares import is_below_share
+from router.fair_queue import Waiting, is_below_share
 from router.registry import Assignment, WorkerRegistry
 from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.retries import Failures, RetryBudget
 from router.view import Needs, WaitMode
-from router.waiting import Waiting
 from router.waiting_line import WaitingLine
 from router.worker_stream import ReaderStalled
 from runtime.logs import bind_request

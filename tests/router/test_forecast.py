@@ -11,8 +11,8 @@ import pytest
 from pdserve.core.errors import DeadlineExceeded
 from pdserve.core.request import Mode, RequestStatus
 from router.cost_model import MIN_SAMPLES, Costs
-from router.forecast import CAUTION, earliest_finish_s
 from router.view import Needs
+from router.waiting_line import CAUTION, earliest_finish_s
 from tests.router.test_auto_mode import costs, line, worker
 from tests.router.test_placement import view
 
