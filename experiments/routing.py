@@ -42,7 +42,6 @@ from pdserve.core.config import RoutingPolicy
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval, apart, interval_text
 from pdserve.core.request import Mode, counted_requests
-from router.policies.nearest_link import NearestLink
 
 BASELINE = "round_robin"
 _CALIBRATION = "calibration"
@@ -57,7 +56,7 @@ class RoutingOptions(Options):
 
     model: str = Field("tiny", description="model of the services that are started (as model.path)")
     policies: tuple[str, ...] = Field(
-        tuple(name for name in get_args(RoutingPolicy) if name != NearestLink.name),  # all links are within a host
+        tuple(name for name in get_args(RoutingPolicy) if name != "nearest_link"),  # all links are within a host
         description="policies to compare",
         json_schema_extra={"quick": [BASELINE, "least_tokens", "prefix_affinity", "kv_aware"]},
     )

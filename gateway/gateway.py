@@ -44,9 +44,9 @@ from pdserve.core.errors import ConfigError, LaunchError, NotReady, PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
-from router.needs import WaitMode
 from router.registry import WorkerRegistry
 from router.router import Router
+from router.view import WaitMode
 from runtime.awake_clock import RunningAwakeClock
 from runtime.grpc_tls import server_credentials
 from runtime.plane_tls import PlaneTls

@@ -16,7 +16,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.request_record import RequestRecord
-from router.worker_view import WorkerView
+from router.view import WorkerView
 
 if TYPE_CHECKING:
     from gateway.inference import Arrival, Completion  # the supervisor imports this module alone

@@ -15,12 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pdserve.client.async_client import AsyncClient
-    from pdserve.client.async_stream import AsyncStream
+    from pdserve.client.async_client import AsyncClient, AsyncStream
     from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails
     from pdserve.client.status import ServiceStatus, ServiceWorker
-    from pdserve.client.sync_client import Client
-    from pdserve.client.sync_stream import Stream
+    from pdserve.client.sync_client import Client, Stream
     from pdserve.core.errors import (
         CapacityExceeded,
         ConfigError,
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AsyncClient": "pdserve.client.async_client",
-    "AsyncStream": "pdserve.client.async_stream",
+    "AsyncStream": "pdserve.client.async_client",
     "Breakdown": "pdserve.core.timeline",
     "CapacityExceeded": "pdserve.core.errors",
     "Client": "pdserve.client.sync_client",
@@ -63,7 +61,7 @@ _HOME = {
     "RequestAborted": "pdserve.core.errors",
     "ServiceStatus": "pdserve.client.status",
     "ServiceWorker": "pdserve.client.status",
-    "Stream": "pdserve.client.sync_stream",
+    "Stream": "pdserve.client.sync_client",
     "Token": "pdserve.client.generation",
     "TopLogprob": "pdserve.client.generation",
     "TransferDetails": "pdserve.client.generation",

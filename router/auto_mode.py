@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from pdserve.core.worker import Role
 from router.cost_model import MIN_SAMPLES, Costs, Line, link_kind
-from router.needs import Needs
-from router.worker_view import WorkerView
+from router.view import Needs, WorkerView
 
 ADVANTAGE = 0.03
 """One worker has to be cheaper than a pair by this share, and by the margins of both predictions."""

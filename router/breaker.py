@@ -45,7 +45,7 @@ class Breaker:
         self._round = 0
 
     @property
-    def lets_pass(self) -> bool:
+    def allows_requests(self) -> bool:
         """Whether the worker may get a request."""
         if self.suspect or self.state is BreakerState.OPEN:
             return False

@@ -9,45 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.core.config import PrefixFetching
 from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
 from pdserve.core.request import Mode, counted_requests
 from pdserve.core.worker import Role
 from router.auto_mode import Pair, judge
-from router.cost_model import NOTHING_KNOWN, Costs
-from router.needs import Needs
-from router.policies.catalogue import Policies
-from router.policies.policy import Policy
+from router.policies import POLICIES, Choice
 from router.prefix_fetch import Fetch, plan_fetch
-from router.worker_view import WorkerView
-
-
-class ClusterView(msgspec.Struct, frozen=True):
-    """All registered workers, including recently lost ones, and settings of the router.
-
-    ``policies`` are those of ``router.policy``. A worker with ``prefill_backlog_tokens`` prompt tokens gets no further
-    prompt, but each of the service's ``gateways`` may give it its share of them. ``costs`` are what the deployment's
-    requests have taught. ``prefix_fetch`` is ``router.prefix_fetch``.
-    """
-
-    workers: tuple[WorkerView, ...]
-    policies: Policies
-    prefill_backlog_tokens: int
-    gateways: int = 1
-    costs: Costs = NOTHING_KNOWN
-    prefix_fetch: PrefixFetching = "off"
-
-    def ready(self, role: Role | None = None) -> list[WorkerView]:
-        """Ready workers of one role, or of all."""
-        return [worker for worker in self.workers if worker.ready and (role is None or worker.role is role)]
-
-    def is_free(self, worker: WorkerView) -> bool:
-        """Whether the worker may get another prompt: none of this router waits there, or fewer tokens than the backlog
-        allows, or fewer of this router than its share of it. With a share, no gateway is kept from a worker whose
-        backlog the others refill."""
-        backlog = self.prefill_backlog_tokens
-        own = worker.prompt_tokens - worker.others_prompt_tokens
-        return own == 0 or worker.prompt_tokens < backlog or own * self.gateways < backlog
+from router.view import ClusterView, Needs, WorkerView
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -86,7 +54,7 @@ def place(needs: Needs, view: ClusterView) -> Decision:
     if not isinstance(decision, Placed) or not needs.cached:
         return decision
     worker = next(worker for worker in view.workers if worker.worker_id == decision.prefill)
-    fetch, why = plan_fetch(needs, worker, view.workers, view.costs, view.prefix_fetch)
+    fetch, why = plan_fetch(needs, worker, view.workers, view.costs, view.config.prefix_fetch)
     if not why:
         return decision
     return msgspec.structs.replace(decision, fetch=fetch, reason=f"{decision.reason}; {why}")
@@ -165,7 +133,7 @@ def _place_one(needs: Needs, view: ClusterView, because: str) -> Placed | Wait:
     if not free:
         error = unavailable(Mode.COLOCATED, view)
         return Wait(f"{because}; {_first_clause(error) if error else _backlog(able, view)}", error)
-    worker, why = _choose(free, needs, view.policies.prefill.given(view.costs))
+    worker, why = _choose(free, needs, view, Role.PREFILL)
     return Placed(worker.worker_id, None, f"{because}; both on {worker.worker_id}: {why}")
 
 
@@ -184,7 +152,7 @@ def _place_by_costs(needs: Needs, view: ClusterView, on_pair: Placed | Wait) -> 
         workers = {worker.worker_id: worker for worker in view.workers}
         pair: Pair | None = Pair(workers[on_pair.prefill], workers[on_pair.decode or on_pair.prefill])
     else:
-        pair = _hoped(needs, view)
+        pair = _expected_pair(needs, view)
     if pair is None:
         return on_pair
     worker, why, explores = judge(needs, pair, _alone(needs, view), view.costs)
@@ -220,7 +188,7 @@ def _alone(needs: Needs, view: ClusterView) -> list[WorkerView]:
     return [] if least is None else [least]
 
 
-def _hoped(needs: Needs, view: ClusterView) -> Pair | None:
+def _expected_pair(needs: Needs, view: ClusterView) -> Pair | None:
     """The pair that a request waits for, as no prefill worker is free: the one with the fewest tokens to compute."""
     decode = {w.worker_id: w for w in view.ready(Role.DECODE) if needs.tokens <= w.max_tokens}
     pairs = [
@@ -257,9 +225,9 @@ def _place_pair(needs: Needs, view: ClusterView) -> Placed | Wait:
     # For a retry, take a prefill worker with a peer that has not failed the request.
     good = {worker_id for worker_id, worker in roomy.items() if not _is_to_avoid(worker, needs)}
     useful = [worker for worker in able if not worker.linked.keys().isdisjoint(good)] or able
-    prefill, why_prefill = _choose(useful, needs, view.policies.prefill.given(view.costs), prefer=needs.prefer)
+    prefill, why_prefill = _choose(useful, needs, view, Role.PREFILL, prefer=needs.prefer)
     peers = [roomy[worker_id] for worker_id in prefill.linked if worker_id in roomy]
-    decode, why_decode = _choose(peers, needs, view.policies.decode.given(view.costs), source=prefill)
+    decode, why_decode = _choose(peers, needs, view, Role.DECODE, source=prefill)
     return Placed(
         prefill.worker_id,
         decode.worker_id,
@@ -295,9 +263,15 @@ def _wait_for_pair(needs: Needs, view: ClusterView, free: Sequence[WorkerView], 
 
 
 def _choose(
-    able: Sequence[WorkerView], needs: Needs, policy: Policy, *, prefer: str = "", source: WorkerView | None = None
+    able: Sequence[WorkerView],
+    needs: Needs,
+    view: ClusterView,
+    role: Role,
+    *,
+    prefer: str = "",
+    source: WorkerView | None = None,
 ) -> tuple[WorkerView, str]:
-    """Choose one of ``able``, which is not empty, and give the reason."""
+    """Choose one of ``able``, which is not empty, for a role, and give the reason."""
     good = [worker for worker in able if not _is_to_avoid(worker, needs)]
     candidates = good or able
     for worker in candidates:
@@ -306,7 +280,8 @@ def _choose(
     if len(candidates) == 1:
         worker, why = candidates[0], "the only one free"
     else:
-        worker, why = policy.choose(candidates, needs, source)
+        policy = POLICIES[view.config.policy_of(role)]
+        worker, why = policy(Choice(candidates, needs, role, source, view.costs, view.config.slo))
     if not good:
         return worker, f"{why}, though its heartbeat is late" if worker.late else f"{why}, though it failed the request"
     avoided = len(able) - len(good)
@@ -330,7 +305,7 @@ def _backlog(able: Sequence[WorkerView], view: ClusterView, kind: str = "") -> s
     least = min(able, key=lambda worker: (worker.prompt_tokens, worker.worker_id))
     return (
         f"no {kind}worker is free: {least.worker_id} has {least.prompt_tokens} prompt tokens to compute, the fewest of "
-        f"{len(able)} (router.prefill_backlog_tokens: {view.prefill_backlog_tokens})"
+        f"{len(able)} (router.prefill_backlog_tokens: {view.config.prefill_backlog_tokens})"
     )
 
 

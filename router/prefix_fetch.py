@@ -9,8 +9,7 @@ import msgspec
 
 from pdserve.core.config import PrefixFetching
 from router.cost_model import Costs, Estimate, link_kind
-from router.needs import Needs
-from router.worker_view import WorkerView
+from router.view import Needs, WorkerView
 
 ADVANTAGE = 0.2
 """A fetch has to be quicker than computing by this share, and by the margins of both predictions."""

@@ -11,7 +11,7 @@ from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.breaker import Breaker
 from router.cost_model import worker_kind
 from router.handles import WorkerHandle
-from router.worker_view import WorkerView
+from router.view import WorkerView
 
 _set = object.__setattr__
 
@@ -83,7 +83,7 @@ class RegisteredWorker:
     @property
     def is_ready(self) -> bool:
         """Whether it takes requests."""
-        return self.info.ready and self.breaker.lets_pass and not (self.lost or self.retiring)
+        return self.info.ready and self.breaker.allows_requests and not (self.lost or self.retiring)
 
     @property
     def state(self) -> str:
@@ -94,7 +94,7 @@ class RegisteredWorker:
             return "retiring"
         if self.breaker.suspect:
             return "suspect"
-        if not self.breaker.lets_pass:
+        if not self.breaker.allows_requests:
             return "failing"
         return "ready" if self.info.ready else "starting"
 

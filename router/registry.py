@@ -19,13 +19,12 @@ from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.breaker import Breaker, BreakerState
 from router.cost_model import CostModel
 from router.handles import WorkerHandle
-from router.needs import Needs
-from router.placement import ClusterView, Placed, unavailable
-from router.policies.catalogue import Policies
+from router.placement import Placed, unavailable
+from router.policies import USE_PREFIXES
 from router.prefix_fetch import PAUSE_S, Fetch
-from router.prefix_index import PrefixIndex
-from router.prompt import Prompt
+from router.prefix_index import PrefixIndex, Prompt
 from router.registered_worker import RegisteredWorker, Share
+from router.view import ClusterView, Needs
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +58,10 @@ class WorkerRegistry:
     def __init__(self, clock: Clock, config: RouterConfig, gateways: int = 1) -> None:
         self._clock = clock
         self._config = config
-        self._policies = Policies.of(config)
         self._gateways = gateways
         self.cost_model = CostModel()
         """Learns from the requests that the workers complete."""
-        wanted = self._policies.use_prefixes or config.prefix_fetch != "off"
+        wanted = config.prefix_fetch != "off" or any(config.policy_of(role) in USE_PREFIXES for role in Role)
         self.prefixes = PrefixIndex(config.prefix_index_blocks) if wanted else None
         """What the workers have in their prefix caches, if a policy needs to know, or workers fetch prefixes."""
         self._workers: dict[str, RegisteredWorker] = {}
@@ -301,11 +299,9 @@ class WorkerRegistry:
         live = self._live
         return ClusterView(
             tuple([worker.cached_view or worker.view(live) for worker in self._workers.values()]),
-            self._policies,
-            self._config.prefill_backlog_tokens,
+            self._config,
             self._gateways,
             self.cost_model.costs,
-            self._config.prefix_fetch,
         )
 
     def _note_late(self) -> None:

@@ -21,12 +21,11 @@ from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.arrivals import Arrivals
 from router.attempt import Attempt
-from router.needs import Needs, WaitMode
-from router.queue_shares import is_below_share
+from router.fair_queue import Waiting, is_below_share
 from router.registry import Assignment, WorkerRegistry
 from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.retries import Failures, RetryBudget
-from router.waiting import Waiting
+from router.view import Needs, WaitMode
 from router.waiting_line import WaitingLine
 from router.worker_stream import ReaderStalled
 from runtime.logs import bind_request
@@ -41,7 +40,7 @@ REFIT_S = 1.0
 MAX_PLACEMENTS = 16
 """Placements that a request keeps: those of its last attempts."""
 
-MAX_TAKEN_IN = 1024
+MAX_BURST_QUEUE = 1024
 """Bursts are no longer taken in first when so many requests wait and the queue is not full: a request needs less memory
 inside gRPC."""
 
@@ -115,7 +114,7 @@ class Router:
 
     def was_read(self) -> None:
         """Note a new request, which pauses others in a burst. A call that is cancelled before it is read does not."""
-        if self._line.length < MAX_TAKEN_IN:
+        if self._line.length < MAX_BURST_QUEUE:
             self._arrivals.note()
 
     def _learn(self, attempt: Attempt) -> None:
@@ -247,7 +246,7 @@ class Generation:
             failures.prefer,
             ticket=next(self._router._tickets),
             session=record.request.session_id,
-            sure_tokens=_sure_tokens(record),
+            min_output_tokens=_min_output_tokens(record),
         )
         waiting = Waiting(
             self._order,
@@ -290,7 +289,7 @@ class Generation:
             self.record.transition(status)
 
 
-def _sure_tokens(record: RequestRecord) -> int:
+def _min_output_tokens(record: RequestRecord) -> int:
     """The fewest tokens that a request still generates."""
     sampling = record.request.sampling
     ends_early = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
-from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, LayoutMismatch, NotReady
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, LayoutMismatch, NotReady, PdserveError
 from pdserve.core.request import AGED_S, Mode, counted_requests
 from pdserve.core.worker import Role
-from router.fair_queue import AGED_EVERY, FairQueue, Turns
-from router.forecast import earliest_finish_s
-from router.needs import WaitMode
+from router.cost_model import Line
+from router.fair_queue import AGED_EVERY, FairQueue, Waiting
 from router.placement import Decision, Never, Placed, Wait, place
-from router.queue_shares import QueueShares
 from router.registry import Assignment, WorkerRegistry
-from router.waiting import Waiting
+from router.view import ClusterView, Needs, WaitMode
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +28,8 @@ MAX_RETRY_AFTER_S = 30.0
 """Limit: `retry-after` of a full queue."""
 LOOK_AHEAD_S = 60.0  # a deadline further away is not compared while nothing waits
 LOOK_FOR_AGED_S = 1.0
-
-
-class _Queue(FairQueue):
-    """The requests of one mode."""
-
-    def __init__(self, turns: Turns) -> None:
-        super().__init__(turns)
-        self.check_s = 0.0  # time at which to check the patience of requests again
-        self.unavailable_since_s: float | None = None
-        self.short_of: Role | None = None  # what its next request waited for the last time
+CAUTION = 0.5
+"""A prediction, less its margin, counts by this share: only requests that are sure to be late are refused."""
 
 
 class WaitingLine:
@@ -50,38 +40,33 @@ class WaitingLine:
         self._registry = registry
         self._config = config
         self._clock = clock
-        turns = Turns()
-        modes: tuple[WaitMode, ...] = (Mode.PD, Mode.COLOCATED, Mode.AUTO)
-        self._queues: dict[WaitMode, _Queue] = {mode: _Queue(turns) for mode in modes}
-        self._shares = QueueShares()
+        self._queue = FairQueue()
+        self._short_of: dict[WaitMode, Role | None] = {}  # what the next request waited for the last time
+        self._unavailable_since_s: dict[WaitMode, float] = {}
+        self._check_s: dict[WaitMode, float] = {}  # when to check the patience of requests again
         self._drained: deque[tuple[float, int]] = deque(maxlen=DRAIN_SAMPLES)  # when requests were placed, and tokens
         self._serving = False
         self._served_since_aged = 0
-        self._aged: tuple[WaitMode, Waiting] | None = None  # it comes before earlier priorities
+        self._aged: Waiting | None = None  # it comes before earlier priorities
         self._look_for_aged_s = 0.0
         registry.subscribe(self._serve)
 
     @property
     def length(self) -> int:
         """Number of waiting requests."""
-        return sum(queue.length for queue in self._queues.values())
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the waiting requests: their prompts, and what they may generate."""
-        return sum(queue.tokens for queue in self._queues.values())
+        return self._queue.lengths.total()
 
     @property
     def short_of(self) -> Role | None:
         """The role whose workers the next requests wait for. None if nothing waits, or for something else."""
-        return next((queue.short_of for queue in self._queues.values() if queue.length and queue.short_of), None)
+        return next((role for mode, role in self._short_of.items() if role and self._queue.lengths[mode]), None)
 
     def refusal(self, client: str) -> CapacityExceeded | None:
         """The error for a request of ``client`` that arrives now, whose tokens are not known yet; None if the line may
         have room for it."""
         if self.length >= self._config.max_queue:
-            return self.too_many() if self._shares.way_for(client) is None else None
-        if (excess := self._excess_tokens(1)) > 0 and self._shares.way_for_tokens(client, 1, excess) is None:
+            return self.too_many() if self._queue.way_for(client) is None else None
+        if (excess := self._excess_tokens(1)) > 0 and self._queue.way_for_tokens(client, 1, excess) is None:
             return self._too_many_tokens(1)
         return None
 
@@ -95,7 +80,7 @@ class WaitingLine:
         )
 
     def _too_many_tokens(self, tokens: int) -> CapacityExceeded:
-        waiting, most = self.tokens, self._config.max_queue_tokens
+        waiting, most = self._queue.tokens, self._config.max_queue_tokens
         return CapacityExceeded(
             f"queue: the waiting requests have {waiting} tokens, and at most {most} may wait "
             "(router.max_queue_tokens); try again later",
@@ -104,43 +89,43 @@ class WaitingLine:
 
     def _excess_tokens(self, tokens: int) -> int:
         """How many tokens too many would wait with so many more; an empty line has room for any."""
-        return self.tokens + tokens - self._config.max_queue_tokens if self.length else 0
+        return self._queue.tokens + tokens - self._config.max_queue_tokens if self.length else 0
 
     def _make_room(self, waiting: Waiting) -> None:
         """Make room for a request that has to wait: refuse requests of the client that has the most of the full line,
         whatever their priority. `CapacityExceeded` if that is its own client."""
-        way: list[Waiting] = []
+        way: Sequence[Waiting] = ()
         if self.length >= self._config.max_queue:
-            if (found := self._shares.way_for(waiting.holder)) is None:
+            if (found := self._queue.way_for(waiting.holder)) is None:
                 raise self.too_many()
             way = found
-        if (excess := self._excess_tokens(waiting.tokens) - sum(each.tokens for each in way)) > 0:
-            found = self._shares.way_for_tokens(waiting.holder, waiting.tokens, excess, way)
-            if found is None:
-                raise self._too_many_tokens(waiting.tokens)
-            way = [*way, *found]
-        for each in way:
-            self._turn_out(each)
-
-    def _turn_out(self, waiting: Waiting) -> None:
-        waiting.placed.set_exception(
-            CapacityExceeded(
-                "queue: it is full (router.max_queue, router.max_queue_tokens), and a client with fewer requests in it "
-                "came; try again later",
-                retry_after_s=self._retry_after_s(self.length / 4, 0),
+        excess = self._excess_tokens(waiting.tokens)
+        more = self._queue.way_for_tokens(waiting.holder, waiting.tokens, excess, way)
+        if more is None:
+            raise self._too_many_tokens(waiting.tokens)
+        for each in (*way, *more):
+            self._refuse(
+                each,
+                CapacityExceeded(
+                    "queue: it is full (router.max_queue, router.max_queue_tokens), and a client with fewer requests "
+                    "in it came; try again later",
+                    retry_after_s=self._retry_after_s(self.length / 4, 0),
+                ),
             )
-        )
-        self._left(waiting)
+
+    def _refuse(self, waiting: Waiting, error: PdserveError) -> None:
+        waiting.placed.set_exception(error)
+        self._queue.left(waiting)
 
     def check_deadline(self, waiting: Waiting, left_s: float) -> None:
         """Raise `DeadlineExceeded` if the request, with so many seconds left, is sure to be late by the cost model."""
         if not (self.length or left_s < LOOK_AHEAD_S):
             return
         view = self._registry.view()
-        if earliest_finish_s(waiting.needs, view, self.tokens) <= left_s:
+        if earliest_finish_s(waiting.needs, view, self._queue.tokens) <= left_s:
             return
         # Of those that wait, at least the client's own come first, in its order.
-        before = self._queues[waiting.needs.mode].prompt_tokens_before(waiting.client, waiting.priority)
+        before = self._queue.prompt_tokens_before(waiting)
         least_s = earliest_finish_s(waiting.needs, view, before)
         if least_s > left_s:
             queued = f", after {before} prompt tokens that wait before it" if before else ""
@@ -157,11 +142,10 @@ class WaitingLine:
         after ``router.patience_s``, or never without one.
         """
         mode = waiting.needs.mode
-        queue = self._queues[mode]
         decision = self._decide(waiting)
         if isinstance(decision, Never):
             raise decision.error
-        if isinstance(decision, Placed) and not queue.length:
+        if isinstance(decision, Placed) and not self._queue.lengths[mode]:
             return self._assign(waiting, decision)
         if not waiting.patient:
             if isinstance(decision, Wait) and decision.error and not self._may_come_back(mode, decision.error):
@@ -169,11 +153,10 @@ class WaitingLine:
             self._make_room(waiting)
         if isinstance(decision, Wait):
             log.debug("a request waits: %s", decision.reason)
-            if not queue.length:
-                queue.short_of = decision.short_of
+            if not self._queue.lengths[mode]:
+                self._short_of[mode] = decision.short_of
         waiting.since_s = self._clock.now()
-        queue.push(waiting)
-        self._shares.join(waiting)
+        self._queue.push(waiting)
         if isinstance(decision, Placed) or decision.error:  # else the line waits for a change
             self._serve()
         try:
@@ -181,16 +164,11 @@ class WaitingLine:
         except asyncio.CancelledError:
             if waiting.placed.cancelled() or not waiting.placed.done():
                 waiting.placed.cancel()
-                self._left(waiting)
+                self._queue.left(waiting)
             elif waiting.placed.exception() is None:
                 # The request was placed just before the wait was cancelled.
                 waiting.placed.result().end()
             raise
-
-    def _left(self, waiting: Waiting) -> None:
-        """Remove a request that was not placed. Its future must be done."""
-        self._queues[waiting.needs.mode].left(waiting)
-        self._shares.leave(waiting)
 
     def _decide(self, waiting: Waiting) -> Decision:
         """Where the request can go now."""
@@ -209,72 +187,66 @@ class WaitingLine:
             return
         self._serving = True
         try:
-            queues = dict(self._queues)
-            while heads := {mode: head for mode, queue in queues.items() if (head := queue.head) is not None}:
-                mode, (key, waiting) = min(heads.items(), key=lambda entry: entry[1][0])
-                priority = key[0]
-                if (aged := self._find_aged(queues, priority)) is not None:
-                    mode, waiting = aged
-                decision = self._decide(waiting)
+            modes: set[WaitMode] = {Mode.PD, Mode.COLOCATED, Mode.AUTO}
+            while (waiting := self._queue.head(modes)) is not None:
+                priority = waiting.priority
+                waiting = self._find_aged(modes, priority) or waiting
+                mode, decision = waiting.needs.mode, self._decide(waiting)
                 if isinstance(decision, Wait):
-                    queues[mode].short_of = decision.short_of
-                    self._refuse(mode, queues.pop(mode), decision.error)
+                    self._short_of[mode] = decision.short_of
+                    modes.remove(mode)
+                    self._refuse_impatient(mode, decision.error)
                 elif isinstance(decision, Placed):
                     waiting.placed.set_result(self._assign(waiting, decision))
-                    queues[mode].served(waiting)
-                    self._shares.leave(waiting)
+                    self._queue.served(waiting)
                     self._served_since_aged = 0 if waiting.priority > priority else self._served_since_aged + 1
                     waiting.priority = min(waiting.priority, priority)
                 else:
-                    waiting.placed.set_exception(decision.error)
-                    self._left(waiting)
+                    self._refuse(waiting, decision.error)
         finally:
             self._serving = False
 
-    def _find_aged(self, queues: Mapping[WaitMode, _Queue], first: int) -> tuple[WaitMode, Waiting] | None:
+    def _find_aged(self, modes: Collection[WaitMode], first: int) -> Waiting | None:
         """The request that comes next although its priority is later than ``first``, because it is its turn
         (`router.fair_queue.AGED_EVERY`); None if there is none."""
         if self._served_since_aged < AGED_EVERY - 1:
             return None
         now_s = self._clock.now()
-        if self._aged is None or self._aged[1].placed.done():
+        if self._aged is None or self._aged.placed.done():
             self._aged = None
             if now_s < self._look_for_aged_s:
                 return None
-            found = [(mode, aged) for mode, queue in queues.items() if (aged := queue.longest_waiting(first))]
-            oldest = min(found, key=lambda entry: entry[1].since_s, default=None)
-            if oldest is None or now_s - oldest[1].since_s < AGED_S:
+            oldest = self._queue.longest_waiting(modes, first)
+            if oldest is None or now_s - oldest.since_s < AGED_S:
                 self._look_for_aged_s = now_s + LOOK_FOR_AGED_S
                 return None
             self._aged = oldest
-        return self._aged if self._aged[0] in queues else None
+        return self._aged if self._aged.needs.mode in modes else None
 
     # --- requests that cannot be placed -------------------------------------------------------------------------------
 
-    def _refuse(self, mode: WaitMode, queue: _Queue, error: NotReady | LayoutMismatch | None) -> None:
+    def _refuse_impatient(self, mode: WaitMode, error: NotReady | LayoutMismatch | None) -> None:
         """Refuse the requests that have waited too long for a missing worker, if ``error`` says that one is missing."""
         now_s = self._clock.now()
         if error is None:
-            queue.unavailable_since_s = None
+            self._unavailable_since_s.pop(mode, None)
             return
-        if queue.unavailable_since_s is None:
-            queue.unavailable_since_s = queue.check_s = now_s
+        if mode not in self._unavailable_since_s:
+            self._unavailable_since_s[mode] = self._check_s[mode] = now_s
         may_come_back, patience_s = self._may_come_back(mode, error), self._config.patience_s
-        if may_come_back and (patience_s is None or now_s < queue.check_s):
+        if may_come_back and (patience_s is None or now_s < self._check_s[mode]):
             return
-        patience_s = patience_s or 0.0
         next_s = float("inf")
-        for waiting in queue.waiting():
+        for waiting in self._queue.waiting(mode):
+            until_s = max(waiting.since_s, self._unavailable_since_s[mode]) + (patience_s or 0.0)
             if waiting.patient:
                 continue
-            until_s = max(waiting.since_s, queue.unavailable_since_s) + patience_s
             if may_come_back and now_s < until_s:
                 next_s = min(next_s, until_s)
-                continue
-            waiting.placed.set_exception(type(error)(*error.args))
-            self._left(waiting)
+            else:
+                self._refuse(waiting, type(error)(*error.args))
         if next_s < float("inf"):
-            queue.check_s = next_s
+            self._check_s[mode] = next_s
             asyncio.get_running_loop().call_later(next_s - now_s + 0.001, self._serve)
 
     def _may_come_back(self, mode: WaitMode, error: NotReady | LayoutMismatch) -> bool:
@@ -288,3 +260,39 @@ class WaitingLine:
         seconds = max(self._clock.now() - self._drained[0][0], 1e-3)
         rates = len(self._drained) / seconds, sum(tokens for _, tokens in self._drained) / seconds
         return min(max(requests / rates[0], tokens / rates[1], MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+
+
+# --- the earliest end of a request -----------------------------------------------------------------------------------
+
+
+def earliest_finish_s(needs: Needs, view: ClusterView, tokens_before: int = 0) -> float:
+    """Seconds within which the request cannot end: the prompts before it on all workers together, its own prompt, and
+    the outputs that it generates for sure, each on the fastest worker. 0 where too little is measured to tell.
+
+    ``tokens_before`` are prompt tokens of waiting requests that are served before it. What the workers have begun is
+    not counted: it may be almost done.
+    """
+    costs = view.costs
+    lines = _lines(needs, view, Role.PREFILL, costs.prefill)
+    if not lines:
+        return 0.0
+    # A cached prompt is not computed. How much of this one is cached is not known: as much as of any request lately.
+    own_s = min([_least_s(line, 1, costs.least_uncached * needs.prompt_tokens, 0, 0) for line in lines])
+    each_s = [_least_s(line, 0, 1, 0, 0) for line in lines]
+    queued_s = 0.0
+    if tokens_before and min(each_s) > 0:
+        queued_s = costs.uncached * tokens_before / sum([1 / seconds for seconds in each_s])
+    # The outputs that are sure, on a worker that does nothing else.
+    token_s = min([_least_s(line, 1, 1) for line in _lines(needs, view, Role.DECODE, costs.decode)], default=0.0)
+    return own_s + queued_s + (needs.min_output_tokens - 1) * token_s
+
+
+def _lines(needs: Needs, view: ClusterView, role: Role, known: Mapping[str, Line]) -> list[Line]:
+    """The line of each worker that may do what ``role`` is for; none if one is missing."""
+    kinds = [w.kind for w in view.workers if w.ready and (needs.mode is not Mode.PD or w.role is role)]
+    return [known[kind] for kind in kinds] if all(kind in known for kind in kinds) else []
+
+
+def _least_s(line: Line, *features: float) -> float:
+    seconds, margin_s = line.at(*features)
+    return max(0.0, CAUTION * (seconds - margin_s))

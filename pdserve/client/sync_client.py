@@ -1,64 +1,37 @@
-"""The blocking client."""
+"""The blocking client, and the stream of one request."""
 
 from __future__ import annotations
 
-import itertools
-import math
+import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from pdserve.client.ask import Ask
-from pdserve.client.channel import (
-    CHANNEL_OPTIONS,
-    CONNECT_TIMEOUT_S,
-    client_closed,
-    credentials_of,
-    error_from_status,
-    is_reset,
-    unreachable,
-)
-from pdserve.client.request import GenerateOptions, Prompt
+from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, is_reset, unreachable
+from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore
+from pdserve.client.generation import Generation, Token
+from pdserve.client.request import Ask, GenerateOptions, Prompt
 from pdserve.client.status import ServiceStatus
-from pdserve.client.sync_stream import Call, Stream
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target, Targets
 from pdserve.core.errors import NotReady, PdserveError
 from pdserve.pb import inference_pb2 as pb
-from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 _RECHECK_S = 5.0
 """A connection that answered within this time is assumed to be open."""
 
 
-class Gateway:
+class Gateway(GatewayCore):
     """The connection to one gateway."""
 
     def __init__(self, target: Target) -> None:
-        self.target = str(target)
-        self._access = target.metadata
-        self._closed = False
+        super().__init__(target, grpc)
         self._connecting = threading.Lock()
-        self._connected_s = -math.inf
-        credentials = credentials_of(target)
-        self._channel = (
-            grpc.insecure_channel(target.address, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.secure_channel(target.address, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub = pb_grpc.InferenceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-
-    def start(self, ask: Ask, token_ids: Sequence[int]) -> Call:
-        """Ask for the tokens after ``token_ids``."""
-        with self._while_open():
-            message, metadata = ask.message(token_ids), (*ask.metadata, *self._access)
-            return self._stub.Generate(message, timeout=ask.timeout_s(), metadata=metadata)
 
     def connect(self, timeout_s: float) -> None:
         """See `Client.connect`."""
@@ -66,7 +39,7 @@ class Gateway:
             with self._while_open():
                 self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            if self._closed:
+            if self.is_closed:
                 raise client_closed(self.target) from None
             # Any other status comes from a server, so the channel is open.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -81,15 +54,11 @@ class Gateway:
             raise unreachable(self.target)
         try:
             now_s = time.monotonic()
-            if now_s - self._connected_s > _RECHECK_S or self._closed:
+            if now_s - self.connected_s > _RECHECK_S or self.is_closed:
                 self.connect(max(0.0, began_s + timeout_s - now_s))
-                self._connected_s = time.monotonic()
+                self.connected_s = time.monotonic()
         finally:
             self._connecting.release()
-
-    def lost(self) -> None:
-        """Note that a call has lost the gateway: the next one connects first."""
-        self._connected_s = -math.inf
 
     def status(self, timeout_s: float) -> ServiceStatus:
         """See `Client.status`."""
@@ -112,13 +81,8 @@ class Gateway:
 
     def close(self) -> None:
         """Close the channel; running requests are cancelled."""
-        self._closed = True
+        self.is_closed = True
         self._channel.close()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
@@ -126,17 +90,134 @@ class Gateway:
         try:
             yield
         except ValueError:
-            if self._closed:
+            if self.is_closed:
                 raise client_closed(self.target) from None
             raise
 
-    def _error(self, error: Any) -> PdserveError:
-        if self._closed:
-            return client_closed(self.target)
-        return error_from_status(error.code(), error.details(), self.target, error.trailing_metadata())
+
+def _read(call: Any, arrivals: queue.SimpleQueue[Arrival]) -> None:
+    try:
+        for message in call:
+            arrivals.put((message, time.monotonic()))
+    except grpc.RpcError as error:
+        arrivals.put(error)
+    else:
+        arrivals.put(None)
 
 
-class Client:
+class Stream(StreamCore[Gateway]):
+    """The tokens of one request (``for``), then its `result`. The call starts on first use, after the channel is
+    connected. A thread reads ahead, so that a token's time is that of its arrival, whatever the caller does in between.
+
+    The request is cancelled when the stream is left early: a ``for`` loop over it ends (``break``, an exception,
+    Ctrl-C), ``with`` is left, `next` or `result` is interrupted, the stream is closed or garbage collected, or its
+    client is closed. To read some tokens and continue later, call ``next(stream)``. `cancel` and `close` may be called
+    from another thread. Errors are those of `pdserve.core.errors`; later uses raise the same error again."""
+
+    def __init__(self, ask: Ask, gateways: Sequence[Gateway]) -> None:
+        super().__init__(ask, gateways)
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+
+    def __iter__(self) -> Iterator[Token]:
+        return _StreamLoop(self)
+
+    def __next__(self) -> Token:
+        token = self._advance()
+        if token is None:
+            raise StopIteration
+        return token
+
+    def _advance(self) -> Token | None:
+        """The next token; None at the end of the stream."""
+        self._check_open()
+        if self._result is not None:
+            return None
+        try:
+            return self._next()
+        except PdserveError as error:
+            self._error = self._error or error  # keeps the error of a cancellation meanwhile
+        except BaseException:
+            self._abort("reading its stream was interrupted")
+            raise
+        raise self._error
+
+    def _next(self) -> Token | None:
+        if (assembler := self._assembler) is None:
+            self._connect()
+            assembler = self._begin()
+        while True:
+            arrival = self._arrivals.get()
+            if isinstance(arrival, tuple):
+                if (token := self._add(assembler, *arrival)) is not None:
+                    return token
+            elif (error := self._failure(assembler, arrival)) is not None:
+                try:
+                    self._lost(error)
+                    self._connect()
+                    self._resume(assembler)
+                except BaseException:
+                    self._arrivals.put(arrival)
+                    raise
+            else:
+                self._arrivals.put(arrival)  # for other threads that read this stream
+                self._end(assembler, arrival)
+                return None
+
+    def _connect(self) -> None:
+        """Connect to the first gateway that answers."""
+        while True:
+            try:
+                return self._gateway.connect_once(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+            except NotReady as error:
+                self._turn(error)
+
+    def _read(self, call: Any) -> Callable[[], Any]:
+        threading.Thread(target=_read, args=(call, self._arrivals), name="pdserve-stream", daemon=True).start()
+        return cast("Callable[[], Any]", call.cancel)
+
+    def result(self) -> Generation:
+        """Read the remaining tokens and return the whole generation."""
+        try:
+            while self._advance() is not None:
+                pass
+        except PdserveError:
+            raise
+        except BaseException:  # also between two tokens
+            self._abort("reading its stream was interrupted")
+            raise
+        assert self._result is not None
+        return self._result
+
+    def close(self) -> None:
+        """The same as `cancel`, for `contextlib.closing`."""
+        self._abort("its stream was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _StreamLoop:
+    """The iterator of a ``for`` loop. The request is cancelled if it is deleted before the end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._stream)
+
+    def __del__(self) -> None:
+        self._stream._abort("the loop over its stream ended early; use next(stream) to read on later")
+
+
+class Client(ClientCore[Gateway]):
     """Client of the service at ``target`` (host, host:port or URL; https:// means TLS) with the options of
     `AccessOptions`. Threads may share it; ``with`` closes it. After `close` every method raises `RequestAborted`.
 
@@ -145,17 +226,12 @@ class Client:
     nothing had happened."""
 
     def __init__(self, target: Targets = DEFAULT_TARGET, **access: Unpack[AccessOptions]) -> None:
-        targets = Target.all_of(target, **access)
-        self.target = ",".join(map(str, targets))
-        self._gateways = [Gateway(each) for each in targets]
-        self._turns = itertools.count()
+        super().__init__(target, access, Gateway)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Start a generation from text or token ids. Raises `InvalidRequest` at once if a field is wrong; all other
         errors are raised by the stream."""
-        ask = Ask(prompt, options, several=len(self._gateways) > 1)
-        first = next(self._turns) % len(self._gateways)
-        return Stream(ask, [*self._gateways[first:], *self._gateways[:first]])
+        return Stream(Ask(prompt, options, several=len(self._gateways) > 1), self._in_turn())
 
     def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Connect in advance, so that no request has to wait for it; `NotReady` if nothing answers within
@@ -191,7 +267,7 @@ class Client:
         deadline_s = time.monotonic() + timeout_s
         while not self.ready(max(0.05, deadline_s - time.monotonic())):
             if time.monotonic() >= deadline_s:
-                raise NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")
+                raise self._not_ready(timeout_s)
             time.sleep(0.1)
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ RoutingPolicy = Literal[
     "slo",
     "nearest_link",
 ]
-"""See `RouterConfig.policy`. `router.policies.catalogue` has a class for each."""
+"""See `RouterConfig.policy`. `router.policies` has a function for each."""
 
 PrefixFetching = Literal["auto", "always", "off"]
 """See `RouterConfig.prefix_fetch`."""
@@ -374,12 +374,11 @@ class RouterConfig(_Section):
     heartbeat_timeout_s: Seconds = Field(3.0, description="a worker without a heartbeat for this long counts as dead")
     forget_s: Seconds = Field(60.0, description="how long a dead worker is shown")
 
-    @property
-    def policies(self) -> RolePolicies:
-        """``policy`` for each role."""
+    def policy_of(self, role: str) -> RoutingPolicy:
+        """``policy`` for ``prefill`` or ``decode``."""
         if isinstance(self.policy, RolePolicies):
-            return self.policy
-        return RolePolicies(prefill=self.policy, decode=self.policy)
+            return self.policy.prefill if role == "prefill" else self.policy.decode
+        return self.policy
 
     @field_validator("prefix_fetch", mode="before")
     @classmethod

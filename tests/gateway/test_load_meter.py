@@ -18,7 +18,7 @@ from pdserve.core.request import Mode
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
-from router.worker_view import WorkerView
+from router.view import WorkerView
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import StartService

@@ -13,10 +13,10 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Links, Role, WorkerLoad
-from router.needs import WaitMode
 from router.registry import WorkerRegistry
 from router.request_record import Deadline, RequestRecord
 from router.router import Router
+from router.view import WaitMode
 from tests.fake_worker import FakeWorker, fake_info, fake_links
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 

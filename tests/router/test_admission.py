@@ -13,8 +13,8 @@ import pytest
 from pdserve.core.errors import CapacityExceeded, TransferTimeout
 from pdserve.core.request import AGED_S, Mode
 from router.fair_queue import AGED_EVERY
-from router.needs import Needs
 from router.placement import Wait, place
+from router.view import Needs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -23,8 +23,7 @@ from router.auto_mode import (
     judge,
 )
 from router.cost_model import MIN_SAMPLES, Costs, Line
-from router.needs import Needs
-from router.worker_view import WorkerView
+from router.view import Needs, WorkerView
 
 if TYPE_CHECKING:
     from tests.router.conftest import Cluster, MakeCluster

@@ -33,7 +33,7 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
         assert [fail(breaker), fail(breaker)] == [False, False]
         breaker.succeeded(breaker.begin())
     assert [fail(breaker), fail(breaker), fail(breaker, TransferTimeout("late"))] == [False, False, True]
-    assert (breaker.state, breaker.lets_pass, breaker.pause_s) == (BreakerState.OPEN, False, 1.0)
+    assert (breaker.state, breaker.allows_requests, breaker.pause_s) == (BreakerState.OPEN, False, 1.0)
     assert breaker.explanation == "3 requests in a row failed, so it pauses for 1 s; the last: late"
     assert breaker.total == {"WorkerLost": 12, "TransferTimeout": 1}
 
@@ -55,17 +55,17 @@ def test_pauses_double_and_a_success_ends_them() -> None:
         assert fail(breaker)
         pauses.append(breaker.pause_s)
         breaker.half_open()
-        passed.append(breaker.lets_pass)
+        passed.append(breaker.allows_requests)
     assert passed == [True] * 9
     assert pauses == [1, 2, 4, 8, 16, 32, MAX_PAUSE_S, MAX_PAUSE_S, MAX_PAUSE_S]
     number = breaker.begin()
-    passed = [breaker.lets_pass]
+    passed = [breaker.allows_requests]
     breaker.left(number)
-    assert [*passed, breaker.lets_pass] == [False, True], "one probe at a time, and another if it was cancelled"
+    assert [*passed, breaker.allows_requests] == [False, True], "one probe at a time, and another if it was cancelled"
     assert "gets one request as a probe" in breaker.explanation
     number = breaker.begin()
     assert breaker.answered(number)
-    assert (breaker.state, breaker.explanation, breaker.lets_pass) == (BreakerState.CLOSED, "", True)
+    assert (breaker.state, breaker.explanation, breaker.allows_requests) == (BreakerState.CLOSED, "", True)
     assert not breaker.answered(number)
     assert fail(breaker), "an answer alone does not end the row of failures"
     assert breaker.pause_s == MAX_PAUSE_S

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
 
 from pdserve.core.request import Mode
-from router.fair_queue import MAX_IDLE, FairQueue, Turns
-from router.needs import Needs
-from router.waiting import Waiting
+from router.fair_queue import MAX_IDLE, FairQueue, Waiting
+from router.view import Needs, WaitMode
+
+MODES: tuple[WaitMode, ...] = (Mode.PD, Mode.COLOCATED)
 
 
 class Line:
     """A queue and the numbers of its requests."""
 
-    def __init__(self, turns: Turns | None = None) -> None:
-        self.queue = FairQueue(turns or Turns())
+    def __init__(self) -> None:
+        self.queue = FairQueue()
         self.count = 0
 
-    def add(self, client: str, tokens: int = 10, priority: int = 0, *, order: int | None = None) -> Waiting:
+    def add(
+        self, client: str, tokens: int = 10, priority: int = 0, *, order: int | None = None, mode: WaitMode = Mode.PD
+    ) -> Waiting:
         """A request that joins; with ``order`` it is a retry."""
         self.count += 1
-        needs = Needs(Mode.PD, tokens - 1, 1)
+        needs = Needs(mode, tokens - 1, 1)
         waiting = Waiting(
             self.count if order is None else order, needs, client, client, priority, retry=order is not None
         )
         self.queue.push(waiting)
         return waiting
 
-    def serve(self) -> Waiting:
+    def serve(self, *modes: WaitMode) -> Waiting:
         """Serve the next one."""
-        head = self.queue.head
+        head = self.queue.head(modes or MODES)
         assert head is not None
-        head[1].placed.set_result(None)  # type: ignore[arg-type]
-        self.queue.served(head[1])
-        return head[1]
+        head.placed.set_result(None)  # type: ignore[arg-type]
+        self.queue.served(head)
+        return head
 
     def serve_all(self) -> list[str]:
-        """Serve everybody; tell the clients in order."""
+        """Serve all requests; return their clients in order."""
         clients = []
-        while self.queue.length:
+        while self.queue.lengths.total():
             clients.append(self.serve().client)
-        assert self.queue.head is None
+        assert self.queue.head(MODES) is None
         assert self.queue.tokens == 0
         return clients
 
@@ -116,20 +118,17 @@ async def test_lower_priorities_come_first_and_retries_before_their_own() -> Non
     assert line.serve_all() == ["r", "b", "d", "s", "a"]
 
 
-async def test_the_queues_of_modes_share_turns() -> None:
-    turns = Turns()
-    one, other = Line(turns), Line(turns)
+async def test_modes_share_turns() -> None:
+    """A client that begins to wait neither lags behind nor is ahead by what others got before."""
+    line = Line()
     for _ in range(100):
-        one.add("many")
+        line.add("many")
     for _ in range(40):
-        one.serve()
-    other.add("few")
-    other.add("many")
-    heads = one.queue.head, other.queue.head
-    assert heads[0] is not None
-    assert heads[1] is not None
-    assert heads[1][1].client == "few"
-    assert abs(heads[0][0][1] - heads[1][0][1]) <= 10, "it neither lags behind nor is ahead by what others got before"
+        line.serve()
+    line.add("few", mode=Mode.COLOCATED)
+    line.add("many", mode=Mode.COLOCATED)
+    assert line.queue.head([Mode.COLOCATED]).client == "few"  # type: ignore[union-attr]
+    assert sorted(line.serve().client for _ in range(4)) == ["few", "many", "many", "many"]
 
 
 async def test_whoever_leaves_is_forgotten_and_nobody_is_lost() -> None:
@@ -161,15 +160,15 @@ async def test_whoever_leaves_is_forgotten_and_nobody_is_lost() -> None:
                     told.append(left)
                 case "hear" if told:
                     line.queue.left(told.pop())
-            assert line.queue.length == len(waiting) + len(told)
+            assert line.queue.lengths.total() == len(waiting) + len(told)
             assert line.queue.tokens == sum(each.tokens for each in waiting + told)
-            assert (line.queue.head is None) == (not waiting)
-            assert {id(each) for each in line.queue.waiting()} == {id(each) for each in waiting}
+            assert (line.queue.head(MODES) is None) == (not waiting)
+            assert {id(each) for each in line.queue.waiting(Mode.PD)} == {id(each) for each in waiting}
         for left in told:
             line.queue.left(left)
         assert len(line.serve_all()) == len(waiting)
         assert not line.queue._levels
-        assert not line.queue._turns._accounts
+        assert not line.queue._shares
 
 
 async def test_clients_that_come_once_are_not_remembered_for_ever() -> None:
@@ -180,8 +179,5 @@ async def test_clients_that_come_once_are_not_remembered_for_ever() -> None:
         line.serve()
         if not number % 3:
             line.add("always")
-    (accounts,) = line.queue._turns._accounts.values()
-    assert len(accounts.by_client) <= MAX_IDLE + 3 * line.queue.length + 3
     (level,) = line.queue._levels.values()
-    assert len(level._heap) <= 2 * len(level._clients) + 17
-    await asyncio.sleep(0)
+    assert len(level.accounts) <= MAX_IDLE + 3

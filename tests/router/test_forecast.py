@@ -11,8 +11,8 @@ import pytest
 from pdserve.core.errors import DeadlineExceeded
 from pdserve.core.request import Mode, RequestStatus
 from router.cost_model import MIN_SAMPLES, Costs
-from router.forecast import CAUTION, earliest_finish_s
-from router.needs import Needs
+from router.view import Needs
+from router.waiting_line import CAUTION, earliest_finish_s
 from tests.router.test_auto_mode import costs, line, worker
 from tests.router.test_placement import view
 
@@ -53,13 +53,14 @@ def test_cached_prompts_cost_less() -> None:
 
 def test_only_outputs_that_are_sure_count() -> None:
     alone = earliest_finish_s(needs(), cluster_view())
-    assert earliest_finish_s(needs(sure_tokens=50), cluster_view()) - alone == pytest.approx(CAUTION * 49 * 5.5e-3)
+    some = earliest_finish_s(needs(min_output_tokens=50), cluster_view())
+    assert some - alone == pytest.approx(CAUTION * 49 * 5.5e-3)
 
 
 def test_without_measurements_of_every_worker_nothing_is_said() -> None:
     assert earliest_finish_s(needs(), cluster_view(prefill={})) == 0.0
     assert earliest_finish_s(needs(Mode.AUTO), cluster_view(prefill={"prefill cpu": line(9.0, 0, 0, 0)})) == 0.0
-    assert earliest_finish_s(needs(sure_tokens=50), cluster_view(decode={})) == pytest.approx(CAUTION * 0.102)
+    assert earliest_finish_s(needs(min_output_tokens=50), cluster_view(decode={})) == pytest.approx(CAUTION * 0.102)
     unsure = {"prefill cpu": line(0.1, 0.0, 0.0, 0.0, deviation=1.0)}
     assert earliest_finish_s(needs(), cluster_view(prefill=unsure)) == 0.0
 

@@ -13,10 +13,9 @@ from pdserve.core.config import RouterConfig
 from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PeerLost
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
-from router.needs import Needs, WaitMode
-from router.placement import ClusterView, Decision, Never, Placed, Wait, place, unavailable
-from router.policies.catalogue import POLICIES, Policies
-from router.worker_view import WorkerView
+from router.placement import Decision, Never, Placed, Wait, place, unavailable
+from router.policies import POLICIES
+from router.view import ClusterView, Needs, WaitMode, WorkerView
 
 PROMPT, OUTPUT = 20, 10
 ALL = dict.fromkeys(["d0", "d1", "d2"], 0.0)
@@ -36,12 +35,8 @@ def busy(worker_id: str, tokens: int, **changes: Any) -> WorkerView:
 
 
 def view(*workers: WorkerView, policy: str = "least_tokens", backlog: int = 100, gateways: int = 1) -> ClusterView:
-    return ClusterView(workers, policies(policy), backlog, gateways)
-
-
-def policies(name: str) -> Policies:
-    """One policy for both roles."""
-    return Policies.of(RouterConfig.model_validate({"policy": name, "slo": {"ttft_ms": 100, "itl_ms": 10}}))
+    values = {"policy": policy, "slo": {"ttft_ms": 100, "itl_ms": 10}, "prefill_backlog_tokens": backlog}
+    return ClusterView(workers, RouterConfig.model_validate({**values, "prefix_fetch": "off"}), gateways)
 
 
 def needs(mode: WaitMode = Mode.PD, **changes: Any) -> Needs:
@@ -326,8 +321,8 @@ def clusters(draw: st.DrawFn) -> ClusterView:
             )
         )
     draw(st.randoms(use_true_random=False)).shuffle(workers)
-    policy = draw(st.sampled_from(sorted(POLICIES)))
-    return ClusterView(tuple(workers), policies(policy), draw(st.sampled_from([1, 100])))
+    policy, backlog = draw(st.sampled_from(sorted(POLICIES))), draw(st.sampled_from([1, 100]))
+    return view(*workers, policy=policy, backlog=backlog)
 
 
 NAMES = ["p0", "p1", "p2", "d0", "d1", "d2"]
@@ -346,7 +341,7 @@ def allowed(wanted: Needs, cluster: ClusterView) -> list[tuple[WorkerView, Worke
     """All that a decision may be, spelled out: pairs, or single workers where one has to do both."""
 
     def is_free(each: WorkerView) -> bool:
-        return each.ready and (each.prompt_tokens == 0 or each.prompt_tokens < cluster.prefill_backlog_tokens)
+        return each.ready and (each.prompt_tokens == 0 or each.prompt_tokens < cluster.config.prefill_backlog_tokens)
 
     tokens = wanted.prompt_tokens + wanted.output_tokens
     singles = [(each, None) for each in cluster.workers if is_free(each) and tokens <= each.max_tokens]

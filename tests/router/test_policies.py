@@ -10,18 +10,12 @@ import pytest
 from pdserve.core.config import RouterConfig, RoutingPolicy, SloConfig
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
-from router.needs import Needs
-from router.policies.catalogue import POLICIES, Policies
-from router.policies.kv_aware import KVAware
-from router.policies.least_tokens import LeastTokens
-from router.policies.nearest_link import NearestLink
-from router.policies.policy import Policy
-from router.policies.power_of_two import PowerOfTwo
-from router.policies.prefix_affinity import PrefixAffinity
-from router.policies.random import Random
-from router.policies.round_robin import RoundRobin
-from router.policies.session import Session
-from router.worker_view import WorkerView
+from router.cost_model import NOTHING_KNOWN, Costs
+from router.placement import Placed, place
+from router.policies import POLICIES, Choice
+from router.view import ClusterView, Needs, WorkerView
+from tests.router.test_auto_mode import costs, line
+from tests.router.test_auto_mode import worker as measured
 
 
 def worker(worker_id: str, tokens: int = 0, **changes: Any) -> WorkerView:
@@ -34,55 +28,50 @@ def needs(**changes: Any) -> Needs:
     return Needs(Mode.PD, 20, 10, **changes)
 
 
+def choose(
+    policy: RoutingPolicy,
+    workers: list[WorkerView],
+    wanted: Needs | None = None,
+    role: Role = Role.PREFILL,
+    source: WorkerView | None = None,
+    **changes: Any,
+) -> tuple[str, str]:
+    """The worker that a policy chooses, and why."""
+    chosen, why = POLICIES[policy](Choice(workers, wanted or needs(), role, source, **changes))
+    return chosen.worker_id, why
+
+
 def test_every_name_of_the_configuration_has_a_policy_and_no_other_exists() -> None:
     assert set(POLICIES) == set(get_args(RoutingPolicy))
-    assert all(name == policy.name for name, policy in POLICIES.items())
-
-
-def test_policies_are_chosen_per_role() -> None:
-    both = Policies.of(RouterConfig(policy="random"))
-    assert (both.prefill.name, both.decode.name) == ("random", "random")
-    assert (both.prefill.role, both.decode.role) == (Role.PREFILL, Role.DECODE)
-    each = Policies.of(RouterConfig.model_validate({"policy": {"prefill": "round_robin", "decode": "power_of_two"}}))
-    assert (each.prefill.name, each.decode.name) == ("round_robin", "power_of_two")
 
 
 def test_round_robin_takes_the_one_chosen_longest_ago_whatever_its_load() -> None:
-    choice = RoundRobin(Role.PREFILL).choose(
-        [worker("p0", last_used=3), worker("p1", 99, last_used=1), worker("p2", last_used=2)], needs()
-    )
-    assert (choice[0].worker_id, choice[1]) == ("p1", "its turn among 3")
+    workers = [worker("p0", last_used=3), worker("p1", 99, last_used=1), worker("p2", last_used=2)]
+    assert choose("round_robin", workers) == ("p1", "its turn among 3")
 
 
 def test_least_tokens_takes_the_one_with_the_fewest_and_among_equals_the_one_chosen_longest_ago() -> None:
-    policy = LeastTokens(Role.PREFILL)
-    choice = policy.choose([worker("p0", 9), worker("p1", 7), worker("p2", 8)], needs())
-    assert (choice[0].worker_id, choice[1]) == ("p1", "7 outstanding tokens, the fewest of 3")
-    assert policy.choose([worker("p0", last_used=2), worker("p1", last_used=1)], needs())[0].worker_id == "p1"
+    workers = [worker("p0", 9), worker("p1", 7), worker("p2", 8)]
+    assert choose("least_tokens", workers) == ("p1", "7 outstanding tokens, the fewest of 3")
+    assert choose("least_tokens", [worker("p0", last_used=2), worker("p1", last_used=1)])[0] == "p1"
 
 
-def test_random_draws_evenly_and_the_same_for_the_same_request() -> None:
-    policy, workers = Random(Role.PREFILL), [worker(f"p{number}") for number in range(4)]
-    assert policy.choose(workers, needs(ticket=7)) == policy.choose(workers[::-1], needs(ticket=7))
-    assert policy.choose(workers, needs())[1] == "drawn from 4"
-    counts = Counter(policy.choose(workers, needs(ticket=ticket))[0].worker_id for ticket in range(4000))
-    assert all(850 < counts[each.worker_id] < 1150 for each in workers), counts
-    other = Random(Role.DECODE)
-    same = sum(
-        policy.choose(workers, needs(ticket=t))[0] is other.choose(workers, needs(ticket=t))[0] for t in range(4000)
-    )
-    assert 850 < same < 1150, "the two roles are drawn independently"
+def test_random_draws_evenly_and_each_role_by_itself() -> None:
+    workers = [worker(f"p{number}") for number in range(4)]
+    assert choose("random", workers)[1] == "drawn from 4"
+    drawn = [[choose("random", workers, needs(ticket=t), role)[0] for t in range(4000)] for role in Role]
+    assert all(850 < count < 1150 for count in Counter(drawn[0]).values())
+    assert 850 < sum(a == b for a, b in zip(*drawn, strict=True)) < 1150, "the two roles are drawn independently"
 
 
 def test_power_of_two_never_takes_the_most_loaded_and_draws_all_pairs_evenly() -> None:
-    policy, workers = PowerOfTwo(Role.PREFILL), [worker(f"p{number}", number) for number in range(4)]
-    counts = Counter(policy.choose(workers, needs(ticket=ticket))[0].worker_id for ticket in range(6000))
+    workers = [worker(f"p{number}", number) for number in range(4)]
+    counts = Counter(choose("power_of_two", workers, needs(ticket=ticket))[0] for ticket in range(6000))
     # Of the six pairs, p0 is the lesser in three, p1 in two, and p2 in one.
     for name, share in (("p0", 3), ("p1", 2), ("p2", 1)):
         assert share * 1000 * 0.85 < counts[name] < share * 1000 * 1.15, counts
     assert counts["p3"] == 0
-    chosen, why = policy.choose(workers[:2], needs())
-    assert (chosen.worker_id, why) == ("p0", "0 outstanding tokens, p1 has 1; drawn from 2")
+    assert choose("power_of_two", workers[:2]) == ("p0", "0 outstanding tokens, p1 has 1; drawn from 2")
 
 
 def cached_on(**tokens: int) -> Needs:
@@ -128,8 +117,7 @@ AFFINITY: dict[str, tuple[list[WorkerView], Needs, str, str]] = {
 def test_prefix_affinity_goes_to_the_longest_prefix_unless_the_load_is_skewed(
     workers: list[WorkerView], wanted: Needs, chosen: str, why: str
 ) -> None:
-    worker, reason = PrefixAffinity(Role.PREFILL).choose(workers, wanted)
-    assert (worker.worker_id, reason) == (chosen, why)
+    assert choose("prefix_affinity", workers, wanted) == (chosen, why)
 
 
 COSTS: dict[str, tuple[Role, list[WorkerView], Needs, str, str]] = {
@@ -196,24 +184,19 @@ COSTS: dict[str, tuple[Role, list[WorkerView], Needs, str, str]] = {
 def test_kv_aware_weighs_missing_blocks_against_active_ones(
     role: Role, workers: list[WorkerView], wanted: Needs, chosen: str, why: str
 ) -> None:
-    worker, reason = KVAware(role).choose(workers, wanted)
-    assert (worker.worker_id, reason) == (chosen, why)
+    assert choose("kv_aware", workers, wanted, role) == (chosen, why)
 
 
 def test_a_session_stays_on_its_worker_whatever_the_load_and_moves_only_if_that_is_gone() -> None:
-    policy, workers = Session(Role.PREFILL), [worker(f"p{number}") for number in range(5)]
-    homes = {f"s{n}": policy.choose(workers, needs(session=f"s{n}"))[0].worker_id for n in range(1000)}
+    workers = [worker(f"p{number}") for number in range(5)]
+    homes = {f"s{n}": choose("session", workers, needs(session=f"s{n}"))[0] for n in range(1000)}
     assert all(140 < count < 260 for count in Counter(homes.values()).values()), "sessions are spread"
     loaded = [worker(f"p{number}", 99 * number, last_used=number) for number in range(4)]
     for session, home in homes.items():
-        now = policy.choose(loaded, needs(session=session))[0].worker_id
-        assert now == home or home == "p4"
-    assert policy.choose(workers, needs(session="s1"))[1] == "that of the session among 5"
-
-
-def test_without_a_session_the_least_loaded_gets_the_request_and_the_reason_says_so() -> None:
-    choice = Session(Role.DECODE).choose([worker("d0", 9), worker("d1", 7)], needs())
-    assert (choice[0].worker_id, choice[1]) == ("d1", "no session id; 7 outstanding tokens, the fewest of 2")
+        assert choose("session", loaded, needs(session=session))[0] == home or home == "p4"
+    assert choose("session", workers, needs(session="s1"))[1] == "that of the session among 5"
+    without = choose("session", [worker("d0", 9), worker("d1", 7)], role=Role.DECODE)
+    assert without == ("d1", "no session id; 7 outstanding tokens, the fewest of 2")
 
 
 P0 = worker("p0", linked={"d0": 1.0, "d1": 1.5, "d2": 6.0, "d3": 0.0})
@@ -253,8 +236,7 @@ LINKS: dict[str, tuple[list[WorkerView], str, str]] = {
 
 @pytest.mark.parametrize(("workers", "chosen", "why"), LINKS.values(), ids=LINKS)
 def test_equal_decode_workers_are_chosen_by_their_link(workers: list[WorkerView], chosen: str, why: str) -> None:
-    worker, reason = LeastTokens(Role.DECODE).choose(workers, needs(), P0)
-    assert (worker.worker_id, reason) == (chosen, why)
+    assert choose("least_tokens", workers, role=Role.DECODE, source=P0) == (chosen, why)
 
 
 NEAREST: dict[str, tuple[list[WorkerView], WorkerView | None, str, str]] = {
@@ -289,14 +271,80 @@ NEAREST: dict[str, tuple[list[WorkerView], WorkerView | None, str, str]] = {
 def test_nearest_link_goes_by_load_only_among_near_workers(
     workers: list[WorkerView], source: WorkerView | None, chosen: str, why: str
 ) -> None:
-    worker, reason = NearestLink(Role.DECODE).choose(workers, needs(), source)
-    assert (worker.worker_id, reason) == (chosen, why)
+    assert choose("nearest_link", workers, role=Role.DECODE, source=source) == (chosen, why)
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_a_choice_does_not_depend_on_the_order_of_the_candidates(policy: type[Policy]) -> None:
-    chooser = policy.of(Role.DECODE, RouterConfig(slo=SloConfig(itl_ms=20)))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_choice_does_not_depend_on_the_order_of_the_candidates(policy: RoutingPolicy) -> None:
     workers = [worker(f"d{number}", number % 2, last_used=number % 3) for number in range(4)]
     for ticket in range(20):
         wanted = needs(ticket=ticket, session=str(ticket % 3 or ""), cached={f"d{ticket % 4}": 4 * (ticket % 3)})
-        assert chooser.choose(workers, wanted, P0) == chooser.choose(workers[::-1], wanted, P0)
+        either = [
+            choose(policy, each, wanted, Role.DECODE, P0, slo=SloConfig(itl_ms=20)) for each in (workers, workers[::-1])
+        ]
+        assert either[0] == either[1]
+
+
+SLO = SloConfig(ttft_ms=200, itl_ms=20)
+SLOW_CPU = {"prefill cpu": line(2e-3, 1e-4, 1e-4, 0.0), "prefill cuda": line(2e-3, 1e-5, 1e-5, 0.0)}
+HEADROOM: dict[str, tuple[Role, list[WorkerView], Costs, str, str]] = {
+    "the earliest first token": (
+        Role.PREFILL,
+        [measured("p0", prompt_tokens=500), measured("p1", prompt_tokens=100), measured("p2", prompt_tokens=2000)],
+        costs(),
+        "p1",
+        "TTFT of 112 ms predicted, 88 ms below its objective, the best of 3",
+    ),
+    "late everywhere": (
+        Role.PREFILL,
+        [measured("p0", prompt_tokens=3000), measured("p1", prompt_tokens=2000)],
+        costs(),
+        "p1",
+        "TTFT of 302 ms predicted, 102 ms above its objective, the best of 2",
+    ),
+    "a slower kind has to have less to do": (
+        Role.PREFILL,
+        [measured("p0"), measured("p1", kind="prefill cuda", prompt_tokens=4000, outstanding_tokens=4000)],
+        costs(prefill=SLOW_CPU),
+        "p1",
+        "TTFT of 52 ms predicted, 148 ms below its objective, the best of 2",
+    ),
+    "the fastest tokens": (
+        Role.DECODE,
+        [measured("d0", decoding=9), measured("d1", decoding=3)],
+        costs(),
+        "d1",
+        "ITL of 7 ms predicted, 13 ms below its objective, the best of 2",
+    ),
+    "least_tokens until all are measured": (
+        Role.PREFILL,
+        [measured("p0", outstanding_tokens=9), measured("p1", outstanding_tokens=5, prompt_tokens=900)],
+        NOTHING_KNOWN,
+        "p1",
+        "5 outstanding tokens, the fewest of 2 (slo: TTFT is not measured of all of them yet)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("role", "workers", "known", "chosen", "why"), HEADROOM.values(), ids=HEADROOM)
+def test_slo_takes_the_greatest_predicted_headroom(
+    role: Role, workers: list[WorkerView], known: Costs, chosen: str, why: str
+) -> None:
+    source = measured("p0", linked={"d0": 1.0, "d1": 1.0}) if role is Role.DECODE else None
+    wanted = Needs(Mode.PD, 1000, 10)
+    assert choose("slo", workers, wanted, role, source, costs=known, slo=SLO) == (chosen, why)
+
+
+def test_placement_follows_the_policy_of_each_role_and_gives_it_the_costs_of_the_view() -> None:
+    workers = (
+        measured("p0", prompt_tokens=500, outstanding_tokens=500, linked={"d0": 1.0, "d1": 1.0}),
+        measured("p1", prompt_tokens=100, outstanding_tokens=900, linked={"d0": 1.0, "d1": 1.0}),
+        measured("d0", last_used=2),
+        measured("d1", last_used=1, outstanding_tokens=9),
+    )
+    config = RouterConfig.model_validate({"policy": {"prefill": "slo", "decode": "round_robin"}, "slo": SLO})
+    view = ClusterView(workers, config.model_copy(update={"prefill_backlog_tokens": 10_000}), costs=costs())
+    decision = place(Needs(Mode.PD, 1000, 10), view)
+    assert isinstance(decision, Placed)
+    assert decision.reason.startswith("prefill on p1: TTFT of 112 ms predicted")
+    assert "decode on d1: its turn among 2" in decision.reason

@@ -16,11 +16,10 @@ from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role, TokenOutput
 from router.cost_model import MIN_SAMPLES, Costs
-from router.needs import Needs
-from router.placement import ClusterView, Placed, place
-from router.policies.catalogue import Policies
+from router.placement import Placed, place
 from router.prefix_fetch import LEAST_TIMEOUT_S, MOST_TIMEOUT_S, PAUSE_S, SOURCE_TIMEOUT_S, Fetch, plan_fetch
 from router.registry import WorkerRegistry
+from router.view import ClusterView, Needs
 from tests.fake_worker import FAKE_LAYOUT, FakeWorker, fake_info
 from tests.router.test_auto_mode import DECODE, LINK, PREFILL, costs, line, worker
 from tests.virtual_time import LoopClock
@@ -112,13 +111,12 @@ def test_a_source_that_computes_prompts_answers_after_its_step() -> None:
 
 
 def test_the_placement_says_so() -> None:
-    policies = Policies.of(RouterConfig(policy="round_robin"))
-    view = ClusterView((P1, P0, D0), policies, 1024, costs=costs(), prefix_fetch="auto")
+    view = ClusterView((P1, P0, D0), RouterConfig(policy="round_robin"), costs=costs())
     placed = place(needs(p0=800), view)
     assert isinstance(placed, Placed)
     assert (placed.prefill, placed.fetch and placed.fetch.source) == ("p1", "p0")
     assert placed.reason.endswith("; 800 tokens from p0 are fetched: 4.8 ms, computed 80 ms")
-    off = place(needs(p0=800), msgspec.structs.replace(view, prefix_fetch="off"))
+    off = place(needs(p0=800), ClusterView((P1, P0, D0), RouterConfig(policy="round_robin", prefix_fetch="off")))
     assert isinstance(off, Placed)
     assert off.fetch is None
 

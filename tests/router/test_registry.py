@@ -11,10 +11,10 @@ from pdserve.core.errors import LayoutMismatch, NotReady, TransferTimeout
 from pdserve.core.handoff import PeerLink
 from pdserve.core.request import Mode
 from pdserve.core.worker import Links, Role, WorkerLoad
-from router.needs import Needs
 from router.placement import Placed
 from router.registered_worker import Share
 from router.registry import WorkerRegistry
+from router.view import Needs
 from tests.fake_worker import FakeWorker, fake_info, fake_links
 
 

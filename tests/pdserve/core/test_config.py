@@ -75,11 +75,12 @@ def test_chunk_tokens_is_a_number_or_off_even_though_yaml_takes_that_for_a_boole
     [
         ("random", "random", "random"),
         ({"prefill": "round_robin", "decode": "power_of_two"}, "round_robin", "power_of_two"),
+        ({"prefill": "slo"}, "slo", "kv_aware"),
     ],
 )
 def test_a_policy_is_for_both_roles_or_for_each(policy: object, prefill: str, decode: str) -> None:
-    config = PdserveConfig.parse({"router": {"policy": policy}})
-    assert (config.router.policies.prefill, config.router.policies.decode) == (prefill, decode)
+    config = PdserveConfig.parse({"router": {"policy": policy, "slo": {"ttft_ms": 100}}})
+    assert [config.router.policy_of(role) for role in Role] == [prefill, decode]
     assert PdserveConfig.parse(config.model_dump(mode="json")) == config
 
 
@@ -97,6 +98,19 @@ def test_a_policy_is_for_both_roles_or_for_each(policy: object, prefill: str, de
 def test_other_policies_are_refused(policy: object, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^router\.policy: .*{why}"):
         PdserveConfig.parse({"router": {"policy": policy}})
+
+
+@pytest.mark.parametrize(
+    ("router", "why"),
+    [
+        ({"policy": "slo"}, "policy slo for prefill needs ttft_ms"),
+        ({"policy": {"decode": "slo"}, "slo": {"ttft_ms": 100}}, "policy slo for decode needs itl_ms"),
+        ({"slo": {"ttft_ms": 0}}, "greater than 0"),
+    ],
+)
+def test_policy_slo_needs_its_objectives(router: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^router\.slo.*{why}"):
+        PdserveConfig.parse({"router": router})
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "on", "1.5", "never", "[1]"])
