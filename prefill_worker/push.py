@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import msgspec
 
 from engine.messages import KVRole, Progress, Release, Reserved
-from kv_transfer.send_transfer import SentKV
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
@@ -69,11 +68,11 @@ class PushHandoff:
         self._ends = ends
         ends.sender.push(self.attempt_id, self._peer, self._num_blocks, self._deadline_s)
 
-    async def run(self) -> SentKV:
+    async def run(self) -> None:
         """Wait until the receiver has acknowledged all blocks, and let the engine release them."""
         sender = self._ends.sender
         try:
-            return await sender.wait(self.attempt_id)
+            await sender.wait(self.attempt_id)
         finally:
             await sender.abort(self.attempt_id)
             self._ends.command(Release(self.attempt_id))

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 
 from engine.messages import KVReady, PinPrefix, Progress, Release, Reserved
 from kv_transfer.receive_transfer import ReceivedKV
-from kv_transfer.send_transfer import SentKV
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer, PrefixFetch, PrefixSource, prefix_transfer_id
 from pdserve.core.kv_layout import KVLayout
@@ -144,13 +143,13 @@ class PrefixSend:
         self._ends = ends
         self._pinned: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
 
-    async def run(self) -> SentKV:
+    async def run(self) -> None:
         """Send the blocks, wait until the receiver has acknowledged them, and let the engine release them."""
         sender, block_ids = self._ends.sender, (await self._pinned).block_ids
         try:
             sender.push(self.attempt_id, self._peer, len(block_ids), self._deadline_s, partial=True)
             sender.send_blocks(self.attempt_id, 0, block_ids, self._layout.all_layers, last=True)
-            return await sender.wait(self.attempt_id)
+            await sender.wait(self.attempt_id)
         finally:
             await sender.abort(self.attempt_id)
             self._ends.command(Release(self.attempt_id))

@@ -46,14 +46,14 @@ class SlowStore(HostPool):
     landing_mark = ""
 
     def regions(
-        self, block_ids: Sequence[int], layers: range | None = None, share: KVLayout | None = None
+        self, block_ids: Sequence[int], layers: range | None = None, shard: KVLayout | None = None
     ) -> list[Region]:
         """Where the blocks lie, after a while."""
         if self.landing_mark:
             Path(self.landing_mark).touch()
             self.landing_mark = ""
         time.sleep(self.landing_s)
-        return super().regions(block_ids, layers, share)
+        return super().regions(block_ids, layers, shard)
 
 
 class Pool:
@@ -338,15 +338,13 @@ def _plain(outcome: Any) -> Values:
     """What a hand-off's account says."""
     if outcome is None:
         return {}
-    if hasattr(outcome, "proof"):
-        proof = outcome.proof
-        return {
-            "bytes": proof.kv_bytes,
-            "retried": proof.kv_bytes_retried,
-            "messages": proof.messages,
-            "trailer": outcome.trailer.decode(),
-        }
-    return {"bytes": outcome.bytes, "messages": outcome.messages, "retries": outcome.retries}
+    proof = outcome.proof
+    return {
+        "bytes": proof.kv_bytes,
+        "retried": proof.kv_bytes_retried,
+        "messages": proof.messages,
+        "trailer": outcome.trailer.decode(),
+    }
 
 
 def _cut(link: Any) -> None:

@@ -330,8 +330,7 @@ def test_a_changed_message_comes_again(get_pair: GetPair, transport: str, nth: i
             assert until(lambda: pair.sender.call("status", request=handoff.request)["status"] != "waiting")
     else:
         handoff = send_three(pair, [*[""] * nth, damage])
-    sent, received = pair.complete(handoff)
-    assert sent["retries"] == 1
+    received = pair.complete(handoff)
     assert received["retried"] == 3 * BLOCK_BYTES
     pair.check_settled()
 

@@ -435,11 +435,10 @@ async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tup
     ids = [9, 8, 7, 6, 5, 4, 3, 2]
     ends.start("r", ids, for_s=5)
     ends.sender.send_blocks("r", 0, range(8), last=True, trailer=b"t")
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert ends.blocks_of(ends.target, ids) == ends.blocks_of(ends.source, list(range(8)))
     assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (8192, 4, b"t")
     assert received.proof.kv_bytes_retried == 2048 * len(corrupt)
-    assert (sent.bytes, sent.messages, sent.retries) == (8192, 4, len(corrupt))
     assert ends.receiver.refused == {"checksum": len(corrupt)}
 
 

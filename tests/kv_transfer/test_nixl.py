@@ -352,7 +352,7 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
 ) -> None:
     """As between GPUs, where nothing is hashed. A sender that gave its blocks away before it heard that they were read
     does not confirm."""
-    monkeypatch.setattr("kv_transfer.transports.nixl_link.NixlLink.hashes", lambda *_: False)
+    monkeypatch.setattr("kv_transfer.transports.nixl.NixlLink.hashes", lambda *_: False)
     ends = await make_ends("nixl", layout=LAYOUT)
     (endpoint,) = ends.endpoints
     relay = Relay(endpoint.address)

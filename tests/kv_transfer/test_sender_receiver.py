@@ -51,20 +51,20 @@ async def test_a_prompt_travels_in_chunks(make_ends: MakeEnds, transport: str, l
             "r", first, source_ids[first : first + 3], last=first == 6, trailer=b"token 1" * (first == 6)
         )
         await asyncio.sleep(0.01)
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert ends.blocks_of(ends.target, target_ids) == ends.blocks_of(ends.source, source_ids)
     expected = layout.expected_bytes(prompt_tokens=9 * layout.block_size - 1)
-    assert received.proof.kv_bytes == sent.bytes == expected
-    assert received.proof.kv_bytes_retried == sent.retries == 0
-    assert received.proof.transport == sent.transport == transport
+    assert received.proof.kv_bytes == expected
+    assert received.proof.kv_bytes_retried == 0
+    assert received.proof.transport == transport
     assert (received.proof.blocks_received, received.proof.blocks_skipped) == (9, 0)
-    assert received.proof.messages == sent.messages <= 9
+    assert received.proof.messages <= 9
     assert received.proof.checksum == "xxh3-64 verified"
     assert received.trailer == b"token 1"
     proof = received.proof
     assert 0 < proof.wire_ms <= proof.span_ms <= proof.request_to_ready_ms < 10_000
     assert 0 < proof.import_ms <= proof.span_ms
-    assert 0 < proof.export_ms == pytest.approx(sent.export_ms, abs=0.01)
+    assert proof.export_ms > 0
     assert received.verified_s <= ends.clock.now()
     assert [link.worker_id for link in ends.sender.links()] == ["d"]
     assert not any(ends.target.data[i * 1024 : (i + 1) * 1024] != bytes(1024) for i in range(64) if i not in target_ids)
@@ -82,10 +82,10 @@ async def test_a_prompt_travels_layer_by_layer(make_ends: MakeEnds, transport: s
     ends.sender.send_blocks("r", 3, source_ids[3:], range(4))
     ends.sender.send_blocks("r", 0, source_ids[:3], range(3, 5))
     ends.sender.send_blocks("r", 3, source_ids[3:], range(4, 5), last=True, trailer=b"token 1")
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert ends.blocks_of(ends.target, target_ids[1:]) == ends.blocks_of(ends.source, source_ids[1:])
-    assert received.proof.kv_bytes == sent.bytes == 4 * layout.block_bytes
-    assert received.proof.messages == sent.messages == 8
+    assert received.proof.kv_bytes == 4 * layout.block_bytes
+    assert received.proof.messages == 8
     assert received.trailer == b"token 1"
     assert not any(ends.target.data[40 * layout.block_bytes : 41 * layout.block_bytes])
 
@@ -150,8 +150,8 @@ async def test_skipped_blocks_are_not_sent(make_ends: MakeEnds, transport: str, 
     ends.start("r", [10, 11, 12, 13, 14], 2)
     ends.sender.send_blocks("r", 0, [0, 1, 2])
     ends.sender.send_blocks("r", 3, [3, 4], last=True)
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
-    assert received.proof.kv_bytes == sent.bytes == layout.expected_bytes(5 * layout.block_size, blocks_skipped=2)
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert received.proof.kv_bytes == layout.expected_bytes(5 * layout.block_size, blocks_skipped=2)
     assert ends.blocks_of(ends.target, [10, 11]) == bytes(2048)
     assert ends.blocks_of(ends.target, [12, 13, 14]) == ends.blocks_of(ends.source, [2, 3, 4])
 
@@ -161,9 +161,8 @@ async def test_a_hand_off_without_blocks_still_brings_its_trailer(make_ends: Mak
     ends = await make_ends(transport)
     ends.start("r", [10, 11], 2)
     ends.sender.send_blocks("r", 0, [0, 1], last=True, trailer=b"t" * 4096)
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (0, 1, b"t" * 4096)
-    assert (sent.bytes, sent.messages) == (0, 1)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -203,7 +202,7 @@ async def test_adjacent_blocks_are_coalesced(make_ends: MakeEnds) -> None:
     ends.start("r", list(range(10)))
     for slot in range(10):
         ends.sender.send_blocks("r", slot, [slot], last=slot == 9)
-    assert (await ends.sender.wait("r")).messages == 3
+    assert (await ends.receiver.wait("r")).proof.messages == 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -212,8 +211,8 @@ async def test_blocks_larger_than_a_message_should_be(make_ends: MakeEnds, trans
     ends = await make_ends(transport, layout=layout, num_blocks=3, message_bytes=2**20)
     ends.start("r", [2, 0, 1], for_s=20)
     ends.sender.send_blocks("r", 0, [0, 1, 2], last=True)
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
-    assert (received.proof.kv_bytes, sent.messages) == (3 * 8 * 2**20, 3)
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert (received.proof.kv_bytes, received.proof.messages) == (3 * 8 * 2**20, 3)
     assert ends.blocks_of(ends.target, [2, 0, 1]) == ends.source.data
 
 
@@ -411,9 +410,8 @@ async def test_the_planted_delay_comes_before_the_last_block_counts(make_ends: M
     ends = await make_ends(delay_s=0.2)
     ends.start("r", [1, 2], for_s=5)
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert received.proof.span_ms >= 200
-    assert sent.span_ms >= 200
 
 
 # --- announced hand-offs ---------------------------------------------------------------------------------------------
@@ -430,10 +428,9 @@ async def test_blocks_that_are_queued_wait_for_the_announcement(make_ends: MakeE
     assert status_of(ends.sender, "r") is Status.WAITING
     target_ids = [40, 3, 17, 18]
     ends.announce("r", target_ids)
-    received, sent = await both(ends, "r")
+    received, _ = await both(ends, "r")
     assert ends.blocks_of(ends.target, target_ids) == ends.blocks_of(ends.source, [5, 6, 7, 8])
     assert (received.proof.kv_bytes, received.trailer) == (4096, b"token 1")
-    assert (sent.bytes, sent.messages, sent.transport) == (4096, received.proof.messages, transport)
     assert ends.receiver.refused == {}
     check_nothing_left(ends)
 
@@ -478,8 +475,8 @@ async def test_an_announcement_amid_the_blocks(make_ends: MakeEnds, layout: KVLa
     await until(lambda: status_of(ends.receiver, "r") is Status.TRANSFERRING)
     ends.sender.send_blocks("r", 0, [5, 6, 7], range(1, 2))
     ends.sender.send_blocks("r", 3, [8, 9], last=True)
-    received, sent = await both(ends, "r")
-    assert received.proof.kv_bytes == sent.bytes == 4 * layout.block_bytes
+    received, _ = await both(ends, "r")
+    assert received.proof.kv_bytes == 4 * layout.block_bytes
     assert ends.blocks_of(ends.target, [11, 12, 13, 14]) == ends.blocks_of(ends.source, [6, 7, 8, 9])
     assert not any(ends.target.data[10 * 1024 : 11 * 1024])
 
@@ -494,9 +491,9 @@ async def test_skipped_blocks_are_not_sent_if_they_were_queued_before_the_announ
     ends.sender.send_blocks("r", 0, [0, 1, 2])
     ends.sender.send_blocks("r", 3, [3, 4], last=True, trailer=b"t")
     ends.announce("r", [10, 11, 12, 13, 14], skipped)
-    received, sent = await both(ends, "r")
+    received, _ = await both(ends, "r")
     expected = layout.expected_bytes(5 * layout.block_size, blocks_skipped=skipped)
-    assert received.proof.kv_bytes == sent.bytes == expected
+    assert received.proof.kv_bytes == expected
     assert (received.proof.blocks_skipped, received.trailer) == (skipped, b"t")
     assert not any(ends.target.data[10 * 1024 : (10 + skipped) * 1024])
     rest = range(skipped, 5)
@@ -1044,6 +1041,6 @@ async def test_a_changed_message_of_a_partial_hand_off_is_sent_again(
     ends.sender.push("r", ends.peer, 3, ends.in_s(10), partial=True)
     ends.receiver.announce("r", "p", [1, 2, 3, 4], 0, ends.in_s(10), partial=True)
     ends.sender.send_blocks("r", 0, [5, 6, 7], last=True)
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
-    assert (received.num_blocks, sent.retries) == (3, 1)
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert (received.num_blocks, received.proof.kv_bytes_retried) == (3, layout.block_bytes)
     assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [5, 6, 7])

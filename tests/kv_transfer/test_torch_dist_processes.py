@@ -21,7 +21,7 @@ import torch
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.sender import KVSender
-from kv_transfer.transports.nccl import JOIN_S
+from kv_transfer.transports.torch_groups import JOIN_S
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
@@ -133,8 +133,8 @@ async def test_a_peer_that_ends_or_stops_mid_send_is_given_up(devices: Devices, 
         await both.connect()
         for name in ("whole 1", "whole 2"):
             both.begin(name, devices.blocks)
-            sent = await both.sender.wait(name)
-            assert sent.bytes == (await said(both.process))["kv_bytes"] == devices.blocks * LARGE.block_bytes
+            await both.sender.wait(name)
+            assert (await said(both.process))["kv_bytes"] == devices.blocks * LARGE.block_bytes
         both.begin("cut", devices.blocks)
         waiting = asyncio.create_task(both.sender.wait("cut"))
         await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ import pytest
 
 from kv_transfer.base import KVTransport
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.transports.socket_proof import MAGIC, read_exactly
+from kv_transfer.transports.socket_transport import MAGIC, read_exactly
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import TransferError, TransferRefused
 from pdserve.core.handoff import KVEndpoint
@@ -135,7 +135,7 @@ async def test_a_stranger_gets_a_challenge_and_nothing_else(name: str) -> None:
                     await loop.sock_sendall(connection, proofs[attempt])
                     assert await rest(connection) == b""
             await ends.count(number)
-        assert not len(ends.listening._acceptor._strangers)  # type: ignore[attr-defined]
+        assert not len(ends.listening._handshake_limit)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", SOCKETS)

@@ -21,14 +21,13 @@ import psutil
 import pytest
 
 from kv_transfer.base import KVLink, KVTransport
+from kv_transfer.pending_peers import INTRODUCTION_S, MAX_PENDING_PEERS, HandshakeLimit, PendingPeer
 from kv_transfer.protocol import Hello, Open, encode
-from kv_transfer.receive_link import ReceiveLink
+from kv_transfer.receive_transfer import ReceiveLink
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
-from kv_transfer.transports.socket_proof import MAGIC
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.socket_transport import Acceptor
+from kv_transfer.transports.socket_transport import MAGIC
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.handoff import KVEndpoint
@@ -65,11 +64,11 @@ class Ends:
         self.endpoint = KVEndpoint(name, "")
 
     @property
-    def strangers(self) -> Strangers:
+    def limit(self) -> HandshakeLimit:
         """Those of the receiver's transport."""
         inside: Any = self.listening
-        strangers: Strangers = inside._strangers if inside.name == "grpc_stream" else inside._acceptor._strangers
-        return strangers
+        limit: HandshakeLimit = inside._handshake_limit
+        return limit
 
     async def call(self) -> KVLink:
         """A link, over which nothing has been said yet."""
@@ -116,10 +115,10 @@ async def hung_up(link: KVLink) -> float:
     return time.monotonic() - started_s
 
 
-async def empty(strangers: Strangers) -> None:
+async def empty(limit: HandshakeLimit) -> None:
     """Wait until there are none."""
     async with asyncio.timeout(IN_TIME_S):
-        while len(strangers):  # noqa: ASYNC110 - nobody announces it
+        while len(limit):  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.01)
 
 
@@ -142,7 +141,7 @@ async def silent(name: str) -> None:
                         while await asyncio.get_running_loop().sock_recv(raw, 4096):
                             continue
         await link.aclose()
-        await empty(ends.strangers)
+        await empty(ends.limit)
         await ends.check_works()
 
 
@@ -168,7 +167,7 @@ async def test_whoever_says_something_else_first_is_hung_up_on_at_once(name: str
                 await link.send(header, inline(bytes(size)))
                 await link.recv()  # the reason, or the end
         await link.aclose()
-        await empty(ends.strangers)
+        await empty(ends.limit)
         await ends.check_works()
 
 
@@ -180,10 +179,10 @@ async def test_references_before_a_hello_are_not_read(name: str) -> None:
         await link._stream.write([FRAME.pack(0, len(HELLO), 2**26, 2**16) + HELLO])
         assert await hung_up(link) < AT_ONCE_S
         await link.aclose()
-        await empty(ends.strangers)
+        await empty(ends.limit)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("tcp", MAX_STRANGERS), ("grpc_stream", 16)])
+@pytest.mark.parametrize(("name", "limit"), [("tcp", MAX_PENDING_PEERS), ("grpc_stream", 16)])
 async def test_many_silent_peers_keep_no_worker_out(name: str, limit: int) -> None:
     async with listening(name) as ends:
         callers = [asyncio.create_task(ends.call()) for _ in range(limit + 20)]
@@ -192,11 +191,11 @@ async def test_many_silent_peers_keep_no_worker_out(name: str, limit: int) -> No
         async def watch() -> None:
             nonlocal seen
             while True:
-                seen = max(seen, len(ends.strangers))
+                seen = max(seen, len(ends.limit))
                 await asyncio.sleep(0.005)
 
         watching = asyncio.create_task(watch())
-        while len(ends.strangers) < limit:  # noqa: ASYNC110 - nobody announces it
+        while len(ends.limit) < limit:  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.01)
         async with asyncio.timeout(15):
             await ends.check_works()
@@ -207,8 +206,8 @@ async def test_many_silent_peers_keep_no_worker_out(name: str, limit: int) -> No
 
 
 async def test_the_oldest_has_to_go_once_it_had_its_time_and_no_sooner() -> None:
-    strangers = Strangers("test", limit=2)
-    first, second = strangers.enter(), strangers.enter()
+    limit = HandshakeLimit("test", limit=2)
+    first, second = limit.add(), limit.add()
     gone: list[str] = []
 
     def cut(why: str) -> None:
@@ -216,45 +215,22 @@ async def test_the_oldest_has_to_go_once_it_had_its_time_and_no_sooner() -> None
         first.leave()
 
     first.cut = cut
-    waiting = asyncio.create_task(strangers.room())
+    waiting = asyncio.create_task(limit.room())
     await asyncio.sleep(0.2)
     assert not waiting.done()
     assert not gone
     await waiting
     assert gone == ["the peer did not introduce itself within 1 s, and others wait"]
     second.leave()
-    third, fourth = strangers.enter(), strangers.enter()
-    waiting = asyncio.create_task(strangers.room())
+    third, fourth = limit.add(), limit.add()
+    waiting = asyncio.create_task(limit.room())
     await asyncio.sleep(0)
     assert not waiting.done()
     third.leave()
     async with asyncio.timeout(0.5):
         await waiting
     fourth.leave()
-    assert not len(strangers)
-
-
-async def test_what_was_not_dealt_with_yet_is_closed_with_the_rest() -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    met: list[socket.socket] = []
-
-    async def welcome(connection: socket.socket, _: str, __: Stranger) -> None:
-        met.append(connection)
-        try:
-            await asyncio.sleep(60)
-        finally:
-            connection.close()
-
-    strangers = Strangers("test")
-    acceptor = Acceptor(server, strangers, welcome)
-    address = server.getsockname()
-    with socket.create_connection(address), socket.create_connection(address):
-        while len(strangers) < 2:  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0)
-        await acceptor.aclose()
-        assert all(connection.fileno() < 0 for connection in met)
-        await asyncio.sleep(0)
-        assert not len(strangers)
+    assert not len(limit)
 
 
 @pytest.fixture
@@ -268,7 +244,7 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-KEPT = (KVLink, SocketStream, ReceiveLink, Stranger)
+KEPT = (KVLink, SocketStream, ReceiveLink, PendingPeer)
 
 
 @pytest.mark.usefixtures("no_collection")
@@ -280,7 +256,7 @@ async def test_a_connection_that_fails_leaves_no_object_socket_or_task(name: str
             return sum(issubclass(type(each), KEPT) for each in gc.get_objects())
 
         async def settled() -> None:
-            await empty(ends.strangers)
+            await empty(ends.limit)
             async with asyncio.timeout(IN_TIME_S):
                 while left():  # noqa: ASYNC110 - threads end on their own
                     await asyncio.sleep(0.05)
@@ -350,21 +326,17 @@ def test_malformed_connections_do_not_grow_a_process(kind: str) -> None:
 
 
 @pytest.mark.parametrize("steps", range(6))
-async def test_a_connection_that_comes_while_the_acceptor_closes_is_closed(steps: int) -> None:
+async def test_a_connection_that_comes_while_the_transport_closes_is_closed(steps: int) -> None:
     """At whatever point of accepting it is: its peer reads the end of the stream."""
-
-    async def welcome(connection: socket.socket, peer: str, stranger: Stranger) -> None:
-        with connection:
-            await asyncio.sleep(60)
-
-    server = socket.create_server(("127.0.0.1", 0))
-    acceptor = Acceptor(server, Strangers("test"), welcome)
-    await asyncio.sleep(0)
-    with socket.create_connection(server.getsockname()) as client:
-        client.settimeout(10)
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        await acceptor.aclose()
-        gc.collect()  # an unclosed socket is a ResourceWarning
-        with contextlib.suppress(ConnectionResetError):  # still in the kernel's queue
-            assert client.recv(1) == b""
+    async with listening("tcp") as ends:
+        host, _, port = ends.endpoint.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.settimeout(10)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await ends.listening.aclose()
+            gc.collect()  # an unclosed socket is a ResourceWarning
+            with contextlib.suppress(ConnectionResetError):  # still in the kernel's queue
+                assert client.recv(1) == b""
+        await asyncio.sleep(0)
+        assert not len(ends.limit)
