@@ -101,7 +101,7 @@ async def test_blocks_and_layers_go_from_device_to_device(
     ends.sender.send_blocks("r", 0, source_ids[:4], range(1))
     ends.sender.send_blocks("r", 0, source_ids[:4], range(1, 2))
     ends.sender.send_blocks("r", 4, source_ids[4:], last=True, trailer=b"token 1")
-    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received = await ends.both("r")
     assert target.bytes_of(target_ids[1:]) == source.bytes_of(source_ids[1:])
     assert received.proof.kv_bytes == 5 * LAYOUT.block_bytes
     assert (received.proof.transport, received.proof.checksum, received.trailer) == (
@@ -226,9 +226,8 @@ async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
     source, target = DevicePool("p", 8192), DevicePool("d", 8192)
     sending, receiving = pair("torch_dist", source, target)
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
-    ends.start("r", [1])
-    ends.sender.send_blocks("r", 0, [2], last=True)
-    await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    ends.start("r", [1], send=[2])
+    await ends.both("r")
     assert max(sizes) > 2**16
     assert ends.sender.links()[0].ceiling_gbs > 0.01
 
@@ -252,7 +251,6 @@ async def test_messages_grow_when_hand_offs_have_rated_the_link(
         if ceiling_gbs is not None:
             link = ends.sender._peers["d"]
             link.about = replace(link.about, ceiling_gbs=ceiling_gbs)
-        ends.start(name, [1])
-        ends.sender.send_blocks(name, 0, [2], last=True)
-        await asyncio.gather(ends.receiver.wait(name), ends.sender.wait(name))
+        ends.start(name, [1], send=[2])
+        await ends.both(name)
     assert sizes[1:] == [2**16, 2**20]

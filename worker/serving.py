@@ -1,82 +1,85 @@
-"""Fetching the KV of a prompt's prefix from the cache of another worker, and sending it to one.
+"""How every worker serves a request on its own: prefill and decode in place, and what concerns its prefix cache.
 
-The worker that computes the prompt runs a `PrefixReceive` beside it (`fetching`), the other one serves the request
-`worker.messages.SendPrefix` (`send_prefix`). Between the two it is an ordinary KV transfer, except that it has an id of
-its own and ends early if the sender has only the first of the blocks. If it fails, the prompt is computed.
+The KV of a prompt's prefix may be fetched from the cache of another worker. The worker that computes the prompt runs a
+`PrefixReceive` beside it, the other one serves the request `worker.messages.SendPrefix` (`send_prefix`). Between the
+two it is an ordinary KV transfer, except that it has an id of its own and ends early if the sender has only the first
+of the blocks. If it fails, the prompt is computed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack
 
-from engine.messages import KVReady, PinPrefix, Progress, Release, Reserved
+from engine.messages import KVReady, KVRole, PinPrefix, Release
 from kv_transfer.receive_transfer import ReceivedKV
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer, PrefixFetch, PrefixSource, prefix_transfer_id
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.sampling import FinishReason
-from pdserve.core.timeline import Event, EventKind
+from pdserve.core.timeline import EventKind
 from pdserve.core.worker import TokenOutput
-from worker.kv import KVEnds
-from worker.request_table import ServedRequest
+from worker.kv import KVHandoff
+from worker.request_table import ServedRequest, finish_reason
 
 log = logging.getLogger(__name__)
 
 
-class Fetching:
-    """The fetch that belongs to a request, if it has one."""
-
-    def __init__(self, served: ServedRequest, receive: PrefixReceive | None) -> None:
-        self._served, self._receive = served, receive
-
-    @property
-    def outcome(self) -> PrefixFetch | None:
-        """What came of it; None without a fetch. Known when the request has its first token."""
-        return self._receive.outcome if self._receive is not None else None
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """Its events; the same applies."""
-        if self._receive is None or self._receive.outcome is None:
-            return ()
-        began_s, ready_s = self._receive.began_s, self._receive.ready_s
-        served = self._served
-        return served.event(EventKind.PREFIX_AWAITED, began_s), served.event(EventKind.PREFIX_READY, ready_s)
-
-
-@asynccontextmanager
-async def fetching(served: ServedRequest) -> AsyncIterator[Fetching]:
-    """A context in which a request is submitted and gets its first token. The fetch that `ServedRequest.prefix_source`
-    asks for runs in it."""
-    if (source := served.prefix_source) is None:
-        yield Fetching(served, None)
+async def run(served: ServedRequest) -> None:
+    """Prefill and decode on this worker: colocated requests, and requests for a single token."""
+    if await prefill(served, KVRole.LOCAL) is not None:
         return
-    resources = served.resources
-    receive = PrefixReceive(served.attempt_id, source, resources.layout, served.deadline_s)
-    async with resources.kv.begin(receive) as running:
-        running.done.add_done_callback(served.on_handoff_end)  # only a bug, or the end of the KV thread, is an error
-        yield Fetching(served, receive)
+    second = await served.sampled()
+    reason = finish_reason(second.token)
+    served.tell(
+        second,
+        served.event(EventKind.DECODE_SCHEDULED, second.step.step_started_s),
+        served.event(EventKind.TOKEN_2_SAMPLED, second.step.sampled_s),
+        finish_reason=reason,
+    )
+    if reason is None:
+        await served.forward_rest()
 
 
-class PrefixReceive:
-    """Receives the first blocks of a prompt from ``source``, as a `worker.kv.KVHandoff`, and lets the request run: with
-    what has come by its time limit, or without it."""
+async def prefill(served: ServedRequest, kv_role: KVRole) -> FinishReason | None:
+    """Have the prompt computed, and send token 1 to the gateway. The fetch that `ServedRequest.prefix_source` asks for
+    runs meanwhile. Returns the finish reason; of a pushed request only one that ends it on either worker."""
+    receive: PrefixReceive | None = None
+    async with AsyncExitStack() as stack:
+        if (source := served.prefix_source) is not None:
+            receive = PrefixReceive(served.attempt_id, source, served.resources.layout, served.deadline_s)
+            running = await stack.enter_async_context(served.resources.kv.begin(receive))
+            running.done.add_done_callback(served.on_handoff_end)  # only a bug, or the end of the KV thread
+        served.submit(kv_role)
+        first = await served.sampled()
+    reason = finish_reason(first.token)
+    if kv_role is KVRole.PUSH and reason is not FinishReason.STOP:
+        reason = None
+    events = served.prefill_events(first)
+    if receive is not None and receive.outcome is not None:
+        awaited, ready = EventKind.PREFIX_AWAITED, EventKind.PREFIX_READY
+        events = (*events, served.event(awaited, receive.began_s), served.event(ready, receive.ready_s))
+    served.tell(
+        first,
+        *events,
+        finish_reason=reason,
+        cached_tokens=first.token.cached_tokens,
+        prefix_fetch=None if receive is None else receive.outcome,
+    )
+    return reason
+
+
+class PrefixReceive(KVHandoff[None]):
+    """Receives the first blocks of a prompt from ``source``, and lets the request run: with what has come by its time
+    limit, or without it. ``outcome`` is known when the request has its first token."""
 
     def __init__(self, attempt_id: str, source: PrefixSource, layout: KVLayout, deadline_s: float) -> None:
-        self.attempt_id = prefix_transfer_id(attempt_id)
+        super().__init__(prefix_transfer_id(attempt_id))
         self._request, self._source, self._deadline_s = attempt_id, source, deadline_s
         self._block_size = layout.block_size
         self._num_blocks = source.num_tokens // layout.block_size
         self.outcome: PrefixFetch | None = None
         self.began_s = self.ready_s = 0.0
-
-    def begin(self, ends: KVEnds) -> None:
-        """Wait for the engine to allocate blocks; no transfer begins before."""
-        self._ends = ends
-        self._reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Wait for room, announce it to the sender, and tell the engine how many blocks are verified."""
@@ -113,12 +116,6 @@ class PrefixReceive:
         finally:
             await receiver.abort(self.attempt_id)
 
-    def on_event(self, event: Reserved | Progress) -> None:
-        """Note the blocks that the engine has allocated."""
-        assert isinstance(event, Reserved), "the prefix itself computes nothing"
-        if not self._reserved.done():
-            self._reserved.set_result(event)
-
 
 async def send_prefix(served: ServedRequest) -> None:
     """Send the cached blocks that hold the beginning of the request's tokens to `ServedRequest.peer`. Nothing is
@@ -126,26 +123,21 @@ async def send_prefix(served: ServedRequest) -> None:
     resources, request = served.resources, served.request
     send = PrefixSend(served.attempt_id, served.peer, resources.layout, served.deadline_s)
     async with resources.kv.begin(send) as running:
-        resources.engine.send(PinPrefix(served.attempt_id, request.salt, request.token_ids))
+        resources.command(PinPrefix(served.attempt_id, request.salt, request.token_ids))
         await running.done
     served.outbox.output(served.attempt_id, TokenOutput(None, FinishReason.STOP))
 
 
-class PrefixSend:
-    """Sends the blocks that a `PinPrefix` finds to ``peer``, as a `worker.kv.KVHandoff`."""
+class PrefixSend(KVHandoff[None]):
+    """Sends the blocks that a `PinPrefix` finds to ``peer``."""
 
     def __init__(self, attempt_id: str, peer: KVPeer, layout: KVLayout, deadline_s: float) -> None:
-        self.attempt_id = attempt_id
+        super().__init__(attempt_id)
         self._peer, self._layout, self._deadline_s = peer, layout, deadline_s
-
-    def begin(self, ends: KVEnds) -> None:
-        """Wait for the engine to pin blocks."""
-        self._ends = ends
-        self._pinned: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Send the blocks, wait until the receiver has acknowledged them, and let the engine release them."""
-        sender, block_ids = self._ends.sender, (await self._pinned).block_ids
+        sender, block_ids = self._ends.sender, (await self._reserved).block_ids
         try:
             sender.push(self.attempt_id, self._peer, len(block_ids), self._deadline_s, partial=True)
             sender.send_blocks(self.attempt_id, 0, block_ids, self._layout.all_layers, last=True)
@@ -153,9 +145,3 @@ class PrefixSend:
         finally:
             await sender.abort(self.attempt_id)
             self._ends.command(Release(self.attempt_id))
-
-    def on_event(self, event: Reserved | Progress) -> None:
-        """Note the blocks that the engine has pinned."""
-        assert isinstance(event, Reserved), "a prefix that is sent is not computed"
-        if not self._pinned.done():
-            self._pinned.set_result(event)
