@@ -16,7 +16,7 @@ import sys
 import time
 
 from experiments.messages import Message, say
-from kv_transfer.transports.socket_proof import MAGIC
+from kv_transfer.transports.socket_transport import MAGIC
 
 BYTES = 4096
 OPENINGS = (b"", MAGIC, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n")

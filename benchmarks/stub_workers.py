@@ -90,12 +90,12 @@ class StubWorker:
         ]
         if links != self._links:
             self._links = links
-            self.beat_now()
+            self.request_heartbeat()
 
     def on_silence(self, registry_address: str) -> None:
         """Nothing depends on it."""
 
-    def beat_now(self) -> None:
+    def request_heartbeat(self) -> None:
         """Report at once."""
         for heartbeat in self._heartbeats:
             heartbeat.wake()

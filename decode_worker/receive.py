@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from engine.messages import Abort, KVReady, KVRole, Progress, Reserved
+from engine.messages import Abort, KVReady, KVRole
 from kv_transfer.receive_transfer import ReceivedKV
 from pdserve.core.errors import TransferRefused
 from pdserve.core.handoff import FirstToken, KVPeer
@@ -16,10 +15,9 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import TokenOutput
 from worker import messages
-from worker.kv import KVEnds
-from worker.prefix_fetch import send_prefix
+from worker.kv import KVHandoff
 from worker.request_table import Handler, ServedRequest, finish_reason
-from worker.run import run
+from worker.serving import run, send_prefix
 
 _FIRST_TOKENS = msgspec.msgpack.Decoder(FirstToken)
 
@@ -38,7 +36,7 @@ async def receive(served: ServedRequest) -> None:
     if kv.first_token.ends_here:
         output = TokenOutput(None, FinishReason.STOP, events, kv.received.proof)
         served.outbox.output(served.attempt_id, output)
-        resources.engine.send(Abort(served.attempt_id))  # the engine would continue after this token
+        resources.command(Abort(served.attempt_id))  # the engine would continue after this token
         return
     if served.tells_ready:
         ready = served.event(EventKind.DECODE_READY, kv.received.verified_s)
@@ -65,17 +63,12 @@ class HandedOver(NamedTuple):
     reserved_s: float
 
 
-class ReceiveHandoff:
-    """Receives one prompt's blocks from ``peer``, as a `worker.kv.KVHandoff`."""
+class ReceiveHandoff(KVHandoff[HandedOver]):
+    """Receives one prompt's blocks from ``peer``."""
 
     def __init__(self, attempt_id: str, peer: KVPeer, deadline_s: float, vocab_size: int) -> None:
-        self.attempt_id = attempt_id
+        super().__init__(attempt_id)
         self._peer, self._deadline_s, self._vocab_size = peer, deadline_s, vocab_size
-
-    def begin(self, ends: KVEnds) -> None:
-        """Wait for the engine to allocate blocks; no transfer begins before."""
-        self._ends = ends
-        self._reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> HandedOver:
         """Wait for room, announce it to the sender, and tell the engine when all blocks are verified."""
@@ -92,12 +85,6 @@ class ReceiveHandoff:
         # Also if token 1 ends the request: the blocks are verified, and the prefix cache may keep them.
         self._ends.command(KVReady(self.attempt_id, first_token.token_id))
         return HandedOver(received, first_token, reserved.reserved_s)
-
-    def on_event(self, event: Reserved | Progress) -> None:
-        """Note the blocks that the engine has allocated."""
-        assert isinstance(event, Reserved), "RECEIVE requests report no progress"
-        if not self._reserved.done():
-            self._reserved.set_result(event)
 
     def _first_token(self, trailer: bytes) -> FirstToken:
         """Token 1 from the trailer. TransferRefused if the trailer is malformed, or has no token of the model."""

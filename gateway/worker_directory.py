@@ -44,7 +44,7 @@ class WorkerDirectory:
         self._members, self._version = dict(members), version
         for worker in self._registry.workers:
             if not worker.lost and members.get(worker.worker_id, worker.role) is not worker.role:
-                worker.handle.beat_now()
+                worker.handle.request_heartbeat()
         return True
 
     def wanted_role(self, worker_id: str) -> tuple[Role | None, int]:
@@ -196,7 +196,7 @@ class WorkerDirectory:
         them."""
         for worker in self._registry.workers:
             if worker.role is Role.PREFILL and not worker.lost and self._missing_links(worker):
-                worker.handle.beat_now()
+                worker.handle.request_heartbeat()
 
     def _missing_links(self, prefill: RegisteredWorker) -> set[WorkerEpoch]:
         """The live decode workers of which a prefill worker has reported neither a link nor why there is none."""

@@ -15,13 +15,16 @@ streaming transport, the bytes follow the announcement.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kv_transfer.fetch import Fetch, Payload, staged
 from kv_transfer.memory import DeviceMemory, Memory
-from kv_transfer.strangers import Stranger
+from kv_transfer.pending_peers import PendingPeer
+from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
 
@@ -36,6 +39,34 @@ NOTHING = Payload(None, ())
 
 ENCRYPTED = ", encrypted (TLS)"
 """The note of links that use TLS."""
+
+
+def check_sizes(header: bytes, payload: Payload) -> int:
+    """The payload's bytes. ValueError if the payload or the header is too large for a message."""
+    size = payload.size
+    if size > MAX_PAYLOAD_BYTES or len(header) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a message of {len(header)} + {size} bytes; the limit is {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}"
+        )
+    return size
+
+
+class Tasks(set[asyncio.Task[None]]):
+    """The running tasks of an object, which ends them when it is closed."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task."""
+        task = asyncio.create_task(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+    async def aclose(self) -> None:
+        """Cancel all tasks, and wait until they have ended."""
+        tasks = list(self)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +99,7 @@ class KVLink(ABC):
         self.memory = memory
         self.on_closed: Callable[[KVLink], object] = lambda _: None
         """Called by `aclose`."""
-        self._stranger: Stranger | None = None
+        self._pending_peer: PendingPeer | None = None
 
     def hashes(self, configured: bool) -> bool:
         """Whether payloads are hashed on this link, where `transfer.checksum` is ``configured``. Both ends agree."""
@@ -94,18 +125,16 @@ class KVLink(ABC):
         """Return when nothing reads the payloads sent so far, or when the link is lost. Needs a task that receives.
         Unbounded: put a timeout around it, and `cut` the link when it expires."""
 
-    def strange(self, stranger: Stranger) -> None:
-        """Treat the peer of an accepted link as a stranger until `introduced`.
-
-        It may send one message of at most `strangers.MAX_HELLO_BYTES` without a payload. The link is cut when the time
-        to introduce itself is over."""
-        self._stranger, stranger.cut = stranger, self.cut
+    def set_pending(self, pending: PendingPeer) -> None:
+        """Limit what the peer of an accepted link may do until `introduced`: it may send one message of at most
+        `pending_peers.MAX_HELLO_BYTES` without a payload, and the link is cut when its time is over."""
+        self._pending_peer, pending.cut = pending, self.cut
 
     def introduced(self) -> None:
-        """Lift the limits on strangers: the peer has introduced itself. May be called twice."""
-        if self._stranger is not None:
-            self._stranger.leave()
-            self._stranger = None
+        """Lift the limits of `set_pending`: the peer has introduced itself. May be called twice."""
+        if self._pending_peer is not None:
+            self._pending_peer.leave()
+            self._pending_peer = None
 
     @abstractmethod
     def cut(self, why: str) -> None:
@@ -147,20 +176,33 @@ class KVTransport(ABC):
     note = ""
     """What users have to know about its links. It follows the reason for which a pair uses the transport."""
 
+    def __init__(self, memory: Memory, timeout_s: float = 10.0) -> None:
+        self._memory, self._timeout_s = memory, timeout_s
+        self.wrap: Callable[[KVLink], KVLink] = lambda link: link
+        """Applied to each new link."""
+        self._accepted: asyncio.Queue[KVLink | None] = asyncio.Queue()
+        self._links: set[KVLink] = set()
+        self._closed = False
+        self._num_unauthenticated = 0
+
     @property
-    @abstractmethod
-    def unproven(self) -> int:
+    def num_unauthenticated(self) -> int:
         """How many peers were refused because they did not prove that they know the service's secret."""
+        return self._num_unauthenticated
 
     @abstractmethod
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept links on ``host``, an address that peers can reach, and ``port`` (0: any free port; ignored by
         transports without ports). PeerLost if the address is not one of this host, or the port is taken."""
 
-    @abstractmethod
     async def accept(self) -> KVLink:
         """Wait for the next link that a peer opens, which has proven that it knows the service's secret. PeerLost when
         this transport is closed."""
+        link = None if self._closed else await self._accepted.get()
+        if link is None:
+            self._accepted.put_nowait(None)
+            raise PeerLost(f"this transport is closed ({self.name})")
+        return link
 
     @abstractmethod
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
@@ -171,6 +213,15 @@ class KVTransport(ABC):
         """The reason why `connect` cannot reach the endpoint, if that is known without trying."""
         return None
 
-    @abstractmethod
     async def aclose(self) -> None:
         """Stop listening and close every link. May be called twice."""
+        self._closed = True
+        self._accepted.put_nowait(None)
+        await asyncio.gather(*(link.aclose() for link in list(self._links)))
+
+    def _keep(self, link: KVLink) -> KVLink:
+        """Wrap a new link, and close it with this transport."""
+        link = self.wrap(link)
+        self._links.add(link)
+        link.on_closed = self._links.discard
+        return link

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
 
 from kv_transfer.base import KVTransport
-from kv_transfer.memory import DeviceMemory, HostMemory, Memory
-from kv_transfer.transports.shaped import SHAPEABLE, Shape, ShapedTransport
+from kv_transfer.memory import Memory
+from kv_transfer.transports.shaped import SHAPEABLE, Shape, ShapedLink
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
 from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
 
-TRANSPORTS = ("shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
+_CLASSES = {
+    "shm": ("unix_socket", "ShmTransport"),
+    "cuda_ipc": ("unix_socket", "CudaIpcTransport"),
+    "tcp": ("tcp", "TcpTransport"),
+    "grpc_stream": ("grpc_stream", "GrpcStreamTransport"),
+    "torch_dist": ("torch_dist", "TorchDistTransport"),
+    "nixl": ("nixl", "NixlTransport"),
+}
+TRANSPORTS = tuple(_CLASSES)
 
 
 def offered_transports(
@@ -61,18 +68,11 @@ def offered_transports(
     return (configured,)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The transport that a pair uses, the peer's endpoint for it, and the reason, in words."""
-
-    transport: KVTransport
-    endpoint: KVEndpoint
-    reason: str
-
-
-def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], peer: str) -> Choice:
-    """The first of ``transports`` (best first) with which ``peer`` listens and can be reached. ConfigError if there is
-    none."""
+def choose(
+    transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], peer: str
+) -> tuple[KVTransport, KVEndpoint, str]:
+    """The first of ``transports`` (best first) with which ``peer`` listens and can be reached, its endpoint, and the
+    reason in words. ConfigError if there is none."""
     against: list[str] = []
     for transport in transports:
         endpoint = next((each for each in endpoints if each.transport == transport.name), None)
@@ -81,7 +81,7 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
             best = "the fastest both ends have" if not against else f"not {'; not '.join(against)}"
             if len(transports) == 1:
                 best = "the only one that is configured or possible here"
-            return Choice(transport, endpoint, best + transport.note)
+            return transport, endpoint, best + transport.note
         against.append(f"{transport.name}: {obstacle}")
     offered = ", ".join(endpoint.transport for endpoint in endpoints)
     raise ConfigError(
@@ -103,37 +103,18 @@ def create_transport(
     pool lies in ``memory``. With ``tls``, links between hosts are encrypted, or refused by a transport that cannot.
     ``timeout_s`` bounds a send that makes no progress. ``shape``: that of its links, if they are to be shaped.
     ConfigError if the transport cannot be used here."""
+    on_device = memory.on_device
+    if name not in _CLASSES or name == ("shm" if on_device else "cuda_ipc"):
+        raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(TRANSPORTS)}")
+    if shape is not None or name == "torch_dist":
+        offered_transports(name, device="cuda" if on_device else "cpu", shaped=shape is not None)
+    module, kind = _CLASSES[name]  # imported here, because each transport needs its own libraries
+    make = getattr(import_module(f"kv_transfer.transports.{module}"), kind)
+    transport: KVTransport = make(memory, secret, tls=tls, timeout_s=timeout_s)
     if shape is not None:
-        offered_transports(name, device="cuda" if memory.on_device else "cpu", shaped=True)
-        return ShapedTransport(create_transport(name, memory, secret, tls=tls, timeout_s=timeout_s), shape)
-    # Imported here, because each transport needs its own libraries.
-    if name == "shm" and isinstance(memory, HostMemory):
-        from kv_transfer.transports.shm import ShmTransport
-
-        return ShmTransport(memory, secret, timeout_s=timeout_s)
-    if name == "cuda_ipc" and isinstance(memory, DeviceMemory):
-        from kv_transfer.transports.cuda_ipc import CudaIpcTransport, gpu_of
-
-        return CudaIpcTransport(memory, secret, gpu_of(memory), timeout_s=timeout_s)
-    if name == "tcp":
-        from kv_transfer.transports.tcp import TcpTransport
-
-        return TcpTransport(memory, secret, tls=tls, timeout_s=timeout_s)
-    if name == "grpc_stream":
-        from kv_transfer.transports.grpc_stream import GrpcStreamTransport
-
-        return GrpcStreamTransport(memory, secret, tls=tls, timeout_s=timeout_s)
-    if name == "torch_dist":
-        from kv_transfer.transports.torch_dist import TorchDistTransport
-
-        offered_transports(name, device="cuda" if memory.on_device else "cpu")
-        backend: Literal["nccl", "gloo"] = "nccl" if memory.on_device else "gloo"
-        return TorchDistTransport(memory, secret, backend=backend, tls=tls, timeout_s=timeout_s)
-    if name == "nixl":
-        from kv_transfer.transports.nixl import NixlTransport
-
-        return NixlTransport(memory, secret, tls=tls, timeout_s=timeout_s)
-    raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(TRANSPORTS)}")
+        transport.note += f", shaped in user space: {shape}"
+        transport.wrap = lambda link: ShapedLink(link, shape)
+    return transport
 
 
 def _backend_problem(backend: str) -> str | None:

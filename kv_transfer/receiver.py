@@ -13,11 +13,11 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from kv_transfer.base import KVLink, KVTransport, Message
+from kv_transfer.base import KVLink, KVTransport, Message, Tasks
 from kv_transfer.handshake import check_block_size, dismiss, greet, parse, sorted_eos
+from kv_transfer.pending_peers import INTRODUCTION_S
 from kv_transfer.pool import Pool
 from kv_transfer.protocol import (
     Abort,
@@ -32,9 +32,7 @@ from kv_transfer.protocol import (
     Refused,
     peer_error,
 )
-from kv_transfer.receive_link import ReceiveLink
-from kv_transfer.receive_transfer import ReceivedKV, ReceiveTransfer
-from kv_transfer.strangers import INTRODUCTION_S
+from kv_transfer.receive_transfer import ReceivedKV, ReceiveLink, ReceiveTransfer
 from kv_transfer.transfer import Lease, TransferEnded
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
@@ -78,13 +76,14 @@ class KVReceiver:
         self._by_nonce: dict[str, ReceiveTransfer] = {}
         self._links: dict[str, ReceiveLink] = {}  # by sender id: the newest
         self._refused: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def refused(self) -> Mapping[str, int]:
         """How many messages, and peers that did not know the service's secret, were refused, by `Reason`."""
-        unproven = sum(transport.unproven for transport in self._transports)
-        return {**self._refused, **({Reason.UNPROVEN: unproven} if unproven else {})}
+        return +Counter(
+            {**self._refused, Reason.UNPROVEN: sum(transport.num_unauthenticated for transport in self._transports)}
+        )
 
     async def start(self, host: str, port: int = 0) -> tuple[KVEndpoint, ...]:
         """Listen on ``host`` with every transport, and serve every link. The i-th transport uses ``port`` + i if it
@@ -94,7 +93,7 @@ class KVReceiver:
             await transport.listen(host, each) for transport, each in zip(self._transports, ports, strict=False)
         ]
         for transport in self._transports:
-            self._spawn(self._accept(transport))
+            self._tasks.spawn(self._accept(transport))
         return tuple(endpoints)
 
     def announce(
@@ -131,9 +130,9 @@ class KVReceiver:
         )
         self._by_attempt[attempt_id] = self._by_nonce[nonce] = transfer
         if (link := self._links.get(sender_id)) is not None:
-            self._spawn(link.tell(transfer.announcement))
+            self._tasks.spawn(link.tell(transfer.announcement))
         else:
-            self._spawn(self._await_link(transfer))
+            self._tasks.spawn(self._await_link(transfer))
 
     async def wait(self, attempt_id: str) -> ReceivedKV:
         """Wait until the transfer is complete. When this returns or raises, nothing writes into its blocks, and its
@@ -141,12 +140,10 @@ class KVReceiver:
 
         Raises TransferTimeout at the deadline or when the sender was silent for ``lease_s``, PeerLost, RequestAborted
         after `abort`, the error with which the sender aborted, or TransferEnded if there is no such transfer."""
-        transfer = self._find(attempt_id)
+        if (transfer := self._by_attempt.get(attempt_id)) is None:
+            raise TransferEnded(f"{attempt_id} is not expected")
         await transfer.ended()
-        if transfer.fetch is not None:
-            await transfer.fetch.at_rest()
-        if self._by_attempt.get(attempt_id) is transfer:  # removed only now: until then, `abort` has to find it
-            del self._by_attempt[attempt_id]
+        await self._release(transfer)
         return transfer.result()
 
     def hello(self, link: KVLink) -> Hello:
@@ -156,29 +153,24 @@ class KVReceiver:
     async def abort(self, attempt_id: str) -> None:
         """End a transfer and tell its sender. When this returns, nothing writes into its blocks. Does nothing if there
         is no such transfer."""
-        transfer = self._by_attempt.get(attempt_id)
-        if transfer is not None:
+        if (transfer := self._by_attempt.get(attempt_id)) is not None:
             self._fail(transfer, RequestAborted(f"the KV transfer of {attempt_id} was aborted by its receiver"))
-            if transfer.fetch is not None:
-                await transfer.fetch.at_rest()
-            if self._by_attempt.get(attempt_id) is transfer:
-                del self._by_attempt[attempt_id]
+            await self._release(transfer)
 
     async def aclose(self) -> None:
         """Fail all transfers with PeerLost, and close the links."""
         for transfer in list(self._by_nonce.values()):
             self._fail(transfer, PeerLost(f"the KV receiver of {self._worker_id} was closed"), tell=False)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.aclose()
 
     # --- links -------------------------------------------------------------------------------------------------------
 
     async def _accept(self, transport: KVTransport) -> None:
         with contextlib.suppress(PeerLost):
             while True:
-                self._spawn(self._serve(ReceiveLink(await transport.accept(), self._pool, self._checksum, self._clock)))
+                self._tasks.spawn(
+                    self._serve(ReceiveLink(await transport.accept(), self._pool, self._checksum, self._clock))
+                )
 
     async def _serve(self, link: ReceiveLink) -> None:
         """Handle a sender's messages until its link ends, and then fail its transfers."""
@@ -215,7 +207,7 @@ class KVReceiver:
         self._links[link.sender_id] = link
         for transfer in self._by_nonce.values():
             if transfer.sender_id == link.sender_id and transfer.source is None:
-                self._spawn(link.tell(transfer.announcement))
+                self._tasks.spawn(link.tell(transfer.announcement))
         return True
 
     def _on_lost(self, link: ReceiveLink, error: PdserveError) -> None:
@@ -323,17 +315,19 @@ class KVReceiver:
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
-    def _find(self, attempt_id: str) -> ReceiveTransfer:
-        if (transfer := self._by_attempt.get(attempt_id)) is None:
-            raise TransferEnded(f"{attempt_id} is not expected")
-        return transfer
+    async def _release(self, transfer: ReceiveTransfer) -> None:
+        """Wait until nothing writes into the blocks of an ended transfer. Until then, `abort` has to find it."""
+        if transfer.fetch is not None:
+            await transfer.fetch.at_rest()
+        if self._by_attempt.get(transfer.attempt_id) is transfer:
+            del self._by_attempt[transfer.attempt_id]
 
     def _fail(self, transfer: ReceiveTransfer, error: PdserveError, *, tell: bool = True) -> None:
         """End a transfer with ``error``, and tell the sender."""
         if not transfer.is_over:
             self._conclude(transfer, error)
             if tell and transfer.source is not None:
-                self._spawn(transfer.source.tell(Abort(transfer.nonce, *to_wire(error))))
+                self._tasks.spawn(transfer.source.tell(Abort(transfer.nonce, *to_wire(error))))
 
     def _conclude(self, transfer: ReceiveTransfer, outcome: ReceivedKV | PdserveError) -> None:
         """End a transfer: forget its nonce, and cancel its fetch."""
@@ -341,9 +335,3 @@ class KVReceiver:
         if transfer.fetch is not None:
             transfer.fetch.cancel()
         transfer.conclude(outcome)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task that `aclose` cancels."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

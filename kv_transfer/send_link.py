@@ -58,7 +58,7 @@ class SendLink:
     """A link to one receiver. Its transfers take turns, one message each; they fail when the link ends.
 
     While ``max_inflight_bytes`` or more are unacknowledged (at least four messages, where the link has a least size of
-    them), only control messages and resends are sent. ``share`` is the layout of the receiver's pool: only the KV heads
+    them), only control messages and resends are sent. ``shard`` is the layout of the receiver's pool: only the KV heads
     in it are sent. ``is_over`` tells whether an attempt has ended. ``announced`` are announcements that came during the
     handshake.
     """
@@ -71,7 +71,7 @@ class SendLink:
         link: KVLink,
         *,
         pool: Pool,
-        share: KVLayout,
+        shard: KVLayout,
         checksums: bool,
         max_inflight_bytes: int,
         clock: Clock,
@@ -82,7 +82,7 @@ class SendLink:
     ) -> None:
         self.about, self.worker_id, self.epoch, self.endpoint = about, about.worker_id, epoch, endpoint
         self.alive = True
-        self._link, self._pool, self._share, self._checksums, self._clock = link, pool, share, checksums, clock
+        self._link, self._pool, self._shard, self._checksums, self._clock = link, pool, shard, checksums, clock
         self._confirms = link.reads_late and not checksums
         self._max_inflight_bytes = max(max_inflight_bytes, _INFLIGHT_MESSAGES * link.least_message_bytes)
         self._inflight_bytes = 0
@@ -101,8 +101,7 @@ class SendLink:
 
     def add(self, transfer: SendTransfer) -> None:
         """Send a transfer over this link."""
-        transfer.settle, transfer.layout = lambda: self._settle(transfer), self._share
-        transfer.transport = self.about.transport
+        transfer.settle, transfer.layout = lambda: self._settle(transfer), self._shard
         transfer.message_bytes = max(transfer.message_bytes, self._link.least_message_bytes)
         # Messages are small on a slow link, because an abort waits for the one that is being written.
         if moved_bytes := round(self.about.ceiling_gbs * 1e9 * _MESSAGE_S):  # hand-offs have rated the link since
@@ -181,7 +180,7 @@ class SendLink:
         self._work.set()
 
     async def _run(self) -> None:
-        tasks = [asyncio.create_task(work) for work in (self._write(), self._read(), self._beat())]
+        tasks = [asyncio.create_task(work) for work in (self._write(), self._read(), self._send_heartbeats())]
         lost = PeerLost(f"the KV link to {self.worker_id} was closed here")
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -215,14 +214,14 @@ class SendLink:
                 self.advance(transfer)
 
     async def _send_part(self, transfer: SendTransfer) -> None:
-        part = transfer.next_part(self._clock.now())
+        part = transfer.next_part()
         trailer = transfer.trailer if part.last else b""
         if not part.resends:
             self._inflight_bytes += part.size
         transfer.idle.clear()
         try:
             started_s = time.perf_counter()
-            regions = self._pool.regions(part.block_ids, part.layers, self._share) if part.block_ids else []
+            regions = self._pool.regions(part.block_ids, part.layers, self._shard) if part.block_ids else []
             payload = await self._link.payload(regions)
             digest = checksum(payload.parts, trailer) if self._checksums else 0
             transfer.export_s += time.perf_counter() - started_s
@@ -291,7 +290,7 @@ class SendLink:
                     self.drop(transfer, None)  # the receiver has aborted it
                 self._conclude(transfer, peer_error(answer.kind, f"{self.worker_id}: {answer.message}"))
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / _HEARTBEATS_PER_LEASE)
             for transfer in self._transfers.values():

@@ -16,22 +16,6 @@ from pdserve.core.kv_layout import KVLayout
 _FIRST_MESSAGE_BYTES = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class SentKV:
-    """A transfer that the receiver has acknowledged in full.
-
-    ``bytes`` and ``messages`` do not include the ``retries``: messages that were sent again. ``export_ms`` is the time
-    for reading and hashing, ``span_ms`` the time from the first message to the last acknowledgement.
-    """
-
-    transport: str
-    bytes: int
-    messages: int
-    retries: int
-    export_ms: float
-    span_ms: float
-
-
 @dataclass(slots=True)
 class Part:
     """One message with ``size`` bytes of blocks. It is kept until it is acknowledged, for a resend."""
@@ -45,7 +29,7 @@ class Part:
     resends: int = 0
 
 
-class SendTransfer(Transfer[SentKV]):
+class SendTransfer(Transfer[None]):
     """One transfer. `add` queues blocks, and `next_part` takes them as messages. ``layout`` becomes the receiver's when
     the transfer gets its link. With ``partial``, the receiver may have announced more blocks than these, the first
     ones."""
@@ -71,7 +55,6 @@ class SendTransfer(Transfer[SentKV]):
         self.idle.set()
         self.trailer = b""
         self.export_s = 0.0
-        self.transport = ""
         self.settle: Callable[[], Awaitable[None]] | None = None
         """Waits until nothing reads the blocks of a failed transfer, here or at the receiver; None without a link."""
         self._pending: deque[tuple[int, int, range]] = deque()  # slot, block, layers
@@ -79,8 +62,7 @@ class SendTransfer(Transfer[SentKV]):
         self._unacknowledged: dict[int, Part] = {}
         self._num_skipped = 0
         self._closed = self._last_sent = False
-        self._seq = self._bytes = self._retries = 0
-        self._first_s: float | None = None
+        self._seq = 0
 
     def bind(self, nonce: str, num_blocks: int, num_skipped: int) -> None:
         """Apply the receiver's announcement. TransferRefused if it is for another number of blocks."""
@@ -116,10 +98,8 @@ class SendTransfer(Transfer[SentKV]):
             return False
         return bool(self._again or self._pending or (self._closed and not self._last_sent))
 
-    def next_part(self, now_s: float) -> Part:
+    def next_part(self) -> Part:
         """The next message, with as many adjacent slots as fit. Requires `ready`."""
-        if self._first_s is None:
-            self._first_s = now_s
         if self._again:
             return self._again.popleft()
         end = max(self.num_blocks, self._num_skipped)
@@ -136,11 +116,9 @@ class SendTransfer(Transfer[SentKV]):
             and self._pending[0][2] == layers
         ):
             block_ids.append(self._pending.popleft()[1])
-        size = len(block_ids) * piece_bytes
         self._seq += 1
-        self._bytes += size
         self._last_sent = self._closed and not self._pending
-        part = Part(self._seq, first_slot, tuple(block_ids), layers, size, self._last_sent)
+        part = Part(self._seq, first_slot, tuple(block_ids), layers, len(block_ids) * piece_bytes, self._last_sent)
         self._unacknowledged[part.seq] = part
         return part
 
@@ -170,11 +148,5 @@ class SendTransfer(Transfer[SentKV]):
         if part is None or part.resends == MAX_RESENDS:
             return False
         part.resends += 1
-        self._retries += 1
         self._again.append(part)
         return True
-
-    def sent(self, now_s: float) -> SentKV:
-        """The result of the transfer, whose last message was acknowledged at ``now_s``."""
-        span_ms = (now_s - (self._first_s or now_s)) * 1e3
-        return SentKV(self.transport, self._bytes, self._seq, self._retries, self.export_s * 1e3, span_ms)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from kv_transfer.base import KVTransport
-from kv_transfer.factory import Choice, choose
+from kv_transfer.base import KVTransport, Tasks
+from kv_transfer.factory import choose
 from kv_transfer.handshake import check_block_size, introduce, measure, sorted_eos
 from kv_transfer.pool import Pool
 from kv_transfer.protocol import Announce, Hello
 from kv_transfer.send_link import SendLink
-from kv_transfer.send_transfer import SendTransfer, SentKV
+from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.transfer import Lease, TransferEnded
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
@@ -58,7 +57,7 @@ class KVSender:
         self._peers: dict[str, SendLink] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
         self._transfers: dict[str, SendTransfer] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._over: dict[str, None] = {}  # ended attempts, the oldest first
 
     def links(self) -> tuple[PeerLink, ...]:
@@ -70,12 +69,12 @@ class KVSender:
         """Open a link to this incarnation of a worker, unless there is one. Raises LayoutMismatch, TransferRefused (the
         worker has another incarnation now), TransferTimeout, PeerLost, or ConfigError if no transport reaches the
         worker."""
-        choice = choose(self._transports, endpoints, worker_id)
+        transport, endpoint, reason = choose(self._transports, endpoints, worker_id)
         async with self._connecting.setdefault(worker_id, asyncio.Lock()):
             known = self._peer(worker_id, epoch)
-            if known is not None and known.endpoint == choice.endpoint:
+            if known is not None and known.endpoint == endpoint:
                 return
-            peer = await self._meet(worker_id, epoch, choice)
+            peer = await self._meet(worker_id, epoch, transport, endpoint, reason)
             old = self._peers.pop(worker_id, None)
             self._peers[worker_id] = peer
             if old is not None:
@@ -99,7 +98,7 @@ class KVSender:
         if (link := self._peer_of(transfer)) is not None:
             link.add(transfer)
         else:
-            self._spawn(self._bootstrap(transfer))
+            self._tasks.spawn(self._bootstrap(transfer))
 
     def send_blocks(
         self,
@@ -131,7 +130,7 @@ class KVSender:
         if (peer := self._peer_of(transfer)) is not None:
             peer.advance(transfer)
 
-    async def wait(self, attempt_id: str) -> SentKV:
+    async def wait(self, attempt_id: str) -> None:
         """Wait until the receiver has acknowledged everything. When this returns or raises, nothing reads the blocks.
 
         Raises TransferTimeout at the deadline or when the receiver was silent for ``lease_s``, PeerLost,
@@ -142,7 +141,7 @@ class KVSender:
         await self._idle(transfer)
         if self._transfers.get(attempt_id) is transfer:
             del self._transfers[attempt_id]
-        return transfer.result()
+        transfer.result()
 
     async def abort(self, attempt_id: str) -> None:
         """End a transfer and tell its receiver. When this returns, nothing reads its blocks. Does nothing if there is
@@ -156,10 +155,7 @@ class KVSender:
 
     async def aclose(self) -> None:
         """Fail all transfers with PeerLost, and close the links."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.aclose()
         await asyncio.gather(*(peer.aclose() for peer in self._peers.values()))
         self._peers.clear()
         for transfer in list(self._transfers.values()):
@@ -169,7 +165,7 @@ class KVSender:
         """Wait until nothing reads the transfer's blocks, at most `_IDLE_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
-                if transfer.settle is not None and not isinstance(transfer.outcome, SentKV):
+                if transfer.settle is not None and transfer.error is not None:
                     await transfer.settle()
                 await transfer.idle.wait()
         except TimeoutError:
@@ -187,11 +183,6 @@ class KVSender:
     def _peer_of(self, transfer: SendTransfer) -> SendLink | None:
         return self._peer(transfer.peer.worker_id, transfer.peer.epoch)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _bootstrap(self, transfer: SendTransfer) -> None:
         to = transfer.peer
         try:
@@ -204,26 +195,28 @@ class KVSender:
                 self._conclude(transfer, PeerLost(f"there is no KV link to {to.worker_id}"))
             else:
                 peer.add(transfer)
-                if isinstance(transfer.outcome, PdserveError):  # it has failed, and the receiver must be told
-                    peer.drop(transfer, transfer.outcome)
+                if transfer.error is not None:  # the receiver must be told
+                    peer.drop(transfer, transfer.error)
 
-    async def _meet(self, worker_id: str, epoch: str, choice: Choice) -> SendLink:
-        link = await choice.transport.connect(choice.endpoint, self._connect_timeout_s)
+    async def _meet(
+        self, worker_id: str, epoch: str, transport: KVTransport, endpoint: KVEndpoint, reason: str
+    ) -> SendLink:
+        link = await transport.connect(endpoint, self._connect_timeout_s)
         peer: SendLink | None = None
         announced: list[Announce] = []
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 checksums = link.hashes(self._checksums)
                 hello = Hello(self._worker_id, epoch, self._pool.layout, checksums, self._eos_token_ids)
-                share = await introduce(link, hello, worker_id)
+                shard = await introduce(link, hello, worker_id)
                 ceiling_gbs = await measure(link, self._pool, announced)
             peer = SendLink(
-                PeerLink(worker_id, choice.transport.name, choice.reason, ceiling_gbs),
+                PeerLink(worker_id, transport.name, reason, ceiling_gbs),
                 epoch,
-                choice.endpoint,
+                endpoint,
                 link,
                 pool=self._pool,
-                share=share,
+                shard=shard,
                 checksums=checksums,
                 max_inflight_bytes=self._max_inflight_bytes,
                 clock=self._clock,
@@ -245,6 +238,6 @@ class KVSender:
         self._over[transfer.attempt_id] = None
         while len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
-        transfer.conclude(transfer.sent(self._clock.now()) if error is None else error)
+        transfer.conclude(error)
         if (peer := self._peer_of(transfer)) is not None:
             peer.drop(transfer, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError
@@ -59,30 +59,35 @@ class Lease:
 
 
 class Transfer(Generic[T]):
-    """One transfer at one end. ``outcome`` is None until `conclude`, then the result (a ``T``) or an error."""
+    """One transfer at one end, whose result is a ``T``."""
 
     def __init__(self, attempt_id: str, lease: Lease) -> None:
         self.attempt_id, self.lease = attempt_id, lease
-        self.outcome: T | PdserveError | None = None
+        self.error: PdserveError | None = None
+        """Why it failed."""
+        self._result: T
         self._ended = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
-        """Whether there is an outcome."""
-        return self.outcome is not None
+        """Whether it has ended, with a result or an error."""
+        return self._ended.is_set()
 
     def conclude(self, outcome: T | PdserveError) -> None:
-        """Set the outcome, stop the lease, and let `ended` return."""
-        self.outcome = outcome
+        """Set the result or the error, stop the lease, and let `ended` return."""
+        if isinstance(outcome, PdserveError):
+            self.error = outcome
+        else:
+            self._result = outcome
         self.lease.cancel()
         self._ended.set()
 
     async def ended(self) -> None:
-        """Wait until there is an outcome."""
+        """Wait until it is over."""
         await self._ended.wait()
 
     def result(self) -> T:
         """Return the result, or raise the error."""
-        if isinstance(self.outcome, PdserveError):
-            raise self.outcome
-        return cast(T, self.outcome)
+        if self.error is not None:
+            raise self.error
+        return self._result

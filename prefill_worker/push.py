@@ -9,17 +9,14 @@ from collections.abc import Mapping
 import msgspec
 
 from engine.messages import KVRole, Progress, Release, Reserved
-from kv_transfer.send_transfer import SentKV
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
-from pdserve.core.sampling import FinishReason
 from worker import messages
-from worker.kv import KVEnds
-from worker.prefix_fetch import fetching, send_prefix
-from worker.request_table import Handler, ServedRequest, finish_reason
-from worker.run import run
+from worker.kv import KVEnds, KVHandoff
+from worker.request_table import Handler, ServedRequest
+from worker.serving import prefill, run, send_prefix
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +29,7 @@ async def push(served: ServedRequest) -> None:
     )
     async with resources.kv.begin(handoff) as running:
         running.done.add_done_callback(served.on_handoff_end)
-        async with fetching(served) as fetch:
-            served.submit(KVRole.PUSH)
-            first = await served.sampled()
-        ends_here = finish_reason(first.token) is FinishReason.STOP
-        served.tell(
-            first,
-            *served.prefill_events(first),
-            *fetch.events,
-            finish_reason=FinishReason.STOP if ends_here else None,
-            cached_tokens=first.token.cached_tokens,
-            prefix_fetch=fetch.outcome,
-        )
+        await prefill(served, KVRole.PUSH)
         try:
             await running.done
         except PdserveError as error:
@@ -51,12 +37,12 @@ async def push(served: ServedRequest) -> None:
             log.warning("%s: hand-off of request %s failed: %s", served.worker_id, served.attempt_id, error)
 
 
-class PushHandoff:
-    """Pushes one prompt's blocks to ``peer``, as a `worker.kv.KVHandoff`. With ``early``, full blocks are sent as soon
+class PushHandoff(KVHandoff[None]):
+    """Pushes one prompt's blocks to ``peer``. With ``early``, full blocks are sent as soon
     as they are computed, otherwise all blocks together with token 1."""
 
     def __init__(self, request: Request, peer: KVPeer, layout: KVLayout, deadline_s: float, *, early: bool) -> None:
-        self.attempt_id = request.attempt_id
+        super().__init__(request.attempt_id)
         self._peer, self._layout, self._deadline_s, self._early = peer, layout, deadline_s, early
         self._num_tokens = request.num_tokens
         self._num_blocks = layout.blocks_for(request.num_tokens)
@@ -69,11 +55,11 @@ class PushHandoff:
         self._ends = ends
         ends.sender.push(self.attempt_id, self._peer, self._num_blocks, self._deadline_s)
 
-    async def run(self) -> SentKV:
+    async def run(self) -> None:
         """Wait until the receiver has acknowledged all blocks, and let the engine release them."""
         sender = self._ends.sender
         try:
-            return await sender.wait(self.attempt_id)
+            await sender.wait(self.attempt_id)
         finally:
             await sender.abort(self.attempt_id)
             self._ends.command(Release(self.attempt_id))

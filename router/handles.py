@@ -63,7 +63,7 @@ class WorkerHandle(Protocol):
         """Drop the request in any state; its sink gets nothing more. Does not raise for an unknown request."""
         ...
 
-    def beat_now(self) -> None:
+    def request_heartbeat(self) -> None:
         """Ask the worker to send its next heartbeat at once, because the answer has changed. Never raises."""
         ...
 

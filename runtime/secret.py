@@ -37,7 +37,7 @@ class Side(StrEnum):
     LISTENING = "listening"
 
 
-class Unproven(Exception):
+class AuthenticationFailed(Exception):
     """The other end of a connection did not prove that it knows the service's secret, or has no certificate of the
     service where one is needed. Whoever owns the connection ends it, and raises an error of its own."""
 
@@ -108,10 +108,10 @@ class ServiceSecret:
         return hmac.digest(self._key, b"cached KV", "sha256")
 
     def verify(self, proof: bytes, purpose: str, side: Side, nonces: tuple[bytes, bytes], address: str) -> None:
-        """Return if ``proof`` is the one that ``side`` has to give, else raise `Unproven`. Takes the same time for all
-        proofs of one length."""
+        """Return if ``proof`` is the one that ``side`` has to give, else raise AuthenticationFailed. Takes the same
+        time for all proofs of one length."""
         if not hmac.compare_digest(proof, self.proof(purpose, side, nonces, address)):
-            raise Unproven
+            raise AuthenticationFailed
 
     def __repr__(self) -> str:
         return "ServiceSecret(…)"

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from runtime.limited_log import LimitedLog
-from runtime.secret import NONCE_BYTES, PROOF_BYTES, ServiceSecret, Side, Unproven, new_nonce
+from runtime.secret import NONCE_BYTES, PROOF_BYTES, AuthenticationFailed, ServiceSecret, Side, new_nonce
 
 MEET = "Meet"
 """The method of each service whose streams have to be proven."""
@@ -53,8 +53,8 @@ class StreamDialler:
         return ((_GREETING, self._greeting),)
 
     def answer(self, challenge: _Received) -> Metadata:
-        """The metadata of the stream, once the trailing metadata of `MEET` have come. `Unproven` if the listening end
-        does not know the secret."""
+        """The metadata of the stream, once the trailing metadata of `MEET` have come. AuthenticationFailed if the
+        listening end does not know the secret."""
         nonce, proof = _value(challenge, _NONCE, NONCE_BYTES), _value(challenge, _PROOF, PROOF_BYTES)
         nonces = self._greeting, nonce
         self._secret.verify(proof, self._purpose, Side.LISTENING, nonces, self._address)
@@ -74,14 +74,14 @@ class StreamListener:
         self._own_key = secrets.token_bytes(NONCE_BYTES)
         self._used: dict[bytes, float] = {}  # nonces of proven peers, and when they are too old by themselves
         self._lock = threading.Lock()
-        self._complaints = LimitedLog(_log)
+        self._rejections = LimitedLog(_log)
 
     def challenge(self, metadata: _Received, connection: str) -> Metadata:
-        """The trailing metadata that answer `MEET`. ``connection`` is gRPC's name of the peer. `Unproven` if the
-        greeting is missing or malformed."""
+        """The trailing metadata that answer `MEET`. ``connection`` is gRPC's name of the peer. AuthenticationFailed if
+        the greeting is missing or malformed."""
         try:
             greeting = _value(metadata, _GREETING, NONCE_BYTES)
-        except Unproven:
+        except AuthenticationFailed:
             self._refuse(connection)
             raise
         nonce = self._nonce(_stamp(), greeting, connection)
@@ -89,18 +89,18 @@ class StreamListener:
         return ((_NONCE, nonce), (_PROOF, proof))
 
     def verify(self, metadata: _Received, connection: str) -> None:
-        """Return if the metadata of a stream prove that the peer knows the secret; `Unproven` if not."""
+        """Return if the metadata of a stream prove that the peer knows the secret; AuthenticationFailed if not."""
         try:
             greeting, nonce = _value(metadata, _GREETING, NONCE_BYTES), _value(metadata, _NONCE, NONCE_BYTES)
             stamp = nonce[:_STAMP_BYTES]
             if not hmac.compare_digest(nonce, self._nonce(stamp, greeting, connection)):
-                raise Unproven
+                raise AuthenticationFailed
             age_s = time.monotonic() - int.from_bytes(stamp, "big") / 1e9
             proof = _value(metadata, _PROOF, PROOF_BYTES)
             self._secret.verify(proof, self._purpose, Side.DIALLING, (greeting, nonce), self.address)
             if age_s > VALID_S or not self._use(nonce):
-                raise Unproven
-        except Unproven:
+                raise AuthenticationFailed
+        except AuthenticationFailed:
             self._refuse(connection)
             raise
 
@@ -122,7 +122,7 @@ class StreamListener:
     def _refuse(self, connection: str) -> None:
         with self._lock:
             self.refused += 1
-        self._complaints.warning(
+        self._rejections.warning(
             f"{self._purpose} at {self.address}: {connection} was refused: it does not know the service's secret"
         )
 
@@ -132,8 +132,8 @@ def _stamp() -> bytes:
 
 
 def _value(metadata: _Received, key: str, size: int) -> bytes:
-    """The only value of ``key``, which must have ``size`` bytes; else `Unproven`."""
+    """The only value of ``key``, which must have ``size`` bytes; else AuthenticationFailed."""
     values = [value for name, value in metadata or () if name == key]
     if len(values) != 1 or not isinstance(values[0], bytes) or len(values[0]) != size:
-        raise Unproven
+        raise AuthenticationFailed
     return values[0]

@@ -113,7 +113,7 @@ class FakeWorker:
         self.cached_tokens = 0
         self.prefix_sources: list[PrefixSource | None] = []  # of all requests that it computed
         self.connected: set[str] = set()
-        self.on_beat_now: Callable[[], object] = lambda: None
+        self.on_request_heartbeat: Callable[[], object] = lambda: None
         self.change_output: Callable[[TokenOutput], TokenOutput] = lambda output: output
         self._time = clock or MonotonicClock()
         self._next_token = next_token
@@ -152,9 +152,9 @@ class FakeWorker:
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
-    def beat_now(self) -> None:
+    def request_heartbeat(self) -> None:
         """Tell the test."""
-        self.on_beat_now()
+        self.on_request_heartbeat()
 
     def push(self, request: Request, peer: KVPeer, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
         """One token; the peer then goes on, once it has room."""

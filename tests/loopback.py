@@ -6,10 +6,10 @@ import asyncio
 import itertools
 
 from kv_transfer import factory
-from kv_transfer.base import NOTHING, KVLink, KVTransport
+from kv_transfer.base import NOTHING, KVLink, KVTransport, check_sizes
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import Memory
-from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
+from kv_transfer.transports.inbox import InboxLink
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
@@ -29,47 +29,38 @@ _numbers = itertools.count(1)
 class LoopbackLink(InboxLink):
     """One end: it takes from its own inbox and puts into the peer's."""
 
-    def __init__(self, memory: Memory, inbox: Inbox, peer_inbox: Inbox, timeout_s: float) -> None:
-        super().__init__("loopback", memory, inbox)
-        self._peer_inbox, self._timeout_s = peer_inbox, timeout_s
+    peer: LoopbackLink
+
+    def __init__(self, memory: Memory, timeout_s: float) -> None:
+        super().__init__("loopback", memory)
+        self._timeout_s = timeout_s
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Copy the message into the peer's inbox."""
         check_sizes(header, payload)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._peer_inbox.put(Arrived(header, b"".join(payload.parts)))
+                await self.peer._put((header, b"".join(payload.parts)))
         except TimeoutError:
             raise TransferTimeout(f"the peer took nothing for {self._timeout_s} s (loopback)") from None
 
-    @property
-    def closed(self) -> bool:
-        """Whether either end was closed."""
-        return self._inbox.ended is not None
-
     def cut(self, why: str) -> None:
         """End both inboxes."""
-        self._peer_inbox.end(PeerLost(f"{why} (loopback)"))
-        self._inbox.end(PeerLost(f"{why} (loopback)"))
+        self.peer._end(PeerLost(f"{why} (loopback)"))
+        self._end(PeerLost(f"{why} (loopback)"))
 
     async def aclose(self) -> None:
         """End both inboxes; what the peer has not taken yet stays there for it."""
-        self._peer_inbox.end(PeerLost("the peer closed the link (loopback)"))
-        self._inbox.end(PeerLost("the link was closed here (loopback)"), discard=True)
+        self.peer._end(PeerLost("the peer closed the link (loopback)"))
+        self._end(PeerLost("the link was closed here (loopback)"), discard=True)
+        self.on_closed(self)
 
 
 class LoopbackTransport(KVTransport):
     """Finds its peers in a table of this process. ``timeout_s`` bounds one send."""
 
     name = "loopback"
-    unproven = 0
-
-    def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
-        self._memory, self._timeout_s = memory, timeout_s
-        self._address: str | None = None
-        self._accepted: asyncio.Queue[LoopbackLink | None] = asyncio.Queue()
-        self._links: list[LoopbackLink] = []
-        self._closed = False
+    _address = ""
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Enter the table under a name of its own; ``host`` is part of it."""
@@ -77,36 +68,20 @@ class LoopbackTransport(KVTransport):
         _listening[self._address] = self
         return KVEndpoint(self.name, self._address)
 
-    async def accept(self) -> KVLink:
-        """The next link a peer opened."""
-        link = None if self._closed else await self._accepted.get()
-        if link is None:
-            self._accepted.put_nowait(None)
-            raise PeerLost("this transport is closed (loopback)")
-        return link
-
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
         """Open a link; PeerLost at once if nobody listens under this name in this process."""
         peer = _listening.get(endpoint.address)
         if peer is None:
             raise PeerLost(f"nobody listens at {endpoint.address} in this process (loopback)")
-        here, there = Inbox(), Inbox()
-        link = LoopbackLink(self._memory, here, there, self._timeout_s)
-        accepted = LoopbackLink(peer._memory, there, here, peer._timeout_s)
-        for transport, end in ((self, link), (peer, accepted)):
-            transport._links = [*(other for other in transport._links if not other.closed), end]
-        peer._accepted.put_nowait(accepted)
-        return link
+        link, accepted = LoopbackLink(self._memory, self._timeout_s), LoopbackLink(peer._memory, peer._timeout_s)
+        link.peer, accepted.peer = accepted, link
+        peer._accepted.put_nowait(peer._keep(accepted))
+        return self._keep(link)
 
     async def aclose(self) -> None:
         """Leave the table and close every link."""
-        self._closed = True
-        if self._address is not None:
-            _listening.pop(self._address, None)
-        self._accepted.put_nowait(None)
-        for link in self._links:
-            await link.aclose()
-        self._links.clear()
+        _listening.pop(self._address, None)
+        await super().aclose()
 
 
 def create_transport(

@@ -16,7 +16,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_pings import ping_options
 from runtime.grpc_tls import open_aio_channel
 from runtime.plane_tls import PlaneTls
-from runtime.secret import ServiceSecret, Unproven
+from runtime.secret import AuthenticationFailed, ServiceSecret
 from runtime.stream_proof import MEET, StreamDialler, StreamListener
 
 MEET_TIMEOUT_S = 5.0
@@ -87,7 +87,7 @@ async def open_stream(
         if await call.code() is not grpc.StatusCode.OK:
             raise PdserveError(f"{address}: {await call.details()}")
         proof = dialler.answer(await call.trailing_metadata())
-    except Unproven as error:
+    except AuthenticationFailed as error:
         raise PdserveError(f"{address}: {error}") from None
     finally:
         call.cancel()
@@ -105,14 +105,14 @@ def proven_server(
     async def meet(_: AsyncIterator[bytes], context: Context) -> None:
         try:
             challenge = proofs.challenge(context.invocation_metadata(), context.peer())
-        except Unproven as error:
+        except AuthenticationFailed as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         context.set_trailing_metadata(challenge)
 
     async def serve_proven(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         try:
             proofs.verify(context.invocation_metadata(), context.peer())
-        except Unproven as error:
+        except AuthenticationFailed as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         async with contextlib.aclosing(serve(requests, context)) as answers:
             async for answer in answers:

@@ -25,12 +25,12 @@ from worker.messages import (
     MAX_CONTROL_BYTES,
     TO_GATEWAY,
     Abort,
-    BeatNow,
     Call,
     Ping,
     Push,
     Receive,
     Reply,
+    RequestHeartbeat,
     Run,
     SendPrefix,
     Work,
@@ -133,10 +133,10 @@ class WorkerClient:
         with contextlib.suppress(PdserveError):
             await self._call(Abort(self._next_id(), attempt_id), ABORT_TIMEOUT_S)
 
-    def beat_now(self) -> None:
+    def request_heartbeat(self) -> None:
         """Have the worker send its next heartbeat at once. Never raises."""
         with contextlib.suppress(WorkerLost):
-            self._send(encode(BeatNow()))
+            self._send(encode(RequestHeartbeat()))
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 

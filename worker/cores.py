@@ -45,26 +45,16 @@ class CoreHolder:
         return f"{self.worker_id} of the service on port {self.port} (process {self.pid}{user})"
 
 
-class CoreClaim:
-    """The claims of one worker, held until `close` or the end of the process."""
-
-    def __init__(self, sockets: Sequence[socket.socket]) -> None:
-        self._sockets = sockets
-
-    def close(self) -> None:
-        """Release the cores."""
-        for each in self._sockets:
-            each.close()
-
-
-def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple[WorkerSpec, CoreClaim]:
-    """Claim cores for the engine of ``spec``. Returns the spec with these cores, and the claim.
+def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple[WorkerSpec, contextlib.ExitStack]:
+    """Claim cores for the engine of ``spec``. Returns the spec with these cores, and the claims, which are held until
+    they are closed or the process ends.
 
     Takes cores from ``allowed`` (default: all that this process may use): first those without an engine, then those
     with the fewest. On a GPU, engines are not bound and no core is claimed. OSError if the host has no abstract
     sockets."""
+    held = contextlib.ExitStack()
     if spec.device != "cpu":
-        return spec, CoreClaim(())
+        return spec, held
     allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
     width = min(spec.config.cluster.cores_per_worker, len(allowed))
     engines = Counter(int(match[1]) for name in _names() if (match := _CLAIM.search(name)))
@@ -77,9 +67,10 @@ def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple
                     claims[core] = claim
         if len(claims) == width:
             break
-    announced = [_bind(_holder_name(spec, core)) for core in claims]
-    claimed = replace(spec, cores=tuple(sorted(claims)))
-    return claimed, CoreClaim([*claims.values(), *(each for each in announced if each is not None)])
+    for each in (*claims.values(), *(_bind(_holder_name(spec, core)) for core in claims)):
+        if each is not None:
+            held.enter_context(each)
+    return replace(spec, cores=tuple(sorted(claims))), held
 
 
 def core_holders() -> list[CoreHolder]:

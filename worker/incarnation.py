@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from itertools import islice
 from typing import Self
 
 from engine.messages import Ready
@@ -15,6 +16,7 @@ from engine.spec import EngineSpec
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.pool import Pool
 from kv_transfer.transports.shaped import Shape
+from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate, pack, unpack
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import LaunchError, PeerLost
@@ -25,7 +27,6 @@ from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
 from runtime.threads import in_thread
 from worker.addresses import resolve_interface
-from worker.cached_blocks import CachedBlocks
 from worker.kv import KVThread
 from worker.request_table import EngineResources
 from worker.spec import WorkerSpec
@@ -34,6 +35,50 @@ from worker.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+
+
+class CachedBlocks:
+    """The blocks in the prefix cache of one incarnation, and its last `MAX_UPDATE_BLOCKS` changes.
+
+    Positions number the changes from the start. A gateway says up to which position it knows them, so that nothing is
+    kept for each gateway.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, None] = {}  # in the order in which they came
+        self._changes: list[int] = []  # a hash, or ~hash if the block was removed
+        self._begins = 0  # position of the first of them
+
+    @property
+    def ends(self) -> int:
+        """The position after the last change."""
+        return self._begins + len(self._changes)
+
+    def change(self, added: bytes, removed: bytes) -> None:
+        """Note what the engine has reported (`engine.messages.CacheChanged`)."""
+        for block in unpack(removed):
+            if block in self._blocks:
+                del self._blocks[block]
+                self._changes.append(~block)
+        for block in unpack(added):
+            if block not in self._blocks:
+                self._blocks[block] = None
+                self._changes.append(block)
+        if len(self._changes) > 2 * MAX_UPDATE_BLOCKS:
+            surplus = len(self._changes) - MAX_UPDATE_BLOCKS
+            self._begins += surplus
+            del self._changes[:surplus]
+
+    def since(self, position: int) -> BlockUpdate:
+        """The changes from ``position`` on. A snapshot if it is `SNAPSHOT`, unknown, or too long ago: of a larger cache
+        it has the blocks that came last."""
+        if not self._begins <= position <= self.ends or self.ends - position > MAX_UPDATE_BLOCKS:
+            newest = islice(self._blocks, max(0, len(self._blocks) - MAX_UPDATE_BLOCKS), None)
+            return BlockUpdate(SNAPSHOT, self.ends, pack(newest))
+        last = {max(change, ~change): change >= 0 for change in self._changes[position - self._begins :]}
+        added = pack(block for block, is_cached in last.items() if is_cached)
+        removed = pack(block for block, is_cached in last.items() if not is_cached)
+        return BlockUpdate(position, self.ends, added, removed)
 
 
 class Incarnation:
@@ -56,7 +101,7 @@ class Incarnation:
         self.epoch = epoch
         self.kv_endpoints = kv_endpoints
         self.watchdog = watchdog
-        self.resources = EngineResources(engine, kv, ready.layout, ready.vocab_size, transfer)
+        self.resources = EngineResources(engine.send, kv, ready.layout, ready.vocab_size, transfer)
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
         self.cached_blocks = CachedBlocks()
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from engine.messages import Command, KVEvent, Progress, Reserved
 from engine.process.client import EngineClient, EventReader
@@ -30,60 +29,46 @@ from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-R_co = TypeVar("R_co", covariant=True)
 
 CLOSE_TIMEOUT_S = 60.0
 """Longer than all timeouts of the KV ends and their transports; only a bug can exceed it."""
 JOIN_TIMEOUT_S = 5.0
 
 
-class KVEnds:
-    """The resources of a hand-off, used on the KV loop only: both KV ends of the pool, their clock, and the engine's
-    commands."""
+class KVEnds(NamedTuple):
+    """The resources of a hand-off, used on the KV loop only: both KV ends of the pool, their clock, and ``command``,
+    which sends a command to the engine."""
 
-    def __init__(self, sender: KVSender, receiver: KVReceiver, engine: EngineClient, clock: Clock) -> None:
-        self.sender, self.receiver, self.clock = sender, receiver, clock
-        self._engine = engine
-
-    def command(self, command: Command) -> None:
-        """Send a command to the engine."""
-        self._engine.send(command)
+    sender: KVSender
+    receiver: KVReceiver
+    command: Callable[[Command], None]
+    clock: Clock
 
 
-class KVHandoff(Protocol[R_co]):
-    """One end of a request's hand-off. All methods run on the KV loop."""
+class KVHandoff(ABC, Generic[T]):
+    """One end of the hand-off of the attempt ``attempt_id``. All methods run on the KV loop."""
 
-    @property
-    def attempt_id(self) -> str:
-        """The id of the attempt."""
-        ...
+    _ends: KVEnds
+    _reserved: asyncio.Future[Reserved]
+    """The blocks that the engine has allocated or pinned."""
+
+    def __init__(self, attempt_id: str) -> None:
+        self.attempt_id = attempt_id
 
     def begin(self, ends: KVEnds) -> None:
         """Begin the hand-off. Called once, before any event."""
-        ...
+        self._ends, self._reserved = ends, asyncio.get_running_loop().create_future()
 
     def on_event(self, event: Reserved | Progress) -> None:
         """Handle an event of the engine about the request's blocks. Events come in order."""
-        ...
+        assert isinstance(event, Reserved), "only a pushed prompt reports progress"
+        if not self._reserved.done():
+            self._reserved.set_result(event)
 
-    async def run(self) -> R_co:
+    @abstractmethod
+    async def run(self) -> T:
         """Run the hand-off, and return its result. Nothing accesses its blocks after this has ended, in whichever
         way."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A hand-off on the KV loop. ``error`` replaces the result of its task."""
-
-    handoff: KVHandoff[Any]
-    task: asyncio.Task[Any]
-    error: PdserveError | None = None
-
-    def end(self) -> None:
-        """Cancel the task, unless it is being cancelled already and may be releasing resources."""
-        if not self.task.cancelling():
-            self.task.cancel()
 
 
 class RunningHandoff(Generic[T]):
@@ -91,16 +76,19 @@ class RunningHandoff(Generic[T]):
     its blocks. Cancellations do not shorten this wait; the last one is raised afterwards. The KV ends bound the wait,
     and it ends with the KV thread.
 
-    ``done`` has the result, or the PdserveError that ended the hand-off.
+    ``done`` has the result, or the PdserveError that ended the hand-off. On the KV loop, ``task`` runs the hand-off,
+    and ``error`` replaces the task's result.
     """
 
     def __init__(self, thread: KVThread, handoff: KVHandoff[T]) -> None:
         self.handoff = handoff
         self._thread = thread
-        loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[T] = loop.create_future()  # cancelling its awaiter cancels it
+        self._control = asyncio.get_running_loop()
+        self.done: asyncio.Future[T] = self._control.create_future()  # cancelling its awaiter cancels it
         self.done.add_done_callback(_mark_retrieved)
-        self._at_rest: asyncio.Future[None] = loop.create_future()
+        self._at_rest: asyncio.Future[None] = self._control.create_future()
+        self.task: asyncio.Task[T] | None = None
+        self.error: PdserveError | None = None
 
     async def __aenter__(self) -> RunningHandoff[T]:
         self._thread._open(self)
@@ -127,6 +115,16 @@ class RunningHandoff(Generic[T]):
         else:
             log.error("the KV hand-off of %s", self.handoff.attempt_id, exc_info=outcome)
             self.done.set_exception(from_wire(*to_wire(outcome)))
+
+    def tell(self, outcome: T | BaseException) -> None:
+        """Call `on_end` on the control loop."""
+        if not self._control.is_closed():
+            self._control.call_soon_threadsafe(self.on_end, outcome)
+
+    def cancel(self) -> None:
+        """Cancel the task, unless it is being cancelled already and may be releasing resources."""
+        if self.task is not None and not self.task.cancelling():
+            self.task.cancel()
 
 
 class KVThread:
@@ -169,12 +167,12 @@ class KVThread:
             connect_timeout_s=config.connect_timeout_s,
             eos_token_ids=eos_token_ids,
         )
-        self._ends = KVEnds(self._sender, self._receiver, engine, clock)
+        self._ends = KVEnds(self._sender, self._receiver, engine.send, clock)
         self._events: EventReader[KVEvent] = engine.take_kv_events()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, RunningHandoff[Any]] = {}
         self._open_handoffs: set[RunningHandoff[Any]] = set()  # of the control loop
         # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.
-        self._starting: dict[str, Callable[[], None]] = {}
+        self._starting: dict[str, RunningHandoff[Any]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"kv-{worker_id}", daemon=True)
 
@@ -218,7 +216,7 @@ class KVThread:
             raise _gone()
         attempt_id = running.handoff.attempt_id
         self._open_handoffs.add(running)
-        self._starting[attempt_id] = partial(self._start, running, asyncio.get_running_loop())
+        self._starting[attempt_id] = running
         self._loop.call_soon_threadsafe(self._begin_now, attempt_id)
 
     def _end(self, running: RunningHandoff[Any]) -> None:
@@ -268,35 +266,28 @@ class KVThread:
         return endpoints
 
     def _begin_now(self, attempt_id: str) -> None:
-        if (start := self._starting.pop(attempt_id, None)) is not None:
-            start()
-
-    def _start(self, opened: RunningHandoff[Any], control: asyncio.AbstractEventLoop) -> None:
-        handoff = opened.handoff
-        attempt_id = handoff.attempt_id
-
-        def tell(outcome: object) -> None:
-            if not control.is_closed():
-                control.call_soon_threadsafe(opened.on_end, outcome)
+        if (running := self._starting.pop(attempt_id, None)) is None:
+            return
 
         def ended(task: asyncio.Task[Any]) -> None:
             if self._running.get(attempt_id) is running:
                 del self._running[attempt_id]
             error = running.error or (_gone() if task.cancelled() else task.exception())
-            tell(error or task.result())
+            running.tell(error or task.result())
 
         try:
-            handoff.begin(self._ends)
+            running.handoff.begin(self._ends)
         except Exception as error:  # a bug; the request must not wait for its deadline
             log.exception("the hand-off of %s cannot begin", attempt_id)
-            tell(from_wire(*to_wire(error)))
+            running.tell(from_wire(*to_wire(error)))
             return
-        running = self._running[attempt_id] = _Running(handoff, self._loop.create_task(handoff.run()))
+        self._running[attempt_id] = running
+        running.task = self._loop.create_task(running.handoff.run())
         running.task.add_done_callback(ended)
 
     def _end_now(self, attempt_id: str) -> None:
         if (running := self._running.get(attempt_id)) is not None:
-            self._loop.call_soon(running.end)  # by then the task has begun, so that it can release its resources
+            self._loop.call_soon(running.cancel)  # by then the task has begun, so that it can release its resources
 
     def _on_event(self, event: KVEvent) -> None:
         if isinstance(event, Reserved):

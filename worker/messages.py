@@ -93,7 +93,7 @@ class Ping(Message, frozen=True):
     call_id: int
 
 
-class BeatNow(Message, frozen=True):
+class RequestHeartbeat(Message, frozen=True):
     """Asks for a heartbeat at once, because its answer will name new peers. There is no `Reply`."""
 
 
@@ -192,7 +192,7 @@ class MessageDecoder(Generic[M]):
             raise PdserveError(f"an unreadable message ({error}); gateway and worker differ in version") from None
 
 
-TO_WORKER: MessageDecoder[Work | Call | BeatNow] = MessageDecoder(Work | Call | BeatNow)  # type: ignore[arg-type]  # a union
+TO_WORKER: MessageDecoder[Work | Call | RequestHeartbeat] = MessageDecoder(Work | Call | RequestHeartbeat)  # type: ignore[arg-type]  # a union
 TO_GATEWAY: MessageDecoder[Reply | Outputs] = MessageDecoder(Reply | Outputs)  # type: ignore[arg-type]  # a union
 BEATS = MessageDecoder(Beat)
 BEAT_ANSWERS = MessageDecoder(BeatAnswer)

@@ -183,17 +183,14 @@ class WorkerProcess:
 
 class ActorBody:
     """The base class of both Ray actors: a `WorkerProcess` whose arguments and answers are plain values. ``secret`` is
-    the service's in hexadecimal, ``node`` Ray's address of this host."""
+    the service's in hexadecimal. ``handlers`` serve all kinds of requests, so that the worker can take the other role.
+    Ray itself is known to the actors only."""
 
-    def __init__(
-        self,
-        spec: dict[str, Any],
-        secret: str,
-        handlers: Mapping[type[messages.Work], Handler],
-        *,
-        node: str,
-        restarted: bool,
-    ) -> None:
+    ray: Any
+
+    def __init__(self, spec: dict[str, Any], secret: str, handlers: Mapping[type[messages.Work], Handler]) -> None:
+        node = self.ray.util.get_node_ip_address()
+        restarted = self.ray.get_runtime_context().was_current_actor_reconstructed
         parsed = WorkerSpec.from_wire(spec)
         parsed = replace(parsed, host=parsed.host or node, node=node)
         self._process = WorkerProcess(parsed, handlers, ServiceSecret.from_hex(secret), restarted=restarted)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from engine.messages import Abort, Command, Finished, KVRole, Rejected, Step, Submit, TokenOut
 from pdserve.core.config import TransferConfig
@@ -37,18 +37,11 @@ DEADLINE_GRACE_S = 1.0
 """Limit: time after its deadline that a request may stay on a worker. Then: its blocks are freed."""
 
 
-class Commands(Protocol):
-    """The part of an engine client that requests need."""
-
-    def send(self, command: Command) -> None:
-        """Send a command; ignored once the engine has ended."""
-        ...
-
-
 class EngineResources(NamedTuple):
-    """What all requests of one incarnation share."""
+    """What all requests of one incarnation share. ``command`` sends a command to the engine, which is ignored once the
+    engine has ended."""
 
-    engine: Commands
+    command: Callable[[Command], None]
     kv: KVThread
     layout: KVLayout
     vocab_size: int
@@ -117,7 +110,7 @@ class ServedRequest:
     def submit(self, kv_role: KVRole) -> None:
         """Submit the request to the engine."""
         prefix_tokens = 0 if self.prefix_source is None else self.prefix_source.num_tokens
-        self.resources.engine.send(Submit(self.request, kv_role, prefix_tokens))
+        self.resources.command(Submit(self.request, kv_role, prefix_tokens))
 
     async def sampled(self) -> Sampled:
         """Wait for the next token of this request. Raises the error that ends the request."""
@@ -244,7 +237,7 @@ class RequestTable:
             self._tell(served, from_wire(*to_wire(error)))
         finally:
             if not complete:
-                served.resources.engine.send(Abort(served.attempt_id))
+                served.resources.command(Abort(served.attempt_id))
             self._forget(served)
 
     def fail(self, served: ServedRequest, error: PdserveError) -> None:

@@ -26,11 +26,11 @@ from worker.messages import (
     MAX_CONTROL_BYTES,
     TO_WORKER,
     Abort,
-    BeatNow,
     Failure,
     Outputs,
     Ping,
     Reply,
+    RequestHeartbeat,
     Work,
     encode,
 )
@@ -96,7 +96,7 @@ class ControlledWorker(Protocol):
         """Abort all requests that came over a stream."""
         ...
 
-    def beat_now(self) -> None:
+    def request_heartbeat(self) -> None:
         """Report to all gateways at once."""
         ...
 
@@ -152,8 +152,8 @@ class ControlServer:
                 message = TO_WORKER.decode(data)
                 if isinstance(message, Ping):
                     outbox.reply(Reply(message.call_id, received_s, received_s))
-                elif isinstance(message, BeatNow):
-                    self._worker.beat_now()
+                elif isinstance(message, RequestHeartbeat):
+                    self._worker.request_heartbeat()
                 elif isinstance(message, Abort):
                     task = asyncio.create_task(self._abort(message, outbox, received_s))
                     tasks.add(task)

@@ -80,25 +80,17 @@ class Watchdog:
         """Seconds of silence since the engine last answered or computed, without those for which it waited for a CPU; 0
         while it owes nothing. NoSuchProcess once it has ended."""
         times = self._process.cpu_times()
-        cpu_s, threads = times.user + times.system, self._threads.look()
-        computes = not self._on_gpu and (cpu_s != self._cpu_s or threads.runnable)
+        cpu_s, (runnable, waited_s) = times.user + times.system, self._threads.look()
+        computes = not self._on_gpu and (cpu_s != self._cpu_s or runnable)
         self._cpu_s = cpu_s
         if computes or not self._owed:
             self.progressed()
             return 0.0
         now_s = self._clock.now()
         # What was waited before the last look may be known only now, and then corrects what was counted there.
-        self._silence_s = max(0.0, self._silence_s + now_s - self._counted_s - threads.waited_s)
+        self._silence_s = max(0.0, self._silence_s + now_s - self._counted_s - waited_s)
         self._counted_s = now_s
         return self._silence_s
-
-
-class _Look(NamedTuple):
-    """What the threads of a process do at a look. ``runnable``: one of them computes, or waits for a CPU. ``waited_s``:
-    the longest time in seconds for which one of them waited for a CPU, as far as the look before did not tell of it."""
-
-    runnable: bool
-    waited_s: float
 
 
 class _Thread(NamedTuple):
@@ -117,8 +109,9 @@ class _Threads:
         self._folder = Path("/proc", str(pid), "task")
         self._seen: dict[str, _Thread] = {}
 
-    def look(self) -> _Look:
-        """See what has happened since the last call. Without /proc, and at the end of the process, nothing is known."""
+    def look(self) -> tuple[bool, float]:
+        """Whether a thread computes or waits for a CPU, and the longest time in seconds for which one has waited, as
+        far as the last call did not tell of it. Without /proc, and at the end of the process, nothing is known."""
         seen: dict[str, _Thread] = {}
         runnable, longest_ns = False, 0
         for folder in self._listed():
@@ -139,7 +132,7 @@ class _Threads:
             runnable |= able_ns is not None
             longest_ns = max(longest_ns, waited_ns - before.waited_ns)
         self._seen = seen
-        return _Look(runnable, longest_ns / 1e9)
+        return runnable, longest_ns / 1e9
 
     def _listed(self) -> list[Path]:
         try:

@@ -152,10 +152,10 @@ class Worker:
         )
         self._set_token_budget(incarnation)
         kv = incarnation.kv
-        self._links = LinkKeeper(kv.connect, lambda: kv.links, self.beat_now)
+        self._links = LinkKeeper(kv.connect, lambda: kv.links, self.request_heartbeat)
         for heartbeat in self._heartbeats:
             heartbeat.start(self._tls)
-        self.beat_now()
+        self.request_heartbeat()
         if not self.started.done():
             self.started.set_result(self._info)
 
@@ -174,7 +174,7 @@ class Worker:
     def _on_silence(self, incarnation: Incarnation) -> None:
         """Report a change of the engine's silence. If the engine is silent, fail its requests now, before it is
         killed."""
-        self.beat_now()
+        self.request_heartbeat()
         if incarnation.watchdog.is_silent:
             self._table.fail_all(lambda: WorkerLost(f"the engine of worker {self.spec.worker_id} does not answer"))
 
@@ -187,7 +187,7 @@ class Worker:
         incarnation, self._incarnation = self._incarnation, None
         links, self._links = self._links, None
         if incarnation is not None:
-            self.beat_now()  # the gateways must not send more requests
+            self.request_heartbeat()  # the gateways must not send more requests
         try:
             if links is not None:
                 await links.aclose()
@@ -232,7 +232,7 @@ class Worker:
             self._info = replace(self._info, role=role, max_num_batched_tokens=tokens)
         if self._incarnation is not None:
             self._set_token_budget(self._incarnation)
-        self.beat_now()
+        self.request_heartbeat()
 
     def _set_token_budget(self, incarnation: Incarnation) -> None:
         incarnation.engine.send(SetTokenBudget(self.spec.token_budget_as(self._role)))
@@ -242,7 +242,7 @@ class Worker:
         if self._links is not None:
             self._links.forget(registry_address)
 
-    def beat_now(self) -> None:
+    def request_heartbeat(self) -> None:
         """Report to all gateways at once."""
         for heartbeat in self._heartbeats:
             heartbeat.wake()

@@ -10,18 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from kv_transfer.base import ENCRYPTED, MAX_HEADER_BYTES, KVLink, KVTransport
+from kv_transfer.base import ENCRYPTED, MAX_HEADER_BYTES, KVLink, KVTransport, Tasks
 from kv_transfer.memory import Memory
-from kv_transfer.strangers import INTRODUCTION_S, Strangers
-from kv_transfer.transports.grpc_frame import FRAME_BYTES
-from kv_transfer.transports.grpc_link import GrpcLink
+from kv_transfer.pending_peers import INTRODUCTION_S, HandshakeLimit
+from kv_transfer.transports.grpc_link import FRAME_BYTES, GrpcLink
 from pdserve.core.address import join_address
 from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from pdserve.core.grpc_pings import ping_options
 from pdserve.core.handoff import KVEndpoint
 from runtime.grpc_tls import add_port, open_channel
 from runtime.plane_tls import PlaneTls
-from runtime.secret import ServiceSecret, Unproven
+from runtime.secret import AuthenticationFailed, ServiceSecret
 from runtime.stream_proof import MEET, Metadata, StreamDialler, StreamListener
 from runtime.threads import in_thread
 
@@ -30,7 +29,7 @@ _PURPOSE = "kv grpc_stream"
 _HELLO = ("pdserve-kv", "1")
 _MAX_LINKS = 1024
 _MAX_STREAMS = 4  # per connection; a link needs one at a time
-_MAX_STRANGERS = 16  # fewer than elsewhere, because gRPC buffers a whole frame of each
+_MAX_PENDING_PEERS = 16  # fewer than elsewhere, because gRPC buffers a whole frame of each
 _KEEPALIVE_MS = 5_000
 _MAX_FRAME_BYTES = FRAME_BYTES + MAX_HEADER_BYTES + 8  # with the lengths
 _OPTIONS: list[tuple[str, int]] = [
@@ -46,7 +45,7 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 _SERVER_OPTIONS = [
     *_OPTIONS,
-    # A connection without a stream is closed after the same time as a stranger.
+    # A connection without a stream is closed after the same time as a pending peer's.
     ("grpc.server_handshake_timeout_ms", round(INTRODUCTION_S * 1e3)),
     ("grpc.max_connection_idle_ms", round(INTRODUCTION_S * 1e3)),
     ("grpc.max_concurrent_streams", _MAX_STREAMS),
@@ -64,21 +63,19 @@ class GrpcStreamTransport(KVTransport):
     def __init__(
         self, memory: Memory, secret: ServiceSecret, *, tls: PlaneTls | None = None, timeout_s: float = 10.0
     ) -> None:
-        self._memory, self._secret, self._tls, self._timeout_s = memory, secret, tls, timeout_s
+        super().__init__(memory, timeout_s)
+        self._secret, self._tls = secret, tls
         if tls is not None:
             self.note = ENCRYPTED
         self._proofs: StreamListener | None = None
         self._server: grpc.Server | None = None
         self._handlers: ThreadPoolExecutor | None = None
-        self._accepted: asyncio.Queue[GrpcLink | None] = asyncio.Queue()
-        self._links: set[GrpcLink] = set()
         self._channels: dict[GrpcLink, grpc.Channel] = {}
-        self._strangers = Strangers(self.name, _MAX_STRANGERS)
-        self._admitting: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._handshake_limit = HandshakeLimit(self.name, _MAX_PENDING_PEERS)
+        self._admitting = Tasks()
 
     @property
-    def unproven(self) -> int:
+    def num_unauthenticated(self) -> int:
         """How many calls were refused because their peers did not know the secret."""
         return 0 if self._proofs is None else self._proofs.refused
 
@@ -90,21 +87,21 @@ class GrpcStreamTransport(KVTransport):
         def meet(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             try:
                 context.set_trailing_metadata(proofs.challenge(context.invocation_metadata(), context.peer()))
-            except Unproven as error:
+            except AuthenticationFailed as error:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
             yield from ()
 
         def exchange(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             try:
                 proofs.verify(context.invocation_metadata(), context.peer())
-            except Unproven as error:
+            except AuthenticationFailed as error:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
             link = GrpcLink(self._memory, loop, context.peer(), self._timeout_s, self._forget)
             link.cancel = context.cancel
             if not context.add_callback(link.terminated):
                 return
             context.send_initial_metadata((_HELLO,))
-            link.post(self._arrived, link, frames)
+            link.post(lambda: self._admitting.spawn(self._admit(link, frames)))
             yield from link.outgoing()
             if link.refused:
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, link.refused)
@@ -124,14 +121,6 @@ class GrpcStreamTransport(KVTransport):
         self._server.start()
         return KVEndpoint(self.name, proofs.address)
 
-    async def accept(self) -> KVLink:
-        """Return the next link that a peer opened."""
-        link = None if self._closed else await self._accepted.get()
-        if link is None:
-            self._accepted.put_nowait(None)
-            raise PeerLost("this transport is closed (grpc_stream)")
-        return link
-
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
         """Exchange proofs, open a stream, and wait until the peer's handler has accepted it."""
         loop, opened = asyncio.get_running_loop(), asyncio.Event()
@@ -149,7 +138,6 @@ class GrpcStreamTransport(KVTransport):
         cancel: Callable[[], object] = call.cancel
         link.cancel = cancel
         call.add_callback(lambda: link.terminated(call.details() or "the peer closed the link"))
-        self._links.add(link)
         self._channels[link] = channel
 
         def read() -> None:
@@ -162,7 +150,7 @@ class GrpcStreamTransport(KVTransport):
         try:
             await asyncio.wait(waits, timeout=deadline_s - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             if opened.is_set():
-                return link
+                return self._keep(link)
             if (lost := link.ended) is not None:
                 raise lost
             raise TransferTimeout(f"{endpoint.address} did not answer within {timeout_s} s (grpc_stream)")
@@ -182,7 +170,7 @@ class GrpcStreamTransport(KVTransport):
             code = await in_thread("kv-grpc-meet", call.code)
             if code is grpc.StatusCode.OK:
                 return dialler.answer(call.trailing_metadata())
-        except Unproven as error:
+        except AuthenticationFailed as error:
             raise TransferRefused(f"no link to {address}: {error} (grpc_stream)") from None
         finally:
             call.cancel()
@@ -194,11 +182,8 @@ class GrpcStreamTransport(KVTransport):
     async def aclose(self) -> None:
         """Close the links and the server, and wait for the server's threads."""
         self._closed = True
-        self._accepted.put_nowait(None)
-        for task in self._admitting:
-            task.cancel()
-        await asyncio.gather(*self._admitting, return_exceptions=True)
-        await asyncio.gather(*(link.aclose() for link in self._links))
+        await self._admitting.aclose()
+        await super().aclose()
         server, handlers = self._server, self._handlers
         self._server = self._handlers = None
         if server is not None:
@@ -206,26 +191,19 @@ class GrpcStreamTransport(KVTransport):
         if handlers is not None:
             await in_thread("kv-grpc-stop", handlers.shutdown)
 
-    def _arrived(self, link: GrpcLink, frames: Iterator[bytes]) -> None:
-        task = asyncio.create_task(self._admit(link, frames))
-        self._admitting.add(task)
-        task.add_done_callback(self._admitting.discard)
-
     async def _admit(self, link: GrpcLink, frames: Iterator[bytes]) -> None:
-        """Read from a stream when there is room for another stranger."""
+        """Read from a stream when there is room for another pending peer."""
         try:
-            await self._strangers.room()
+            await self._handshake_limit.room()
         finally:
             admitted = not (self._closed or link.gone)
             if not admitted:
                 link.cancel()
         if admitted:
-            link.strange(self._strangers.enter())
-            self._links.add(link)
+            link.set_pending(self._handshake_limit.add())
             threading.Thread(target=link.read, args=(frames,), name="kv-grpc-read", daemon=True).start()
-            self._accepted.put_nowait(link)
+            self._accepted.put_nowait(self._keep(link))
 
     def _forget(self, link: GrpcLink) -> None:
-        self._links.discard(link)
         if (channel := self._channels.pop(link, None)) is not None:
             channel.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, KVLink, Message
-from kv_transfer.fetch import Fetch, Payload
+from kv_transfer.base import KVLink, Message
+from kv_transfer.fetch import Fetch
 from kv_transfer.memory import Memory
 from pdserve.core.errors import TransferError
 from pdserve.core.kv_layout import Region
@@ -17,19 +17,11 @@ if TYPE_CHECKING:
 
 Content: TypeAlias = "bytes | memoryview | torch.Tensor"
 """A payload that arrived whole, on the host or on a device (one dimension, uint8)."""
+Arrived: TypeAlias = "tuple[bytes, Content]"
+"""A received message: its header and its payload."""
 
 WINDOW_BYTES = 8 * 2**20
 """The limit on queued bytes in one direction of a link. One larger message may be queued alone."""
-
-
-def check_sizes(header: bytes, payload: Payload) -> int:
-    """The payload's bytes. ValueError if the payload or the header is too large for a message."""
-    size = payload.size
-    if size > MAX_PAYLOAD_BYTES or len(header) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"a message of {len(header)} + {size} bytes; the limit is {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}"
-        )
-    return size
 
 
 def again(error: TransferError) -> TransferError:
@@ -38,75 +30,33 @@ def again(error: TransferError) -> TransferError:
     return type(error)(*error.args)
 
 
-class Arrived(NamedTuple):
-    """A received message with its payload."""
-
-    header: bytes
-    payload: Content
-
-
-class Inbox:
-    """The received messages of one link, for one reading task. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._messages: deque[Arrived] = deque()
-        self._bytes = 0
-        self._changed = asyncio.Event()
-        self._room = asyncio.Event()
-        self.ended: TransferError | None = None
-
-    def push(self, message: Arrived) -> None:
-        """Add a message at once. Ignored after `end`."""
-        if self.ended is None:
-            self._messages.append(message)
-            self._bytes += len(message.payload)
-            self._changed.set()
-
-    async def put(self, message: Arrived) -> None:
-        """Add a message when there is room for it. Raises the error of `end`."""
-        while self.ended is None and self._bytes and self._bytes + len(message.payload) > WINDOW_BYTES:
-            self._room.clear()
-            await self._room.wait()
-        if self.ended is not None:
-            raise again(self.ended)
-        self.push(message)
-
-    async def get(self) -> Arrived:
-        """Wait for the next message. After the last one, raises the error of `end`."""
-        while not self._messages:
-            if self.ended is not None:
-                raise again(self.ended)
-            self._changed.clear()
-            await self._changed.wait()
-        message = self._messages.popleft()
-        self._bytes -= len(message.payload)
-        self._room.set()
-        return message
-
-    def end(self, error: TransferError, *, discard: bool = False) -> None:
-        """Take no more messages. The first ``error`` is kept; ``discard`` drops messages that were not read."""
-        if discard:
-            self._messages.clear()
-            self._bytes = 0
-        self.ended = self.ended or error
-        self._changed.set()
-        self._room.set()
-
-
 class InboxLink(KVLink):
-    """A link whose messages arrive whole in their own memory. `fetch` copies them."""
+    """A link whose messages arrive whole in their own memory. `fetch` copies them. Belongs to one event loop."""
 
-    def __init__(self, transport: str, memory: Memory, inbox: Inbox) -> None:
+    def __init__(self, transport: str, memory: Memory) -> None:
         super().__init__(memory)
         self.transport = transport
-        self._inbox = inbox
+        self.ended: TransferError | None = None
+        """The error with which the link ended."""
+        self._messages: deque[Arrived] = deque()
+        self._waiting_bytes = 0
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
         self._payload: Content = b""
 
     async def recv(self) -> Message:
-        """The next message."""
+        """The next message. After the last one, raises the error with which the link ended."""
         self._payload = b""
-        header, self._payload = await self._inbox.get()
-        return Message(header, len(self._payload))
+        while not self._messages:
+            if self.ended is not None:
+                raise again(self.ended)
+            self._arrived.clear()
+            await self._arrived.wait()
+        header, self._payload = self._messages.popleft()
+        size = len(self._payload)
+        self._waiting_bytes -= size
+        self._room.set()
+        return Message(header, size)
 
     async def _move(self, fetch: Fetch) -> None:
         """Copy the last message's payload."""
@@ -115,3 +65,28 @@ class InboxLink(KVLink):
             fetch.write(memoryview(payload))
         else:
             fetch.write_on_device(lambda region: payload[region.offset : sum(region)], [Region(0, len(payload))])
+
+    def _push(self, message: Arrived) -> None:
+        """Add a message at once. Ignored after `_end`."""
+        if self.ended is None:
+            self._messages.append(message)
+            self._waiting_bytes += len(message[1])
+            self._arrived.set()
+
+    async def _put(self, message: Arrived) -> None:
+        """Add a message when there is room for it. Raises the error of `_end`."""
+        while self.ended is None and self._waiting_bytes and self._waiting_bytes + len(message[1]) > WINDOW_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        if self.ended is not None:
+            raise again(self.ended)
+        self._push(message)
+
+    def _end(self, error: TransferError, *, discard: bool = False) -> None:
+        """Take no more messages. The first ``error`` is kept; ``discard`` drops messages that were not read."""
+        if discard:
+            self._messages.clear()
+            self._waiting_bytes = 0
+        self.ended = self.ended or error
+        self._arrived.set()
+        self._room.set()

@@ -25,10 +25,6 @@ _INSTALL = "pip install nixl, or '.[nixl]' in place of '.'"
 NAME_BYTES = 16
 
 
-class ReadFailed(Exception):
-    """A read has ended without success."""
-
-
 class RemoteMemory(NamedTuple):
     """A peer's registered memory: the name of its agent, the address in the peer's process, the size in bytes, and the
     index of the device in the peer's process (0 on the host)."""
@@ -90,7 +86,7 @@ class NixlAgent:
 
     def read(self, peer: RemoteMemory, pairs: Sequence[tuple[Region, Region]]) -> Any:
         """Begin to read regions of the peer's memory (the second of each pair) into regions of this memory (the first).
-        Returns a handle for `done`. PeerLost if the read cannot begin."""
+        Returns a handle for `state`. PeerLost if the read cannot begin."""
         assert self._memory is not None, "an agent without memory cannot read"
         base = self._memory.address
         local = [(base + ours.offset, ours.size, self._device) for ours, _ in pairs]
@@ -105,17 +101,14 @@ class NixlAgent:
 
         return self._guard("reading", begin)
 
-    def done(self, handle: Any) -> bool:
-        """Make progress, and return whether a read has ended. Its handle is then released. ReadFailed if it ended
-        without success, PeerLost if its state is unknown. Releasing the handle of a read in progress would not cancel
-        it."""
-        state = self._guard("reading", lambda: self._agent.check_xfer_state(handle))
-        if state == "PROC":
-            return False
-        self._guard("reading", lambda: self._agent.release_xfer_handle(handle))
-        if state != "DONE":
-            raise ReadFailed("reading the peer's memory failed")
-        return True
+    def state(self, handle: Any) -> str:
+        """Make progress, and return the state of a read: PROC while it is in progress, DONE at its end, another word
+        if it failed. After the end its handle is released. PeerLost if the state is unknown. Releasing the handle of a
+        read in progress would not cancel it."""
+        state: str = self._guard("reading", lambda: self._agent.check_xfer_state(handle))
+        if state != "PROC":
+            self._guard("reading", lambda: self._agent.release_xfer_handle(handle))
+        return state
 
     def progress(self) -> None:
         """Serve peers' reads for a moment, where no hardware does. PeerLost if that fails."""

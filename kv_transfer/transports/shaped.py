@@ -18,15 +18,13 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from kv_transfer.base import MAX_PAYLOAD_BYTES, NOTHING, KVLink, KVTransport, Message
+from kv_transfer.base import MAX_PAYLOAD_BYTES, NOTHING, KVLink, Message, check_sizes
 from kv_transfer.fetch import Fetch, Payload
-from kv_transfer.strangers import Stranger
-from kv_transfer.transports.inbox import again, check_sizes
+from kv_transfer.pending_peers import PendingPeer
+from kv_transfer.transports.inbox import again
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
-from pdserve.core.handoff import KVEndpoint
 
 SHAPEABLE = ("tcp", "grpc_stream", "torch_dist")
 """The transports whose payloads follow their announcement. One-sided ones read memory, past any shaper."""
@@ -76,60 +74,6 @@ class Shape:
         return f"{rate}round trip {self.round_trip_ms:g} ms"
 
 
-class ShapedTransport(KVTransport):
-    """``inner``, one of `SHAPEABLE` that does not move payloads from device to device, with all its links shaped."""
-
-    def __init__(self, inner: KVTransport, shape: Shape) -> None:
-        self.name = inner.name
-        self.note = f"{inner.note}, shaped in user space: {shape}"
-        self._inner, self._shape = inner, shape
-        self._links: set[KVLink] = set()
-
-    @property
-    def unproven(self) -> int:
-        """As the inner transport."""
-        return self._inner.unproven
-
-    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
-        """Listen with the inner transport."""
-        return await self._inner.listen(host, port)
-
-    async def accept(self) -> KVLink:
-        """Wait for the next link, and shape what this end sends over it."""
-        return self._shaped(await self._inner.accept())
-
-    async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """Open a link, and shape what this end sends over it."""
-        return self._shaped(await self._inner.connect(endpoint, timeout_s))
-
-    def obstacle(self, endpoint: KVEndpoint) -> str | None:
-        """As the inner transport."""
-        return self._inner.obstacle(endpoint)
-
-    async def aclose(self) -> None:
-        """Close the shaped links, then the inner transport."""
-        await asyncio.gather(*(link.aclose() for link in list(self._links)))
-        await self._inner.aclose()
-
-    def _shaped(self, inner: KVLink) -> KVLink:
-        link = ShapedLink(inner, self._shape)
-        self._links.add(link)
-        link.on_closed = self._links.discard
-        return link
-
-
-class _Held(NamedTuple):
-    """A message of the inner link that leaves at ``due_s`` of the loop's clock."""
-
-    due_s: float
-    header: bytes
-    payload: Payload
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.header) + self.payload.size
-
-
 class ShapedLink(KVLink):
     """A link whose messages leave ``inner`` later: see the module."""
 
@@ -138,7 +82,8 @@ class ShapedLink(KVLink):
         self.transport, self.reads_late = inner.transport, inner.reads_late
         self._inner, self._shape = inner, shape
         self._loop = asyncio.get_running_loop()
-        self._held: deque[_Held] = deque()
+        # Messages of the inner link, each with the time of the loop's clock when it leaves.
+        self._held: deque[tuple[float, bytes, Payload]] = deque()
         self._held_bytes = self._queued = self._delivered = 0
         self._most_held_bytes = _HELD_BYTES
         if shape.gbps is not None:
@@ -173,12 +118,12 @@ class ShapedLink(KVLink):
         await self._until(lambda: self._delivered >= queued)
         await self._inner.drained()
 
-    def strange(self, stranger: Stranger) -> None:
-        """Treat the peer of the inner link as a stranger."""
-        self._inner.strange(stranger)
+    def set_pending(self, pending: PendingPeer) -> None:
+        """Limit the peer of the inner link."""
+        self._inner.set_pending(pending)
 
     def introduced(self) -> None:
-        """Lift the limits on strangers."""
+        """Lift these limits."""
         self._inner.introduced()
 
     def cut(self, why: str) -> None:
@@ -210,7 +155,7 @@ class ShapedLink(KVLink):
         try:
             if self._lost is None and self._held and not self._closing:
                 self._closing = True
-                left_s = max(0.0, self._held[-1].due_s - self._loop.time())
+                left_s = max(0.0, self._held[-1][0] - self._loop.time())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, _CLOSE_S + self._shape.delay_s) + _CLOSE_S):
                         await self._until(lambda: not self._held)
@@ -245,7 +190,7 @@ class ShapedLink(KVLink):
     def _queue(self, header: bytes, payload: Payload) -> None:
         num_bytes = len(header) + payload.size
         self._free_s = max(self._free_s, self._loop.time()) + num_bytes / self._shape.bytes_per_s
-        self._held.append(_Held(self._free_s + self._shape.delay_s, header, payload))
+        self._held.append((self._free_s + self._shape.delay_s, header, payload))
         self._held_bytes += num_bytes
         self._queued += 1
         self._changed.set()
@@ -257,13 +202,13 @@ class ShapedLink(KVLink):
                 if not self._held:
                     await self._until(lambda: bool(self._held))
                     continue
-                next_one = self._held[0]
-                await self._wait_until_s(next_one.due_s - _EARLY_S)
+                due_s, header, payload = self._held[0]
+                await self._wait_until_s(due_s - _EARLY_S)
                 if self._held:  # the link may have been cut meanwhile, here and below
-                    await self._inner.send(next_one.header, next_one.payload)
+                    await self._inner.send(header, payload)
                 if self._held:
                     self._held.popleft()
-                    self._held_bytes -= next_one.num_bytes
+                    self._held_bytes -= len(header) + payload.size
                     self._delivered += 1
                     self._changed.set()
         except TransferError as error:

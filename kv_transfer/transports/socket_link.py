@@ -13,11 +13,10 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING, KVLink, Message
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING, KVLink, Message, check_sizes
 from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.memory import Memory
-from kv_transfer.strangers import MAX_HELLO_BYTES
-from kv_transfer.transports.inbox import check_sizes
+from kv_transfer.pending_peers import MAX_HELLO_BYTES
 from kv_transfer.transports.socket_stream import SocketStream
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.kv_layout import Region
@@ -137,7 +136,7 @@ class SocketLink(KVLink):
         """Close the socket."""
         self._closed = True
         try:
-            await self._stream.aclose(at_once=self._stranger is not None)
+            await self._stream.aclose(at_once=self._pending_peer is not None)
         finally:
             self._let_go()
             self._references = []
@@ -151,7 +150,7 @@ class SocketLink(KVLink):
             why = "which is too large"
         elif count > min(MAX_REFERENCES, size) or (count and not self._peer_size):
             why = f"in {count} references"
-        elif self._stranger is not None and (kind != _MESSAGE or header_size > MAX_HELLO_BYTES or size):
+        elif self._pending_peer is not None and (kind != _MESSAGE or header_size > MAX_HELLO_BYTES or size):
             why = "before its introduction"
         if why:
             raise self._stream.lose(f"the peer announced a message of {header_size} + {size} bytes, {why}")

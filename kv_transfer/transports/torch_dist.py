@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink
 from kv_transfer.memory import DeviceMemory, Memory
-from kv_transfer.strangers import INTRODUCTION_S, MAX_HELLO_BYTES, Strangers
+from kv_transfer.pending_peers import MAX_HELLO_BYTES
 from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.torch_link import FRAME, TorchDistLink
 from pdserve.core.errors import ConfigError
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
 _GREETING: dict[Backend, bytes] = {"gloo": b"PDG1", "nccl": b"PDN1"}
 _GREETING_BYTES = 4
 _READ_AHEAD = 64 * 2**10
-_MAX_STRANGERS = 16  # fewer than elsewhere: each has a thread that builds its groups
 _MAX_KEYS = 64  # of the store; a group has a few
 _LOOK_S = 0.1
-_NCCL_JOIN_S = 90.0  # `nccl.JOIN_S`, which importing would import torch
+_NCCL_JOIN_S = 90.0  # `torch_groups.JOIN_S`, which importing would import torch
 _GROUPS_MODULE = "kv_transfer.transports.torch_groups"
 
 
 class TorchDistTransport(TcpTransport):
-    """Listens on a TCP port. ``timeout_s`` bounds one send or receive of a payload. ``on_device`` defaults to whether
-    the backend is NCCL."""
+    """Listens on a TCP port. ``timeout_s`` bounds one send or receive of a payload. ``backend`` defaults to
+    NCCL for memory on a GPU, and ``on_device`` to whether the backend is NCCL."""
 
     name = "torch_dist"
     encrypts = False
+    max_pending_peers = 16  # fewer than elsewhere: each has a thread that builds its groups
 
     def __init__(
         self,
         memory: Memory,
         secret: ServiceSecret,
         *,
-        backend: Backend = "gloo",
+        backend: Backend | None = None,
         tls: PlaneTls | None = None,
         timeout_s: float = 10.0,
         on_device: bool | None = None,
     ) -> None:
         super().__init__(memory, secret, tls=tls, timeout_s=timeout_s)
-        self._backend: Backend = backend
-        self._on_device = backend == "nccl" if on_device is None else on_device
+        self._backend: Backend = backend or ("nccl" if memory.on_device else "gloo")
+        self._on_device = self._backend == "nccl" if on_device is None else on_device
         self._index = memory.index if isinstance(memory, DeviceMemory) else 0
-        self._greet_s = _NCCL_JOIN_S if backend == "nccl" else 0.0
+        self._greet_s = _NCCL_JOIN_S if self._backend == "nccl" else 0.0
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept connections. The groups of each link use ports that the system picks."""
@@ -70,9 +70,6 @@ class TorchDistTransport(TcpTransport):
         """Open a connection and join the groups. ConfigError if the peer uses another backend."""
         await _import_groups()
         return await super().connect(endpoint, timeout_s)
-
-    def _strangers(self) -> Strangers:
-        return Strangers(self.name, _MAX_STRANGERS, INTRODUCTION_S + self._greet_s)
 
     async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
         tune(connection)

@@ -1,16 +1,19 @@
 """The process groups of one link, and the store through which its two ends find each other: everything of the
 torch_dist transport that talks to torch. All of it blocks.
 
-The end that connected is rank 1, the one that listened is rank 0. There is one group per direction.
+The end that connected is rank 1, the one that listened is rank 0. There is one group per direction, because the
+operations of a group run one after another.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +22,9 @@ import torch.distributed
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import DeviceMemory, Memory
 from kv_transfer.transports.inbox import Content
-from kv_transfer.transports.nccl import JOIN_S, Communicators
+from runtime.cuda import Cuda, Stream
+from runtime.poison import ends_if_poisoned
+from runtime.torch_cuda import TorchCuda
 
 if TYPE_CHECKING:
     _Store: Any = object
@@ -30,13 +35,30 @@ Backend = Literal["gloo", "nccl"]
 _SPARE_BUFFERS = 2
 
 
-class Operation(Protocol):
-    """A send or receive that has begun."""
+JOIN_S = 90.0
+"""Time limit of connecting the communicators of a link. The first one of a process takes seconds; with
+NCCL_CUMEM_ENABLE, and GPUs that CUDA_VISIBLE_DEVICES hides, up to half a minute."""
 
-    def wait(self) -> Content:
-        """Wait until it has ended, and return the payload. RuntimeError if it failed, timed out (Gloo) or was
-        aborted."""
-        ...
+_DEFAULTS = {
+    # An operation that times out would end the whole process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Memory of cuMem makes the first operation of a process take 4 to 30 s where CUDA_VISIBLE_DEVICES hides GPUs.
+    "NCCL_CUMEM_ENABLE": "0",
+    # A connection attempt whose peer died cannot be aborted while it blocks.
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{JOIN_S:.0f}",
+    # After a failure the watchdog would wait to dump traces, and the monitor of another link's group end the process.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+_WATCHDOG_S = 3600.0
+"""When PyTorch's watchdog takes an operation for failed. The link does so earlier, and aborts the communicators."""
+
+_log = logging.getLogger(__name__)
+
+Operation: TypeAlias = Callable[[], Content]
+"""Waits for the end of a send or receive that has begun, and returns the payload. RuntimeError if it failed, timed out
+(Gloo) or was aborted."""
 
 
 class Groups(Protocol):
@@ -131,13 +153,25 @@ class GlooGroups:
 
     def send(self, gathered: torch.Tensor) -> Operation:
         work = self._group(self._rank).send([gathered], 1 - self._rank, self._rank)
-        return _GlooOperation(work, gathered, b"", self._sent)
+
+        def wait() -> Content:
+            work.wait()
+            if not self._on_device:
+                self._spare.append(gathered)
+            return b""
+
+        return wait
 
     def recv(self, size: int) -> Operation:
         tensor: torch.Tensor = torch.empty(size, dtype=torch.uint8)
-        content: memoryview = tensor.numpy().data
         work = self._group(1 - self._rank).recv([tensor], 1 - self._rank, 1 - self._rank)
-        return _GlooOperation(work, tensor, tensor if self._on_device else content)
+
+        def wait() -> Content:
+            work.wait()
+            content: memoryview = tensor.numpy().data
+            return tensor if self._on_device else content
+
+        return wait
 
     def abort(self) -> None:
         """Drop the groups. The sockets of each close with the last operation that has begun: when the peer closes its
@@ -156,10 +190,6 @@ class GlooGroups:
         buffer: torch.Tensor = spare.set_(spare.untyped_storage(), 0, (size,), (1,))
         return buffer
 
-    def _sent(self, gathered: torch.Tensor) -> None:
-        if not self._on_device:
-            self._spare.append(gathered)
-
     def _group(self, sender: int) -> Any:
         try:
             return self._by_sender[sender]
@@ -167,17 +197,104 @@ class GlooGroups:
             raise RuntimeError("the group was aborted") from None
 
 
-class _GlooOperation:
-    def __init__(
-        self, work: Any, tensor: torch.Tensor, content: Content, on_end: Callable[[torch.Tensor], object] | None = None
-    ) -> None:
-        self._work, self._tensor, self._content, self._on_end = work, tensor, content, on_end
+def set_defaults() -> None:
+    """Set NCCL's environment variables that the user has not set. Call it before the first communicator."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
-    def wait(self) -> Content:
-        self._work.wait()
-        if self._on_end is not None:
-            self._on_end(self._tensor)
-        return self._content
+
+class Communicators:
+    """NCCL communicators of rank ``rank`` (0 or 1) on GPU ``index``: see `Groups`.
+
+    They are connected when the link is, and not by the first payload, whose time would then count as the link's. All
+    operations run with the pool's GPU as the current one of their thread. An operation is enqueued on a stream, and an
+    event tells when the GPU has passed it, so that the next one follows without a gap.
+
+    ``store`` is a c10d store that both ends share, for as long as they use it. Nothing is connected before `connect`.
+    Whoever uses them bounds each operation, and ends it by `abort`. Payloads are gathered, sent and received on a
+    stream each, so that none of them waits for the others, nor for the copies of received payloads, which use the
+    default stream."""
+
+    fails_alone = False
+
+    def __init__(self, store: Any, rank: int, index: int, cuda: Cuda | None = None) -> None:
+        distributed: Any = torch.distributed
+        set_defaults()
+        self._cuda = cuda or TorchCuda()
+        self._rank, self._index, self._device = rank, index, self._cuda.init(index)
+        self._aborted = False
+        self._by_sender: list[Any] = []
+        for sender in range(2):
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = datetime.timedelta(seconds=_WATCHDOG_S)
+            options.config.blocking = 0
+            prefixed = distributed.PrefixStore(f"kv{sender}", store)
+            self._by_sender.append(distributed.ProcessGroupNCCL(prefixed, rank, 2, options))
+        self._gathering, self._sending, self._receiving = (self._cuda.stream(index) for _ in range(3))
+
+    def connect(self) -> None:
+        """Connect both communicators, and send one byte each way. RuntimeError if they fail or are aborted. Unbounded:
+        abort the groups when the time is over."""
+        with self._cuda.on(self._sending):
+            for group in self._by_sender:
+                group.eager_connect_single_device(self._device)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        begun = [(self.send(byte) if sender == self._rank else self.recv(1)) for sender in range(2)]
+        for operation in begun:
+            operation()
+
+    def gather(self, payload: Payload, memory: Memory) -> torch.Tensor:
+        """A contiguous copy of the payload. Returns when the GPU has copied it."""
+        assert isinstance(memory, DeviceMemory)
+        with ends_if_poisoned(), self._cuda.on(self._gathering):
+            gathered = torch.cat([memory.view(region) for region in payload.regions])
+            self._cuda.record(self._index).synchronize()
+        return gathered
+
+    def send(self, gathered: torch.Tensor) -> Operation:
+        """Enqueue a send. Does not wait for the peer."""
+        self._check()
+        with ends_if_poisoned(), self._cuda.on(self._sending):
+            self._by_sender[self._rank].send([gathered], 1 - self._rank, self._rank).wait()
+            return self._end_of(gathered, self._sending)
+
+    def recv(self, size: int) -> Operation:
+        """Enqueue a receive. Does not wait for the peer."""
+        self._check()
+        with ends_if_poisoned(), self._cuda.on(self._receiving):
+            tensor = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._by_sender[1 - self._rank].recv([tensor], 1 - self._rank, 1 - self._rank).wait()
+            return self._end_of(tensor, self._receiving)
+
+    def abort(self) -> None:
+        """Abort both communicators without waiting. Operations in progress raise RuntimeError."""
+        self._aborted = True
+        for group in self._by_sender:  # in threads: one abort may wait for the other's kernel
+            threading.Thread(target=_abort, args=(group,), name="kv-torch-abort", daemon=True).start()
+
+    def _end_of(self, tensor: torch.Tensor, stream: Stream) -> Operation:
+        """Wait until the GPU has passed what was enqueued on a stream, and return the tensor. RuntimeError if the
+        communicators were aborted: on the stream, an aborted operation looks complete."""
+        ended = self._cuda.record(self._index)
+
+        def wait() -> torch.Tensor:
+            with ends_if_poisoned(), self._cuda.on(stream):
+                ended.synchronize()
+            self._check()
+            return tensor
+
+        return wait
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise RuntimeError("the group was aborted")
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        _log.error("a communicator could not be aborted: %s (torch_dist)", error)
 
 
 class ExchangeStore(_Store):  # type: ignore[misc, unused-ignore]

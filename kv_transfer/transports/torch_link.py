@@ -13,15 +13,14 @@ import logging
 import struct
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING, check_sizes
 from kv_transfer.fetch import Fetch, Payload, settled
 from kv_transfer.memory import Memory
-from kv_transfer.strangers import MAX_HELLO_BYTES
-from kv_transfer.transports.inbox import Arrived, Content, Inbox, InboxLink, again, check_sizes
+from kv_transfer.pending_peers import MAX_HELLO_BYTES
+from kv_transfer.transports.inbox import Content, InboxLink, again
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -40,15 +39,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """Why a call in a thread failed. A raised error would keep the frames of its thread, and with them the group and
-    its sockets."""
-
-    why: str
-
-
-_Outcome: TypeAlias = "asyncio.Future[Content | _Failed]"
+_Outcome: TypeAlias = "asyncio.Future[Content | str]"
+"""The payload of an operation, or why it failed. A raised error would keep the frames of its thread, and with them the
+group and its sockets."""
 
 
 class _Lane:
@@ -60,7 +53,7 @@ class _Lane:
 
     async def begun(self) -> None:
         """Wait until all operations so far have begun."""
-        await asyncio.get_running_loop().run_in_executor(self._begins, _nothing)
+        await asyncio.get_running_loop().run_in_executor(self._begins, lambda: None)
 
     def operate(self, begin: Callable[[], Operation]) -> _Outcome:
         """Begin an operation, after those before it. The result is its payload."""
@@ -73,24 +66,20 @@ class _Lane:
         self._ends.shutdown(wait=False)
 
 
-def _outcome_of(function: Callable[[], T]) -> T | _Failed:
+def _outcome_of(function: Callable[[], T]) -> T | str:
     try:
         return function()
     except (RuntimeError, ValueError) as error:  # of a group, or of memory that is closed
-        return _Failed(str(error))
-
-
-def _nothing() -> None:
-    pass
+        return str(error)
 
 
 def _gather_and_send(groups: Groups, payload: Payload, memory: Memory) -> Operation:
     return groups.send(groups.gather(payload, memory))
 
 
-def _end_of(begun: Future[Operation | _Failed]) -> Content | _Failed:
+def _end_of(begun: Future[Operation | str]) -> Content | str:
     operation = begun.result()
-    return operation if isinstance(operation, _Failed) else _outcome_of(operation.wait)
+    return operation if isinstance(operation, str) else _outcome_of(operation)
 
 
 class TorchDistLink(InboxLink):
@@ -106,7 +95,7 @@ class TorchDistLink(InboxLink):
         *,
         on_device: bool,
     ) -> None:
-        super().__init__("torch_dist", memory, Inbox())
+        super().__init__("torch_dist", memory)
         self.on_device = on_device
         self.least_message_bytes = DEVICE_MESSAGE_BYTES if on_device else 0
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
@@ -126,11 +115,11 @@ class TorchDistLink(InboxLink):
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Announce the payload, and have it gathered and sent. Waits while `IN_FLIGHT` payloads are on their way."""
         size = check_sizes(header, payload)
-        while size and self._num_out >= IN_FLIGHT and self._inbox.ended is None:
+        while size and self._num_out >= IN_FLIGHT and self.ended is None:
             self._changed.clear()
             await self._changed.wait()
-        if self._inbox.ended is not None:
-            raise again(self._inbox.ended)
+        if self.ended is not None:
+            raise again(self.ended)
         if self._groups is None:
             raise PeerLost(f"{self._peer}: the link is down (torch_dist)")
         self._writer.write(FRAME.pack(len(header), size) + header)
@@ -150,7 +139,7 @@ class TorchDistLink(InboxLink):
 
     async def drained(self) -> None:
         """Wait until the payloads are gathered."""
-        if self._unsent and self._inbox.ended is None:
+        if self._unsent and self.ended is None:
             await self._out.begun()
 
     async def _move(self, fetch: Fetch) -> None:
@@ -169,10 +158,10 @@ class TorchDistLink(InboxLink):
         """Wait for payloads on their way, but not for long. Then close the connection and the groups, and let the
         threads end."""
         try:
-            if self._unsent and self._inbox.ended is None:
+            if self._unsent and self.ended is None:
                 await asyncio.wait(self._unsent, timeout=_CLOSE_S)
         finally:
-            self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
+            self._end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
             self._changed.set()
             self._writer.close()
             self._drop_groups()
@@ -197,7 +186,7 @@ class TorchDistLink(InboxLink):
                 if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
                     self._why = f"the peer announced {what}"
                     break
-                if self._stranger is not None and (number or header_size > MAX_HELLO_BYTES or size):
+                if self._pending_peer is not None and (number or header_size > MAX_HELLO_BYTES or size):
                     self._why = f"the peer announced {what}, before its introduction"
                     break
                 await self._announced.put((await self._reader.readexactly(header_size), size))
@@ -228,11 +217,11 @@ class TorchDistLink(InboxLink):
             header, received = arriving
             payload: Content | None = b""
             if received is not None:
-                payload = await self._end(received, "it did not arrive")
+                payload = await self._outcome(received, "it did not arrive")
             if payload is None:
                 return
             try:
-                await self._inbox.put(Arrived(header, payload))
+                await self._put((header, payload))
             except TransferError:
                 return  # closed here
             if received is not None:
@@ -241,11 +230,11 @@ class TorchDistLink(InboxLink):
         self._fail(self._why)
 
     async def _end_sends(self) -> None:
-        while await self._end(await self._sent.get(), "it was not received") is not None:
+        while await self._outcome(await self._sent.get(), "it was not received") is not None:
             self._num_out -= 1
             self._changed.set()
 
-    async def _end(self, operation: _Outcome, late: str) -> Content | None:
+    async def _outcome(self, operation: _Outcome, late: str) -> Content | None:
         """Wait for an operation, after those before it have ended. Returns its payload, or None if it has failed, and
         with it the link."""
         done, _ = await asyncio.wait([operation], timeout=self._timeout_s)
@@ -253,8 +242,8 @@ class TorchDistLink(InboxLink):
             self._fail(f"a payload timed out: {late} within {self._timeout_s} s")
             return None
         outcome = operation.result()
-        if isinstance(outcome, _Failed):
-            self._fail(self._why or outcome.why)
+        if isinstance(outcome, str):
+            self._fail(self._why or outcome)
             return None
         return outcome
 
@@ -264,7 +253,7 @@ class TorchDistLink(InboxLink):
         """End the link and its groups. The peer ends its own when the connection closes."""
         timed_out = "timed out" in str(why).lower()
         error = (TransferTimeout if timed_out else PeerLost)(f"{self._peer}: {why} (torch_dist)")
-        self._inbox.end(error)
+        self._end(error)
         self._changed.set()
         self._drop_groups()
         self._writer.close()
@@ -275,15 +264,11 @@ class TorchDistLink(InboxLink):
         if groups is not None:
             groups.abort()
             for sent in self._unsent:
-                _complain(sent, self._peer, self._timeout_s + _GRACE_S)
+                self._log_if_stuck(sent)
 
-
-def _complain(sent: _Outcome, peer: str, after_s: float) -> None:
-    """Log an error if a send does not end. NCCL ends it by the abort. Gloo ends it when the peer closes its group, or
-    by the group's timeout."""
-
-    def complain() -> None:
-        _log.error("a send to %s does not end; its thread stays (torch_dist)", peer)
-
-    complaint = asyncio.get_running_loop().call_later(after_s, complain)
-    sent.add_done_callback(lambda _: complaint.cancel())
+    def _log_if_stuck(self, sent: _Outcome) -> None:
+        """Log an error if a send does not end. NCCL ends it by the abort. Gloo ends it when the peer closes its group,
+        or by the group's timeout."""
+        why = "a send to %s does not end; its thread stays (torch_dist)"
+        timer = asyncio.get_running_loop().call_later(self._timeout_s + _GRACE_S, _log.error, why, self._peer)
+        sent.add_done_callback(lambda _: timer.cancel())

@@ -1,29 +1,43 @@
-"""What transports within one host share: the two ends meet at an abstract Unix socket and open each other's memory, and
-the receiver copies payloads out of the sender's memory. An abstract socket has no file and ends with its process.
-Processes of other users are refused."""
+"""Transports within one host: the two ends meet at an abstract Unix socket and open each other's memory, and the
+receiver copies payloads out of the sender's memory. An abstract socket has no file and ends with its process. Processes
+of other users are refused.
+
+- shm: the memory is a file, whose descriptor travels once over the socket;
+- cuda_ipc: the memory is on the GPU that both workers use, and its CUDA IPC handle travels once over the socket.
+"""
 
 from __future__ import annotations
 
+import array
+import asyncio
 import os
 import secrets
 import socket
 import struct
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgpack
 
 from kv_transfer.base import KVLink
 from kv_transfer.fetch import Fetch, Payload, settled
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from kv_transfer.transports.socket_link import MAX_REFERENCES, SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.socket_transport import SocketTransport
+from kv_transfer.transports.socket_transport import SocketTransport, read_exactly, ready
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
+from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
+from runtime.threads import in_thread
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+_SHM_GREETING = b"pdserve-kv/shm/1"
+_IPC_GREETING, _IPC_NAME = struct.Struct("<16sI"), b"pdserve-kv/ipc/1"  # the name, and the length of the handle
+_MAX_HANDLE_BYTES = 4096
 
 
 def host_id() -> str:
@@ -115,3 +129,82 @@ class SharingLink(SocketLink):
         memory."""
         for reference in references:
             fetch.write(memory.view(reference))
+
+
+class ShmTransport(UnixSocketTransport):
+    """For pools in memory files. ``tls`` is not needed within a host."""
+
+    name = "shm"
+
+    def __init__(
+        self, memory: HostMemory, secret: ServiceSecret, *, tls: PlaneTls | None = None, timeout_s: float = 10.0
+    ) -> None:
+        super().__init__(memory, secret, timeout_s=timeout_s)
+        self._fd = memory.fd
+
+    async def _share(self, connection: socket.socket) -> HostMemory:
+        # The peer gets a read-only descriptor: only the owner of a pool writes to it.
+        readable = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
+        try:
+            socket.send_fds(connection, [_SHM_GREETING], [readable])
+        finally:
+            os.close(readable)
+        await ready(connection)
+        greeting, ancillary, _, _ = connection.recvmsg(len(_SHM_GREETING), socket.CMSG_SPACE(4))
+        received = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+        try:
+            if greeting != _SHM_GREETING:
+                raise EOFError("the peer speaks another protocol" if greeting else "the peer closed the connection")
+            if not received:
+                raise EOFError("the peer shares no memory")
+            memory = HostMemory(received[0], writable=False)
+        finally:
+            for fd in received:
+                os.close(fd)
+        try:
+            await in_thread("kv-shm-touch", memory.touch)
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+
+
+class CudaIpcTransport(UnixSocketTransport):
+    """For pools on the GPU with the UUID ``gpu`` (default: that of the memory). ``opened`` opens a peer's handle.
+    ``tls`` is not needed within a host."""
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        secret: ServiceSecret,
+        gpu: str | None = None,
+        *,
+        tls: PlaneTls | None = None,
+        timeout_s: float = 10.0,
+        opened: Callable[[Sequence[Any]], DeviceMemory] | None = None,
+    ) -> None:
+        if gpu is None:
+            gpu = "" if memory.cuda is None else memory.cuda.uuid(memory.index)
+        super().__init__(memory, secret, gpu, timeout_s=timeout_s)
+        # The peer may see its GPU under another index; by its UUID it is the same as this end's.
+        self._opened = opened or (lambda handle: DeviceMemory.open(handle, memory.index, memory.cuda))
+        self._handle = memory.handle
+
+    async def _share(self, connection: socket.socket) -> DeviceMemory:
+        loop = asyncio.get_running_loop()
+        handle: bytes = msgpack.packb(self._handle)
+        await loop.sock_sendall(connection, _IPC_GREETING.pack(_IPC_NAME, len(handle)) + handle)
+        name, size = _IPC_GREETING.unpack(await read_exactly(connection, _IPC_GREETING.size))
+        if name != _IPC_NAME or size > _MAX_HANDLE_BYTES:
+            raise EOFError("the peer speaks another protocol")
+        theirs = await read_exactly(connection, size)
+        try:
+            unpacked = msgpack.unpackb(theirs)
+        except (ValueError, msgpack.UnpackException):
+            raise EOFError("the peer's handle is malformed") from None
+        return await in_thread("kv-ipc-open", lambda: self._opened(unpacked))

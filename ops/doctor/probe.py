@@ -201,16 +201,16 @@ class WorkerProbe:
         if self._pool is None or self._receiver is None:
             return Meeting(obstacle=Obstacle.NOT_TRIED, what=f"{self._spec.worker_id} has no KV end")
         try:
-            choice = choose(self._transports, endpoints, worker_id)
+            transport, endpoint, reason = choose(self._transports, endpoints, worker_id)
         except ConfigError as error:
             return Meeting(obstacle=Obstacle.NO_TRANSPORT, what=str(error))
-        met = Meeting(choice.transport.name, choice.endpoint.address, choice.reason)
+        met = Meeting(transport.name, endpoint.address, reason)
         try:
-            link = await choice.transport.connect(choice.endpoint, timeout_s)
+            link = await transport.connect(endpoint, timeout_s)
         except PdserveError as error:
             # Plain TCP tells more precisely what is wrong, if the transport has a TCP address.
-            address, obstacle = choice.endpoint.address, Obstacle.NONE
-            if choice.endpoint.transport in _BY_TCP:
+            address, obstacle = endpoint.address, Obstacle.NONE
+            if endpoint.transport in _BY_TCP:
                 obstacle = await in_thread("doctor-dial", lambda: dial(address, timeout_s))
             if obstacle is Obstacle.NONE:
                 obstacle = Obstacle.TIMED_OUT if isinstance(error, TransferTimeout) else Obstacle.BROKEN
@@ -226,7 +226,7 @@ class WorkerProbe:
         except TransferError as error:
             return replace(met, obstacle=Obstacle.BROKEN, what=str(error))
         except TimeoutError:
-            what = f"{worker_id} accepted a connection at {choice.endpoint.address} and then did not answer"
+            what = f"{worker_id} accepted a connection at {endpoint.address} and then did not answer"
             return replace(met, obstacle=Obstacle.TIMED_OUT, what=what)
         finally:
             await link.aclose()

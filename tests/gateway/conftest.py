@@ -100,7 +100,7 @@ class Service:
             self.beats.add(task)
             task.add_done_callback(self.beats.discard)
 
-        worker.on_beat_now = beat_at_once
+        worker.on_request_heartbeat = beat_at_once
         self.links[worker] = LinkKeeper(worker.connect_peer, worker.open_links, beat_at_once)
         return worker
 

@@ -155,7 +155,7 @@ async def test_a_link_that_opens_while_its_worker_is_being_connected_counts(
     await service.beat("p0")
     await service.until(lambda: prefill.connected)
     await settle()
-    prefill.on_beat_now = lambda: None
+    prefill.on_request_heartbeat = lambda: None
     opened.set()
     await service.gateway.wait_serving(30.0)
 
@@ -286,7 +286,7 @@ async def test_workers_get_the_role_that_the_service_wants(start_service: StartS
     members = {"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.PREFILL}
     asked: list[str] = []
     for name in members:
-        service.fleet[name].on_beat_now = functools.partial(asked.append, name)
+        service.fleet[name].on_request_heartbeat = functools.partial(asked.append, name)
     service.gateway.expect(members, version=2)
     assert asked == ["d1"]
     service.gateway.expect({name: Role.DECODE for name in members}, version=1)  # it was overtaken
@@ -305,7 +305,7 @@ async def test_workers_get_the_role_that_the_service_wants(start_service: StartS
     # The other way: the prefill workers are asked for a heartbeat, whose answer names it.
     asked.clear()
     service.infos["p0"] = replace(service.infos["p0"], role=Role.DECODE)
-    service.fleet["d1"].on_beat_now = functools.partial(asked.append, "d1")
+    service.fleet["d1"].on_request_heartbeat = functools.partial(asked.append, "d1")
     service.gateway.expect({**members, "p0": Role.DECODE}, version=3)
     await service.beat("p0")
     assert asked == ["p0", "d1"]

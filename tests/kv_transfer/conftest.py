@@ -13,6 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from kv_transfer.base import KVLink, KVTransport
+from kv_transfer.pool import Pool
+from kv_transfer.receive_transfer import ReceivedKV
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.shaped import Shape
@@ -57,18 +59,28 @@ class Ends:
         *,
         for_s: float = 10.0,
         receiver_for_s: float | None = None,
+        send: Sequence[int] | None = None,
     ) -> None:
-        """Begin a hand-off at both ends, into these blocks of the receiver, with a deadline in ``for_s``."""
-        self.push(name, len(block_ids), for_s=for_s)
+        """Begin a hand-off at both ends, into these blocks of the receiver, with a deadline in ``for_s``. With
+        ``send``, queue these blocks of the sender, which are all."""
+        self.push(name, len(block_ids), for_s=for_s, send=send)
         self.announce(name, block_ids, num_skipped, for_s=receiver_for_s or for_s)
 
     def announce(self, name: str, block_ids: Sequence[int], num_skipped: int = 0, *, for_s: float = 20.0) -> None:
         """Have the receiver announce a hand-off to the sender."""
         self.receiver.announce(name, "p", block_ids, num_skipped, self.in_s(for_s))
 
-    def push(self, name: str, num_blocks: int, *, for_s: float = 20.0) -> None:
+    def push(self, name: str, num_blocks: int, *, for_s: float = 20.0, send: Sequence[int] | None = None) -> None:
         """Have the sender begin a hand-off."""
         self.sender.push(name, self.peer, num_blocks, self.in_s(for_s))
+        if send is not None:
+            self.sender.send_blocks(name, 0, send, last=True)
+
+    async def both(self, name: str) -> ReceivedKV:
+        """Wait for a hand-off at both ends."""
+        async with asyncio.timeout(30):
+            received, _ = await asyncio.gather(self.receiver.wait(name), self.sender.wait(name))
+        return received
 
     def blocks_of(self, store: HostPool, ids: list[int]) -> bytes:
         """The content of blocks."""
@@ -76,6 +88,26 @@ class Ends:
 
 
 MakeEnds = Callable[..., Awaitable[Ends]]
+
+
+def sender_of(pool: Pool, *transports: KVTransport, **options: Any) -> KVSender:
+    """The sending end of worker "p" over this pool."""
+    defaults = {
+        "worker_id": "p",
+        "checksum": True,
+        "message_bytes": 2**20,
+        "max_inflight_bytes": 2**24,
+        "clock": MonotonicClock(),
+        "lease_s": 60.0,
+        "connect_timeout_s": 10.0,
+    }
+    return KVSender(pool, transports, **{**defaults, **options})
+
+
+def receiver_of(pool: Pool, *transports: KVTransport, **options: Any) -> DelayedReceiver:
+    """The receiving end of worker "d" over this pool."""
+    defaults = {"worker_id": "d", "epoch": "e1", "checksum": True, "clock": MonotonicClock(), "lease_s": 60.0}
+    return DelayedReceiver(pool, transports, **{**defaults, **options})
 
 
 @contextlib.asynccontextmanager
@@ -123,21 +155,13 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             receiving = receiving or create_transport(transport, target.memory, timeout_s=5.0, shape=shape)
             stack.push_async_callback(sending.aclose)
             stack.push_async_callback(receiving.aclose)
-            receiver = DelayedReceiver(
-                target,
-                [receiving],
-                worker_id="d",
-                epoch="e1",
-                checksum=checksum,
-                clock=clock,
-                lease_s=lease_s,
-                eos_token_ids=eos_token_ids,
+            receiver = receiver_of(
+                target, receiving, checksum=checksum, clock=clock, lease_s=lease_s, eos_token_ids=eos_token_ids
             )
             receiver.delay_s = delay_s
-            sender = KVSender(
+            sender = sender_of(
                 source,
-                [sending],
-                worker_id="p",
+                sending,
                 checksum=checksum if sender_checksum is None else sender_checksum,
                 message_bytes=message_bytes,
                 max_inflight_bytes=max_inflight_bytes,

@@ -32,27 +32,16 @@ class End:
         checksum: bool = True,
         epoch: str = "e1",
         lease_s: float = 5.0,
-        timeout_s: float = 5.0,
-        connect_timeout_s: float = 5.0,
         message_bytes: int = 8 * 2**20,
         max_inflight_bytes: int = 32 * 2**20,
         num_blocks: int = 256,
-        layout: Values | None = None,
     ) -> None:
-        options = {
-            "role": role,
-            "transports": transports,
-            "checksum": checksum,
-            "worker_id": "d",
-            "epoch": epoch,
-            "lease_s": lease_s,
-            "timeout_s": timeout_s,
-            "connect_timeout_s": connect_timeout_s,
-            "message_bytes": message_bytes,
-            "max_inflight_bytes": max_inflight_bytes,
-            "num_blocks": num_blocks,
-            "layout": layout or {},
-        }
+        end: Values = {"checksum": checksum, "lease_s": lease_s}
+        if role == "receiver":
+            end["epoch"] = epoch
+        else:
+            end |= {"connect_timeout_s": 5.0, "message_bytes": message_bytes, "max_inflight_bytes": max_inflight_bytes}
+        options = {"role": role, "transports": transports, "num_blocks": num_blocks, "end": end}
         self.role, self.epoch, self.num_blocks = role, epoch, num_blocks
         self._killed = False
         self._process = subprocess.Popen(

@@ -18,19 +18,18 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.base import KVTransport
 from kv_transfer.protocol import checksum
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, to_wire
-from pdserve.core.handoff import KVEndpoint, KVPeer
+from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
-from tests.host_pool import HostPool, changed
+from tests.host_pool import HostPool
+from tests.kv_transfer.conftest import receiver_of, sender_of
 from tests.kv_transfer.relay import known_as
 from tests.kv_transfer.status import status_of
 from tests.kv_transfer.tampering import TamperingTransport
 from tests.loopback import create_transport
-from tests.planted.kv_receiver import DelayedReceiver
 
 LAYOUT = KVLayout.uniform(
     "model", "float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64
@@ -46,14 +45,14 @@ class SlowStore(HostPool):
     landing_mark = ""
 
     def regions(
-        self, block_ids: Sequence[int], layers: range | None = None, share: KVLayout | None = None
+        self, block_ids: Sequence[int], layers: range | None = None, shard: KVLayout | None = None
     ) -> list[Region]:
         """Where the blocks lie, after a while."""
         if self.landing_mark:
             Path(self.landing_mark).touch()
             self.landing_mark = ""
         time.sleep(self.landing_s)
-        return super().regions(block_ids, layers, share)
+        return super().regions(block_ids, layers, shard)
 
 
 class Pool:
@@ -100,13 +99,9 @@ class End:
 
     def __init__(self, options: Values, pattern: int) -> None:
         self.clock = MonotonicClock()
-        self.store = SlowStore(changed(LAYOUT, **options["layout"]), options["num_blocks"])
+        self.store = SlowStore(LAYOUT, options["num_blocks"])
         self.pool = Pool(self.store, pattern)
-        self.options = options
-        self.inner = {
-            name: create_transport(name, self.store.memory, timeout_s=options["timeout_s"])
-            for name in options["transports"]
-        }
+        self.inner = {name: create_transport(name, self.store.memory, timeout_s=5.0) for name in options["transports"]}
         self.blocks: dict[str, list[int]] = {}
         self.deadlines: dict[str, float] = {}
         self.skipped: dict[str, int] = {}
@@ -171,15 +166,7 @@ class ReceivingEnd(End):
 
     def __init__(self, options: Values) -> None:
         super().__init__(options, 0xA5)
-        self.receiver = DelayedReceiver(
-            self.store,
-            list(self.inner.values()),
-            worker_id=options["worker_id"],
-            epoch=options["epoch"],
-            checksum=options["checksum"],
-            clock=self.clock,
-            lease_s=options["lease_s"],
-        )
+        self.receiver = receiver_of(self.store, *self.inner.values(), clock=self.clock, **options["end"])
 
     async def start_up(self) -> Values:
         """Listen."""
@@ -230,37 +217,11 @@ class SendingEnd(End):
     def __init__(self, options: Values) -> None:
         super().__init__(options, 0x5A)
         self.tampering = {name: TamperingTransport(transport) for name, transport in self.inner.items()}
-        self.senders = {name: self.sender(transport, self.store) for name, transport in self.tampering.items()}
+        self.senders = {
+            name: sender_of(self.store, transport, worker_id=f"p-{name}", clock=self.clock, **options["end"])
+            for name, transport in self.tampering.items()
+        }
         self.by_request: dict[str, KVSender] = {}
-
-    def sender(self, transport: KVTransport, store: HostPool) -> KVSender:
-        """One over this transport."""
-        return KVSender(
-            store,
-            [transport],
-            worker_id=f"p-{transport.name}",
-            checksum=self.options["checksum"],
-            message_bytes=self.options["message_bytes"],
-            max_inflight_bytes=self.options["max_inflight_bytes"],
-            clock=self.clock,
-            lease_s=self.options["lease_s"],
-            connect_timeout_s=self.options["connect_timeout_s"],
-        )
-
-    async def connect(
-        self, transport: str, worker_id: str, epoch: str, address: str, layout: Values | None = None
-    ) -> Values:
-        """Have a link; with ``layout``, as another worker whose pool differs in this."""
-        sender, endpoints = self.senders[transport], [KVEndpoint(transport, address)]
-        if layout is None:
-            await sender.connect(worker_id, epoch, endpoints)
-            return {}
-        stranger = self.sender(self.tampering[transport], HostPool(changed(LAYOUT, **layout), 2))
-        try:
-            await stranger.connect(worker_id, epoch, endpoints)
-        finally:
-            await stranger.aclose()
-        return {}
 
     async def unlink(self, transport: str) -> Values:
         """Close the links."""
@@ -338,15 +299,13 @@ def _plain(outcome: Any) -> Values:
     """What a hand-off's account says."""
     if outcome is None:
         return {}
-    if hasattr(outcome, "proof"):
-        proof = outcome.proof
-        return {
-            "bytes": proof.kv_bytes,
-            "retried": proof.kv_bytes_retried,
-            "messages": proof.messages,
-            "trailer": outcome.trailer.decode(),
-        }
-    return {"bytes": outcome.bytes, "messages": outcome.messages, "retries": outcome.retries}
+    proof = outcome.proof
+    return {
+        "bytes": proof.kv_bytes,
+        "retried": proof.kv_bytes_retried,
+        "messages": proof.messages,
+        "trailer": outcome.trailer.decode(),
+    }
 
 
 def _cut(link: Any) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from kv_transfer.receive_transfer import ReceiveTransfer
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from pdserve.core.errors import PdserveError
+from kv_transfer.transfer import TransferEnded
 
 
 class Status(StrEnum):
@@ -22,10 +22,13 @@ class Status(StrEnum):
 
 def status_of(end: KVSender | KVReceiver, attempt_id: str) -> Status:
     """The status of a transfer; TransferEnded once ``wait`` or ``abort`` has returned."""
-    transfer = end._find(attempt_id)
-    if transfer.outcome is not None:
-        return Status.FAILED if isinstance(transfer.outcome, PdserveError) else Status.SUCCESS
-    if transfer._first_s is not None:
-        return Status.TRANSFERRING
-    known = transfer.source if isinstance(transfer, ReceiveTransfer) else transfer.settle
-    return Status.BOOTSTRAPPING if known is None else Status.WAITING
+    transfers = end._transfers if isinstance(end, KVSender) else end._by_attempt
+    if (transfer := transfers.get(attempt_id)) is None:
+        raise TransferEnded(f"{attempt_id} is not {'being sent' if isinstance(end, KVSender) else 'expected'}")
+    if transfer.is_over:
+        return Status.SUCCESS if transfer.error is None else Status.FAILED
+    if isinstance(transfer, ReceiveTransfer):
+        begun, known = transfer._first_s is not None, transfer.source is not None
+    else:
+        begun, known = transfer.has_sent, transfer.settle is not None
+    return Status.TRANSFERRING if begun else Status.WAITING if known else Status.BOOTSTRAPPING

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.transports.nccl import Communicators
+from kv_transfer.transports.torch_groups import Communicators
 from tests.strict_cuda import CudaMisuse
 from tests.strict_streams import StrictStream, current_stream
 

@@ -31,9 +31,9 @@ class TamperingTransport(KVTransport):
         self._transport = transport
 
     @property
-    def unproven(self) -> int:
+    def num_unauthenticated(self) -> int:
         """As it is."""
-        return self._transport.unproven
+        return self._transport.num_unauthenticated
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """As it is."""

@@ -108,13 +108,9 @@ ATTACKS: dict[str, tuple[str, Callable[[Announce], tuple[Blocks, bytes]]]] = {
     "another request's id": ("wrong_request", lambda d: (blocks(d, 2, 2, ONE, attempt_id="other"), ONE)),
     "a message twice": ("duplicate", lambda d: (blocks(d, 1, 1, ONE), ONE)),
     "a filled slot": ("duplicate", lambda d: (blocks(d, 2, 1, ONE), ONE)),
-    "slots half filled": ("duplicate", lambda d: (blocks(d, 2, 1, TWO), TWO)),
     "a skipped slot": ("out_of_bounds", lambda d: (blocks(d, 2, 0, ONE), ONE)),
     "a slot past the end": ("out_of_bounds", lambda d: (blocks(d, 2, 4, ONE), ONE)),
-    "slots across the end": ("out_of_bounds", lambda d: (blocks(d, 2, 3, TWO), TWO)),
-    "far away": ("out_of_bounds", lambda d: (blocks(d, 2, 2**32 - 1, ONE), ONE)),
     "too many bytes": ("wrong_size", lambda d: (blocks(d, 2, 2, TWO, num_blocks=1), TWO)),
-    "too few bytes": ("wrong_size", lambda d: (blocks(d, 2, 2, ONE[1:], num_blocks=1), ONE[1:])),
     "no blocks at all": ("wrong_size", lambda d: (blocks(d, 2, 2, b""), b"")),
     "another content": ("checksum", lambda d: (blocks(d, 2, 2, ONE), b"\0" + ONE[1:])),
     "another trailer": (
@@ -122,9 +118,6 @@ ATTACKS: dict[str, tuple[str, Callable[[Announce], tuple[Blocks, bytes]]]] = {
         lambda d: (msgspec.structs.replace(blocks(d, 2, 2, TWO, last=True), trailer=b"x"), TWO),
     ),
     "no layer": ("out_of_bounds", lambda d: (blocks(d, 2, 2, b"", num_blocks=1, num_layers=0), b"")),
-    "a layer past the end": ("out_of_bounds", lambda d: (blocks(d, 2, 2, ONE, first_layer=1), ONE)),
-    "layers far away": ("out_of_bounds", lambda d: (blocks(d, 2, 2, ONE, first_layer=2**32 - 1), ONE)),
-    "layers without end": ("out_of_bounds", lambda d: (blocks(d, 2, 2, ONE, num_layers=2**32 - 1), ONE)),
     "half the layers, all the bytes": ("wrong_size", lambda d: (blocks(d, 2, 2, ONE, num_layers=1), ONE)),
     "a layer that is there": (
         "duplicate",
@@ -200,8 +193,7 @@ async def test_a_message_after_the_last_is_refused(make_ends: MakeEnds) -> None:
 
 async def test_aborting_between_copy_and_verdict_leaves_nothing_behind(make_ends: MakeEnds) -> None:
     ends = await make_ends(delay_s=0.1)
-    ends.start("r", [1], for_s=5)
-    ends.sender.send_blocks("r", 0, [1], last=True)
+    ends.start("r", [1], for_s=5, send=[1])
     while status_of(ends.receiver, "r") is not Status.TRANSFERRING:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await ends.receiver.abort("r")
@@ -229,66 +221,35 @@ NOT_TEXT = [each.replace("\xe4".encode(), b"\xff\xff") for each in (packed(nonce
 
 MALFORMED = [
     b"",
-    b"\xc1",
     b"\x80\x04N.",
-    b"\x81",
     b"\x91" * 5000,
     b"\xdd\xff\xff\xff\xff",
-    msgspec.msgpack.encode(1),
     msgspec.msgpack.encode("Probe"),
     msgspec.msgpack.encode([]),
-    msgspec.msgpack.encode([1]),
     msgspec.msgpack.encode([["Probe"]]),
-    msgspec.msgpack.encode(["exec"]),
     msgspec.msgpack.encode(["probe"]),
-    msgspec.msgpack.encode({}),
-    msgspec.msgpack.encode({"type": "Probe"}),
     msgspec.msgpack.encode({"type": "Blocks", **msgspec.structs.asdict(RIGHT)}),
-    msgspec.msgpack.encode(["Probe", None]),
     named("exec"),
     named("Ack"),
-    named("x" * 10_000),
-    encode(RIGHT) + b"\0",
     encode(RIGHT) + encode(RIGHT),
     encode(RIGHT)[:-1],
-    packed(seq=...),
     packed(trailer=...),
     packed(more=1),
     packed(seq="1"),
     packed(seq=-1),
     packed(seq=2**32),
-    packed(seq=2**40),
     packed(seq=True),
-    packed(seq=1.0),
-    packed(first_slot=2**32),
-    packed(first_layer=2**32),
-    packed(num_layers=2**32),
-    packed(num_blocks=2**32),
-    packed(num_blocks=[]),
     packed(export_us=2**48),
-    packed(checksum=-1),
     packed(checksum=msgspec.msgpack.Ext(4, b"x")),
     packed(last=1),
-    packed(nonce=b"n"),
     packed(nonce="n" * 65),
     packed(epoch="e" * 257),
-    packed(attempt_id=None),
     packed(attempt_id="r" * 513),
-    packed(trailer="t"),
     packed(trailer=bytes(4097)),
     *NOT_TEXT,
-    encode(Ack("n" * 65, 1)),
-    encode(Announce("r", "n", 1, -1)),
-    encode(Announce("r", "n", 2**32, 0)),
-    encode(Announce("r" * 513, "n", 1, 0)),
     encode(Refused("n", 1, "k" * 65, "m")),
-    encode(Refused("n", 1, "k", "m" * 8193)),
     encode(Abort("n", "k", "m" * 8193)),
-    encode(Probed(2**48, 0)),
     encode(Rated(2**48)),
-    encode(Probe(-1, 0)),
-    packed(sent_us=2**48),
-    encode(HelloOk("d" * 257, "e", KVLayout.uniform("m", "bfloat16", 4, 2, 2, 8))),
 ]
 
 
@@ -335,9 +296,7 @@ def hello(layout: object = LAYOUT, eos_token_ids: object = (), epoch: str = "e1"
 
 @pytest.mark.parametrize(
     ("of_cache", "change"),
-    [(False, {"model_hash": 1}), (False, {"dtype": None}), (False, {"block_size": True}), (False, {"more": 1}),
-     (False, {"caches": ...}), (False, {"tp_size": 0}), (True, {"head_dim": "8"}), (True, {"head_dim": 8.0}),
-     (True, {"num_layers": ...}), (True, {"more": 1})],
+    [(False, {"model_hash": 1}), (False, {"more": 1}), (False, {"caches": ...}), (True, {"head_dim": "8"})],
     ids=str,
 )  # fmt: skip
 def test_a_malformed_layout_is_refused(change: dict[str, Any], *, of_cache: bool) -> None:
@@ -350,7 +309,7 @@ def test_a_malformed_layout_is_refused(change: dict[str, Any], *, of_cache: bool
         decode(hello(layout))
 
 
-@pytest.mark.parametrize("layout", [None, 1, "m", ["m", "bfloat16", 4, 2, 2, 8], {}], ids=str)
+@pytest.mark.parametrize("layout", [None, ["m", "bfloat16", 4, 2, 2, 8], {}], ids=str)
 def test_what_is_no_layout_is_refused(layout: object) -> None:
     with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[3\]"):
         decode(hello(layout))
@@ -364,7 +323,7 @@ def test_nesting_without_end_is_refused() -> None:
         decode(hello(msgspec.Raw(nested)))
 
 
-@pytest.mark.parametrize("ids", ["7", [-1], [2**32], [True], ["7"], [1.0], list(range(1025))], ids=str)
+@pytest.mark.parametrize("ids", [[-1], ["7"], list(range(1025))], ids=str)
 def test_malformed_end_ids_are_refused(ids: Any) -> None:
     with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[5\]"):
         decode(hello(eos_token_ids=ids))
@@ -424,7 +383,7 @@ def corrupting(memory: Memory, *messages: int) -> TamperingTransport:
     return transport
 
 
-@pytest.mark.parametrize("corrupt", [(0,), (1,), (3,), (0, 1, 2, 3), (1, 4)])
+@pytest.mark.parametrize("corrupt", [(0,), (3,), (1, 4)])
 async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tuple[int, ...]) -> None:
     source = HostPool(LAYOUT_OF_ENDS, 64)
     ends = await make_ends(
@@ -435,32 +394,27 @@ async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tup
     ids = [9, 8, 7, 6, 5, 4, 3, 2]
     ends.start("r", ids, for_s=5)
     ends.sender.send_blocks("r", 0, range(8), last=True, trailer=b"t")
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received = await ends.both("r")
     assert ends.blocks_of(ends.target, ids) == ends.blocks_of(ends.source, list(range(8)))
     assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (8192, 4, b"t")
     assert received.proof.kv_bytes_retried == 2048 * len(corrupt)
-    assert (sent.bytes, sent.messages, sent.retries) == (8192, 4, len(corrupt))
     assert ends.receiver.refused == {"checksum": len(corrupt)}
 
 
-@pytest.mark.parametrize("corrupt", [(0,), (0, 1)])
-async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
-    make_ends: MakeEnds, corrupt: tuple[int, ...]
-) -> None:
+async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(make_ends: MakeEnds) -> None:
     """Its bytes count already: if they filled the bound, nothing would move on this link any more."""
     source = HostPool(LAYOUT_OF_ENDS, 64)
     ends = await make_ends(
         source=source,
-        sending=corrupting(source.memory, *corrupt),
+        sending=corrupting(source.memory, 0, 1),
         message_bytes=2048,
         max_inflight_bytes=2048,
     )
     for name, ids in (("r", [1, 2, 3, 4]), ("other", [5, 6])):
-        ends.start(name, ids, for_s=5)
-        ends.sender.send_blocks(name, 0, ids, last=True)
+        ends.start(name, ids, for_s=5, send=ids)
     async with asyncio.timeout(30):
         await asyncio.gather(*(end.wait(name) for end in (ends.sender, ends.receiver) for name in ("r", "other")))
-    assert ends.receiver.refused == {"checksum": len(corrupt)}
+    assert ends.receiver.refused == {"checksum": 2}
     assert ends.blocks_of(ends.target, [1, 2, 3, 4, 5, 6]) == ends.blocks_of(ends.source, [1, 2, 3, 4, 5, 6])
     assert ends.sender._peers["d"]._inflight_bytes == 0
 
@@ -468,8 +422,7 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
 async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnds) -> None:
     source = HostPool(LAYOUT_OF_ENDS, 64)
     ends = await make_ends(source=source, sending=corrupting(source.memory, *range(100)))
-    ends.start("r", [1, 2], for_s=5)
-    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    ends.start("r", [1, 2], for_s=5, send=[1, 2])
     with pytest.raises(ChecksumMismatch):
         await ends.sender.wait("r")
     with pytest.raises(ChecksumMismatch):
@@ -491,8 +444,7 @@ async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
 
     with monkeypatch.context() as patch:
         patch.setattr(getattr(ends, failing), "regions", fail)
-        ends.start("r", [1, 2], for_s=5)
-        ends.sender.send_blocks("r", 0, [1, 2], last=True)
+        ends.start("r", [1, 2], for_s=5, send=[1, 2])
         own, other = (ends.sender, ends.receiver) if failing == "source" else (ends.receiver, ends.sender)
         with pytest.raises(WorkerLost):
             await own.wait("r")

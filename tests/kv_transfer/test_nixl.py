@@ -16,7 +16,6 @@ import pytest
 
 from kv_transfer.base import KVLink
 from kv_transfer.factory import offered_transports
-from kv_transfer.memory import HostMemory
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.socket_link import SocketLink
@@ -28,7 +27,7 @@ from tests.kv_transfer.conftest import answering
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.kv_transfer.relay import Relay, known_as
 from tests.kv_transfer.status import Status, status_of
-from tests.loopback import SECRET, create_transport
+from tests.loopback import SECRET
 
 LAYOUT = KVLayout.uniform(
     "model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64
@@ -288,8 +287,7 @@ async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for
     try:
         await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
         network.polls = 2**62
-        ends.start("r", [1, 2, 3], for_s=20)
-        ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
+        ends.start("r", [1, 2, 3], for_s=20, send=[7, 8, 9])
         await read_begun(network)
         relay.stall(0)
         await ends.sender.abort("r")
@@ -312,12 +310,11 @@ def until_refused(receiver: KVReceiver, relay: Relay) -> None:
     relay.flow()
 
 
-@pytest.mark.usefixtures("any_nixl")
+@pytest.mark.usefixtures("network")
 async def test_what_is_read_is_hashed_whatever_the_configuration_says(make_ends: MakeEnds) -> None:
     ends = await make_ends("nixl", layout=LAYOUT, checksum=False)
-    ends.start("r", [1, 2, 3])
-    ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
-    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    ends.start("r", [1, 2, 3], send=[7, 8, 9])
+    received = await ends.both("r")
     assert received.proof.checksum == "xxh3-64 verified"
     assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [7, 8, 9])
 
@@ -327,14 +324,6 @@ def test_without_nixl_it_is_a_configuration_error(monkeypatch: pytest.MonkeyPatc
     expected = r"^transfer\.transport: nixl cannot be used: NIXL cannot be imported .*; pip install nixl\b"
     with pytest.raises(ConfigError, match=expected):
         offered_transports("nixl", device="cpu")
-
-
-async def test_without_nixl_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    transport = create_transport("nixl", HostMemory.create(4096))
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        await transport.listen("127.0.0.1")
-    await transport.aclose()
 
 
 def test_without_its_backend_it_is_a_configuration_error(network: FakeNetwork) -> None:
@@ -352,7 +341,7 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
 ) -> None:
     """As between GPUs, where nothing is hashed. A sender that gave its blocks away before it heard that they were read
     does not confirm."""
-    monkeypatch.setattr("kv_transfer.transports.nixl_link.NixlLink.hashes", lambda *_: False)
+    monkeypatch.setattr("kv_transfer.transports.nixl.NixlLink.hashes", lambda *_: False)
     ends = await make_ends("nixl", layout=LAYOUT)
     (endpoint,) = ends.endpoints
     relay = Relay(endpoint.address)
@@ -360,8 +349,7 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
     try:
         await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
         network.polls = 2**62
-        ends.start("r", [1, 2, 3], for_s=20)
-        ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
+        ends.start("r", [1, 2, 3], for_s=20, send=[7, 8, 9])
         await read_begun(network)
         if gives_up:
             relay.stall(0)
@@ -391,8 +379,7 @@ async def test_an_abort_waits_for_a_read_even_if_nothing_waits_for_the_transfer_
     ends = await make_ends("nixl", layout=LAYOUT)
     await ends.sender.connect("d", "e1", ends.endpoints)
     network.polls = 2**62
-    ends.start("r", [1, 2, 3], for_s=20, receiver_for_s=0.3)
-    ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
+    ends.start("r", [1, 2, 3], for_s=20, receiver_for_s=0.3, send=[7, 8, 9])
     waiting = asyncio.create_task(ends.receiver.wait("r"))
     await asyncio.sleep(0.5)
     assert not waiting.done()

@@ -17,11 +17,11 @@ from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.send_link import SendLink
 from kv_transfer.send_transfer import SendTransfer
-from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from kv_transfer.transports.torch_groups import GlooGroups
+from kv_transfer.transports.unix_socket import CudaIpcTransport
 from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, probe_area
@@ -74,7 +74,9 @@ def pair(kind: str, source: DevicePool, target: DevicePool) -> tuple[KVTransport
     """Transports for both ends."""
     memories = source.device_memory, target.device_memory
     if kind == "torch_dist":
-        sending, receiving = (TorchDistTransport(memory, SECRET, timeout_s=5.0, on_device=True) for memory in memories)
+        sending, receiving = (
+            TorchDistTransport(memory, SECRET, backend="gloo", timeout_s=5.0, on_device=True) for memory in memories
+        )
         return sending, receiving
     if kind == "tcp":
         return TcpTransport(memories[0], SECRET, timeout_s=5.0), TcpTransport(memories[1], SECRET, timeout_s=5.0)
@@ -99,9 +101,9 @@ async def test_blocks_and_layers_go_from_device_to_device(
     ends.sender.send_blocks("r", 0, source_ids[:4], range(1))
     ends.sender.send_blocks("r", 0, source_ids[:4], range(1, 2))
     ends.sender.send_blocks("r", 4, source_ids[4:], last=True, trailer=b"token 1")
-    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    received = await ends.both("r")
     assert target.bytes_of(target_ids[1:]) == source.bytes_of(source_ids[1:])
-    assert received.proof.kv_bytes == sent.bytes == 5 * LAYOUT.block_bytes
+    assert received.proof.kv_bytes == 5 * LAYOUT.block_bytes
     assert (received.proof.transport, received.proof.checksum, received.trailer) == (
         kind,
         "xxh3-64 verified" if kind == "tcp" else "off",
@@ -224,9 +226,8 @@ async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
     source, target = DevicePool("p", 8192), DevicePool("d", 8192)
     sending, receiving = pair("torch_dist", source, target)
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
-    ends.start("r", [1])
-    ends.sender.send_blocks("r", 0, [2], last=True)
-    await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    ends.start("r", [1], send=[2])
+    await ends.both("r")
     assert max(sizes) > 2**16
     assert ends.sender.links()[0].ceiling_gbs > 0.01
 
@@ -250,7 +251,6 @@ async def test_messages_grow_when_hand_offs_have_rated_the_link(
         if ceiling_gbs is not None:
             link = ends.sender._peers["d"]
             link.about = replace(link.about, ceiling_gbs=ceiling_gbs)
-        ends.start(name, [1])
-        ends.sender.send_blocks(name, 0, [2], last=True)
-        await asyncio.gather(ends.receiver.wait(name), ends.sender.wait(name))
+        ends.start(name, [1], send=[2])
+        await ends.both(name)
     assert sizes[1:] == [2**16, 2**20]

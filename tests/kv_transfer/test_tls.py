@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator
@@ -14,14 +13,13 @@ from kv_transfer import factory
 from kv_transfer.factory import choose
 from kv_transfer.memory import HostMemory
 from kv_transfer.sender import KVSender
-from kv_transfer.transports.socket_proof import MAGIC
-from pdserve.core.clock import MonotonicClock
+from kv_transfer.transports.socket_transport import MAGIC
 from pdserve.core.errors import ConfigError, TransferError, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from runtime.plane_tls import PlaneTls
 from tests.certificates import Certificates, service_tls, tls_of
 from tests.host_pool import HostPool
-from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds
+from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds, sender_of
 from tests.kv_transfer.relay import Relay, known_as
 from tests.loopback import create_transport
 
@@ -37,17 +35,7 @@ async def sender(name: str, tls: PlaneTls | None) -> AsyncIterator[KVSender]:
     """A prefill worker's KV end of the service, with TLS of its own."""
     pool = HostPool(LAYOUT, 4)
     transport = create_transport(name, pool.memory, tls=tls, timeout_s=2.0)
-    one = KVSender(
-        pool,
-        [transport],
-        worker_id="p",
-        checksum=True,
-        message_bytes=4096,
-        max_inflight_bytes=2**20,
-        clock=MonotonicClock(),
-        lease_s=5.0,
-        connect_timeout_s=1.0,
-    )
+    one = sender_of(pool, transport, message_bytes=4096, lease_s=5.0, connect_timeout_s=1.0)
     try:
         yield one
     finally:
@@ -72,8 +60,8 @@ async def hand_off(ends: Ends, name: str = "r") -> None:
     blocks = [1, 2, 3, 4]
     ends.start(name, blocks)
     ends.sender.send_blocks(name, 0, blocks, last=True, trailer=TRAILER)
-    received, sent = await asyncio.gather(ends.receiver.wait(name), ends.sender.wait(name))
-    assert received.proof.kv_bytes == sent.bytes == 4 * LAYOUT.block_bytes
+    received = await ends.both(name)
+    assert received.proof.kv_bytes == 4 * LAYOUT.block_bytes
     assert received.trailer == TRAILER
     assert ends.blocks_of(ends.target, blocks) == ends.blocks_of(ends.source, blocks)
 
@@ -168,14 +156,14 @@ def test_auto_takes_what_encrypts_or_stays_on_the_host(monkeypatch: pytest.Monke
         transport.address = "10.0.0.1:20002"  # type: ignore[attr-defined]
     near = [KVEndpoint("torch_dist", "10.0.0.1:20006"), KVEndpoint("tcp", "10.0.0.1:20007")]
     far = [KVEndpoint("torch_dist", "10.0.0.2:20006"), KVEndpoint("tcp", "10.0.0.2:20007")]
-    assert choose(transports, near, "d").transport.name == "torch_dist"
-    choice = choose(transports, far, "d")
-    assert choice.transport.name == "tcp"
-    assert choice.reason == (
+    assert choose(transports, near, "d")[0].name == "torch_dist"
+    transport, _, reason = choose(transports, far, "d")
+    assert transport.name == "tcp"
+    assert reason == (
         "not torch_dist: it is on another host, and this transport cannot encrypt (cluster.tls_cert), encrypted (TLS)"
     )
     without_tls = create_transport("torch_dist", HostMemory.create(4096))
-    assert choose([without_tls], far, "d").transport is without_tls
+    assert choose([without_tls], far, "d")[0] is without_tls
 
 
 @pytest.mark.parametrize("name", ["torch_dist", "nixl"])

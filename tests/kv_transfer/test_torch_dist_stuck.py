@@ -52,12 +52,12 @@ class StuckGroups:
         """As it is: nothing is sent."""
         return payload
 
-    def send(self, gathered: object) -> StuckGroups:
+    def send(self, gathered: object) -> Callable[[], bytes]:
         """Begun."""
         self.begun.set()
-        return self
+        return self.wait
 
-    def recv(self, size: int) -> StuckGroups:
+    def recv(self, size: int) -> Callable[[], bytes]:
         """The same the other way."""
         return self.send(size)
 
@@ -164,14 +164,6 @@ async def test_a_peer_that_hangs_in_mid_payload_is_given_up_after_the_timeout(do
             await peer.recv()
 
 
-async def test_a_link_fails_when_a_payload_cannot_be_sent_although_nothing_sends() -> None:
-    async with linked(TIMEOUT_S) as (link, _):
-        stick(link)
-        await link.send(b"h", inline(bytes(1000)))
-        with within(TIMEOUT_S + 8), pytest.raises(TransferTimeout, match="a payload timed out"):
-            await link.recv()
-
-
 async def test_a_link_ends_even_if_the_abort_does_not_end_its_send(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,25 +208,12 @@ async def test_a_send_may_be_cancelled(waits: str) -> None:
             await link.send(b"h")
 
 
-async def test_closing_ends_a_stuck_send() -> None:
-    async with linked(30.0) as (link, _):
-        groups = stick(link)
-        work = asyncio.create_task(flood(link))
-        await begun(groups)
-        with within(8):
-            await link.aclose()
-            with pytest.raises(PeerLost):
-                await work
-
-
 def held() -> tuple[int, int]:
     """Threads (of Gloo as well) and descriptors of this process."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize(
-    "ending", ["sender cuts", "receiver cuts", "sender closes", "receiver closes", "announced only"]
-)
+@pytest.mark.parametrize("ending", ["sender cuts", "receiver closes", "announced only"])
 async def test_a_link_that_ends_in_mid_payload_keeps_no_thread_and_no_socket(ending: str) -> None:
     """Over Gloo, with payloads on their way in both directions, which the other end does not take."""
     size = 8 * 2**20
@@ -280,8 +259,7 @@ async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, givin
     ends = await make_ends("torch_dist", lease_s=30.0, source=source, sending=sending)
     await ends.sender.connect("d", "e1", ends.endpoints)
     groups = stick(ends.sender._peers["d"]._link)
-    ends.start("r", [1, 2], for_s=30)
-    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    ends.start("r", [1, 2], for_s=30, send=[1, 2])
     await begun(groups)
     if giving_up == "abort":  # its blocks are copied; the link fails at the transport's timeout
         with within(timeout_s + 8):
@@ -312,8 +290,7 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
                 await over.wait()
 
     monkeypatch.setattr(ends.sender._peers["d"]._link, "send", send)
-    ends.start("r", [1], for_s=0.3, receiver_for_s=30)
-    ends.sender.send_blocks("r", 0, [1], last=True)
+    ends.start("r", [1], for_s=0.3, receiver_for_s=30, send=[1])
     await reading.wait()
     with within(8):
         if ending == "abort":
@@ -352,7 +329,7 @@ def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str, monkeypatch: 
         try:
             operation = ours.send(torch.zeros(7, dtype=torch.uint8)) if way == "send" else ours.recv(7)
             begun.set()
-            operation.wait()
+            operation()
             outcome.append("complete")
         except RuntimeError as error:
             outcome.append(str(error))

@@ -436,13 +436,10 @@ def test_a_transport_that_cannot_work_is_a_configuration_error() -> None:
 async def test_a_pair_takes_what_both_ends_share(make_all: Callable[..., list[KVTransport]]) -> None:
     here, there = make_all("shm", "tcp"), make_all("shm", "tcp")
     endpoints = [await transport.listen("127.0.0.1") for transport in there]
-    choice = choose(here, endpoints, "d")
-    assert (choice.transport, choice.endpoint) == (here[0], endpoints[0])
-    assert choice.reason == "the fastest both ends have"
+    assert choose(here, endpoints, "d") == (here[0], endpoints[0], "the fastest both ends have")
     elsewhere = [KVEndpoint("shm", "another-host/name"), endpoints[1]]
-    choice = choose(here, elsewhere, "d")
-    assert (choice.transport, choice.endpoint) == (here[1], endpoints[1])
-    assert choice.reason == "not shm: it is on another host, or another user's"
+    why = "not shm: it is on another host, or another user's"
+    assert choose(here, elsewhere, "d") == (here[1], endpoints[1], why)
     with pytest.raises(ConfigError, match=r"^transfer\.transport: no way to d, .*it is on another host"):
         choose(here[:1], elsewhere, "d")
     with pytest.raises(ConfigError, match=r"d does not listen with it"):

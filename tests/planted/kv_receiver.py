@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from kv_transfer.receive_link import ReceiveLink
-from kv_transfer.receive_transfer import ReceiveTransfer
+from kv_transfer.receive_transfer import ReceiveLink, ReceiveTransfer
 from kv_transfer.receiver import KVReceiver
 from pdserve.core.errors import TransferError
 
@@ -19,7 +18,7 @@ class DelayedReceiver(KVReceiver):
 
     async def _finish(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:
         if transfer.complete and self.delay_s:
-            self._spawn(self._finish_later(link, transfer, seq))
+            self._tasks.spawn(self._finish_later(link, transfer, seq))
         else:
             await super()._finish(link, transfer, seq)
 

@@ -14,7 +14,7 @@ import pytest
 from pdserve.core.errors import ConfigError
 from runtime import stream_proof
 from runtime.limited_log import LimitedLog
-from runtime.secret import SECRET_VARIABLE, ServiceSecret, Side, Unproven, new_nonce
+from runtime.secret import SECRET_VARIABLE, AuthenticationFailed, ServiceSecret, Side, new_nonce
 from runtime.stream_proof import StreamDialler, StreamListener
 
 SECRET = ServiceSecret(bytes(range(32)))
@@ -37,7 +37,7 @@ def test_a_malformed_secret_is_an_error_that_does_not_quote_it(text: str) -> Non
 
 
 def test_a_secret_does_not_show_itself() -> None:
-    shown = f"{SECRET} {SECRET!r} {[SECRET]} {Unproven()}"
+    shown = f"{SECRET} {SECRET!r} {[SECRET]} {AuthenticationFailed()}"
     assert "ServiceSecret(…)" in shown
     assert SECRET.hex()[:8] not in shown
     assert not hasattr(SECRET, "__dict__")
@@ -73,12 +73,12 @@ def test_a_proof_belongs_to_one_purpose_side_connection_and_address() -> None:
         ("kv tcp", Side.DIALLING, (NONCES[0], NONCES[1] + ADDRESS[:1].encode()), ADDRESS[1:]),
     ]
     for other in others:
-        with pytest.raises(Unproven):
+        with pytest.raises(AuthenticationFailed):
             SECRET.verify(proof, *other)
     for wrong in (b"", proof[:-1], proof + b"\0", bytes([proof[0] ^ 1]) + proof[1:]):
-        with pytest.raises(Unproven):
+        with pytest.raises(AuthenticationFailed):
             SECRET.verify(wrong, *right)
-    with pytest.raises(Unproven):
+    with pytest.raises(AuthenticationFailed):
         ServiceSecret.new().verify(proof, *right)
 
 
@@ -91,7 +91,7 @@ def met() -> tuple[StreamListener, StreamDialler, stream_proof.Metadata]:
 def test_both_ends_of_a_stream_are_proven_once() -> None:
     listener, dialler, proof = met()
     listener.verify(proof, HERE)
-    with pytest.raises(Unproven):  # replayed on the same connection
+    with pytest.raises(AuthenticationFailed):  # replayed on the same connection
         listener.verify(proof, HERE)
     listener.verify(dialler.answer(listener.challenge(dialler.greeting, HERE)), HERE)
     assert listener.refused == 1
@@ -100,21 +100,21 @@ def test_both_ends_of_a_stream_are_proven_once() -> None:
 def test_a_proof_of_a_stream_is_worth_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     listener, _, proof = met()
     another, later = "ipv4:10.0.0.3:40000", time.monotonic() + stream_proof.VALID_S + 1
-    with pytest.raises(Unproven):
+    with pytest.raises(AuthenticationFailed):
         listener.verify(proof, another)
     for other in (
         StreamListener(SECRET, "control", ADDRESS),  # another process
         StreamListener(SECRET, "registry", ADDRESS),
         StreamListener(ServiceSecret.new(), "control", ADDRESS),
     ):
-        with pytest.raises(Unproven):
+        with pytest.raises(AuthenticationFailed):
             other.verify(proof, HERE)
     for changed in ((), proof[:2], (*proof, proof[0]), *((*proof[:i], (proof[i][0], b"\0" * 32)) for i in range(3))):
-        with pytest.raises(Unproven):
+        with pytest.raises(AuthenticationFailed):
             listener.verify(changed, HERE)
     assert listener.refused == 1 + 6
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    with pytest.raises(Unproven):
+    with pytest.raises(AuthenticationFailed):
         listener.verify(proof, HERE)
 
 
@@ -125,13 +125,13 @@ def test_a_listening_end_without_the_secret_is_refused() -> None:
         StreamListener(SECRET, "registry", ADDRESS),
         StreamListener(SECRET, "control", "10.0.0.1:20005"),  # passed on from another port
     ):
-        with pytest.raises(Unproven):
+        with pytest.raises(AuthenticationFailed):
             dialler.answer(listener.challenge(dialler.greeting, HERE))
     challenge = StreamListener(SECRET, "control", ADDRESS).challenge(dialler.greeting, HERE)
     for changed in (None, (), challenge[:1], ((challenge[0][0], b"short"), challenge[1])):
-        with pytest.raises(Unproven):
+        with pytest.raises(AuthenticationFailed):
             dialler.answer(changed)
-    with pytest.raises(Unproven):  # its own proof does not come back as the other end's
+    with pytest.raises(AuthenticationFailed):  # its own proof does not come back as the other end's
         dialler.answer(((challenge[0]), (challenge[1][0], dialler.answer(challenge)[2][1])))
 
 
@@ -142,7 +142,7 @@ def test_greetings_of_strangers_leave_nothing_behind() -> None:
         listener.challenge(StreamDialler(ServiceSecret.new(), "control", ADDRESS).greeting, HERE)
     assert len(listener._used) == 1
     for wrong in (None, (), (("pdserve-greeting-bin", b"short"),)):
-        with pytest.raises(Unproven):
+        with pytest.raises(AuthenticationFailed):
             listener.challenge(wrong, HERE)
     assert listener.refused == 3
 

@@ -13,8 +13,8 @@ from engine.scheduling.block_manager import BlockManager
 from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate, pack, unpack
 from pdserve.core.prefix_digests import PrefixDigests, block_hash
 from router.prefix_index import PrefixIndex
-from worker import cached_blocks
-from worker.cached_blocks import CachedBlocks
+from worker import incarnation
+from worker.incarnation import CachedBlocks
 from worker.messages import MAX_BEAT_BYTES
 
 SIZE = 2
@@ -138,7 +138,7 @@ def test_a_gap_changes_nothing_and_is_followed_by_the_missing_changes() -> None:
 
 
 def test_who_knows_another_incarnation_or_changes_long_ago_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_blocks, "MAX_UPDATE_BLOCKS", 4)
+    monkeypatch.setattr(incarnation, "MAX_UPDATE_BLOCKS", 4)
     announced = CachedBlocks()
     for block in range(20):
         announced.change(pack([block]), pack([block - 2] if block > 1 else []))
@@ -164,7 +164,7 @@ def test_of_a_large_cache_the_last_blocks_are_announced_and_known(monkeypatch: p
     announced.change(pack([10]), pack([0, 8]))
     index.apply("w", "e", announced.since(10))
     assert set(index._workers["w"].blocks) == {7, 9, 10}
-    monkeypatch.setattr(cached_blocks, "MAX_UPDATE_BLOCKS", 4)
+    monkeypatch.setattr(incarnation, "MAX_UPDATE_BLOCKS", 4)
     assert list(unpack(announced.since(SNAPSHOT).added)) == [6, 7, 9, 10]
 
 

@@ -21,7 +21,6 @@ from runtime.secret import ServiceSecret
 from tests.local_cluster import ROOT, free_port
 from tests.random_models import save_random_model
 from worker.cores import (
-    CoreClaim,
     CoreHolder,
     claim_cores,
     core_holders,
@@ -47,15 +46,15 @@ def make_spec(
     )
 
 
-Claim = Callable[..., tuple[WorkerSpec, CoreClaim]]
+Claim = Callable[..., tuple[WorkerSpec, contextlib.ExitStack]]
 
 
 @pytest.fixture
 def claim() -> Iterator[Claim]:
     """Claims of four cores that no machine has."""
-    claims: list[CoreClaim] = []
+    claims: list[contextlib.ExitStack] = []
 
-    def make(spec: WorkerSpec) -> tuple[WorkerSpec, CoreClaim]:
+    def make(spec: WorkerSpec) -> tuple[WorkerSpec, contextlib.ExitStack]:
         claimed, held = claim_cores(spec, range(FIRST, FIRST + 4))
         claims.append(held)
         return replace(claimed, cores=tuple(core - FIRST for core in claimed.cores)), held

@@ -117,7 +117,7 @@ async def test_two_workers_on_one_gpu_start_and_meet() -> None:
     assert names[0] == "cuda_ipc"
     there, here = (create_transport("cuda_ipc", pool.memory, SECRET, timeout_s=5.0) for pool in pools)
     endpoint = await here.listen("127.0.0.1")
-    assert choose([there], [endpoint], "decode-0").transport.name == "cuda_ipc"
+    assert choose([there], [endpoint], "decode-0")[0].name == "cuda_ipc"
     link, accepted = await asyncio.gather(there.connect(endpoint, 5.0), here.accept())
     accepted.introduced()
     await link.send(b"block 0", await link.payload(pools[0].regions([0])))

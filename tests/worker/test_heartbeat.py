@@ -90,7 +90,7 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
 
         # A decode worker has come.
         registry.wanted = [peer]
-        client.beat_now()
+        client.request_heartbeat()
         assert (await registry.next()).links == {}
         link = (await registry.next()).links[epoch]
         assert isinstance(link, PeerLink)
@@ -99,7 +99,7 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
         # It is replaced by another, of which this one is not.
         stranger = KVPeer("decode-0", "another", peer.endpoints)
         registry.wanted = [stranger]
-        client.beat_now()
+        client.request_heartbeat()
         assert list((await registry.next()).links) == [epoch]
         (failed,) = (await registry.next()).links.items()
         assert failed[0] == ("decode-0", "another")
@@ -107,7 +107,7 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
 
         # One with another layout.
         registry.wanted = [unlike.info.peer]
-        client.beat_now()
+        client.request_heartbeat()
         await registry.next()
         (failed,) = (await registry.next()).links.items()
         assert failed[0] == ("decode-0", unlike.info.epoch)
@@ -117,7 +117,7 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
         # None.
         registry.wanted = []
         for _ in range(2):
-            client.beat_now()
+            client.request_heartbeat()
             beat = await registry.next()
         assert beat.links == {}
         await asyncio.sleep(0.5)
@@ -176,7 +176,7 @@ async def test_it_announces_the_blocks_of_its_prefix_cache_to_who_wants_them(mod
         hashes = list(PrefixDigests("s", 4).hashes(prompt))
 
         async def announced() -> BlockUpdate | None:
-            client.beat_now()
+            client.request_heartbeat()
             return (await registry.next()).blocks
 
         async def until(ends: int) -> None:
@@ -212,7 +212,7 @@ async def test_without_a_prefix_cache_nothing_is_announced(model: Path) -> None:
         request = Request("r", tuple(range(1, 14)), SamplingParams(max_tokens=1), timeout_s=60.0, attempt_id="r")
         async for _ in sent(client.run, request):
             pass
-        client.beat_now()
+        client.request_heartbeat()
         assert (await registry.next()).blocks == BlockUpdate(SNAPSHOT, 0)
         assert worker.incarnation.cached_blocks.ends == 0
 
@@ -224,7 +224,7 @@ async def test_a_superseded_worker_ends(model: Path) -> None:
     ):
         await registry.next()
         registry.superseded = True
-        client.beat_now()
+        client.request_heartbeat()
         with pytest.raises(WorkerLost, match="worker prefill-0 was replaced or retired, and ends"):
             await asyncio.wait_for(asyncio.shield(prefill._superseded), SOON_S)
         await asyncio.wait_for(client.wait_closed(), SOON_S)
@@ -242,16 +242,16 @@ async def test_a_worker_takes_the_role_of_the_latest_version(model: Path) -> Non
         epoch = worker.info.epoch
         first.role, first.version = Role.PREFILL, 2
         second.role, second.version = Role.DECODE, 1
-        worker.beat_now()
+        worker.request_heartbeat()
         for registry in (first, second):  # both are told at once
             while (beat := await registry.next()).info.role is not Role.PREFILL:
                 assert beat.info.role is Role.DECODE
             assert beat.info.epoch == epoch
         second.version = 3
-        worker.beat_now()
+        worker.request_heartbeat()
         while (await first.next()).info.role is not Role.DECODE:
             pass
         assert worker.info.role is Role.DECODE
         first.role, first.version = None, 0  # it has started anew and was not told yet
-        worker.beat_now()
+        worker.request_heartbeat()
         assert (await first.next()).info.role is Role.DECODE

@@ -18,7 +18,7 @@ from pdserve.core.errors import PdserveError, TransferError, TransferTimeout, Wo
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
 from tests.loopback import LoopbackTransport
-from worker.kv import KVEnds, KVThread
+from worker.kv import KVEnds, KVHandoff, KVThread
 
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
 
@@ -58,11 +58,11 @@ class Engine:
         self.told.append(command)
 
 
-class Handoff:
+class Handoff(KVHandoff[object]):
     """Waits for ``events`` events, then ends with ``outcome``, or raises it."""
 
     def __init__(self, events: int = 0, outcome: object = "done", *, bug: Exception | None = None) -> None:
-        self.attempt_id = "r"
+        super().__init__("r")
         self.seen: list[Reserved | Progress] = []
         self.running, self.at_rest = threading.Event(), threading.Event()
         self.began = False

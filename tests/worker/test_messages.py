@@ -28,7 +28,6 @@ from worker.messages import (
     Abort,
     Beat,
     BeatAnswer,
-    BeatNow,
     Failure,
     LinkState,
     Message,
@@ -38,6 +37,7 @@ from worker.messages import (
     Push,
     Receive,
     Reply,
+    RequestHeartbeat,
     Run,
     SendPrefix,
     encode,
@@ -85,7 +85,7 @@ def test_requests(request_: Request) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Abort(2**40, "r#1"), BeatNow(), Ping(0)],
+    [Abort(2**40, "r#1"), RequestHeartbeat(), Ping(0)],
     ids=lambda message: type(message).__name__,
 )
 def test_calls(message: Message) -> None:
@@ -257,7 +257,7 @@ ONE_OF_EACH: list[tuple[MessageDecoder[Any], Message]] = [
     (TO_WORKER, Receive(REQUESTS["greedy"], PEER)),
     (TO_WORKER, SendPrefix(REQUESTS["greedy"], PEER)),
     (TO_WORKER, Abort(1, "r")),
-    (TO_WORKER, BeatNow()),
+    (TO_WORKER, RequestHeartbeat()),
     (TO_WORKER, Ping(1)),
     (TO_GATEWAY, Reply(1, 1.0, 1.0, Failure("WorkerLost", "gone"))),
     (TO_GATEWAY, OUTPUT),

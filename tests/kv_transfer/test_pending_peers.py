@@ -1,0 +1,522 @@
+"""Connections whose peer never says who it is, says something else, or does not know the service's secret.
+
+They are few, brief and small, get nothing, and leave nothing behind. Every transport that accepts connections, over real
+sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import importlib.util
+import logging
+import os
+import random
+import socket
+import struct
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from kv_transfer.base import KVLink, KVTransport
+from kv_transfer.pending_peers import INTRODUCTION_S, MAX_PENDING_PEERS, HandshakeLimit, PendingPeer
+from kv_transfer.protocol import Hello, Open, encode
+from kv_transfer.receive_transfer import ReceiveLink
+from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.socket_transport import MAGIC, read_exactly
+from pdserve.core.errors import PeerLost, TransferError, TransferRefused
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
+from runtime.secret import ServiceSecret, Side, new_nonce
+from runtime.stream_proof import MEET, StreamDialler
+from tests.host_pool import HostPool, inline
+from tests.http2_flood import PeakMemory, flood
+from tests.kv_transfer.conftest import receiver_of, sender_of
+from tests.kv_transfer.end import End, until
+from tests.kv_transfer.relay import Relay
+from tests.loopback import SECRET, create_transport
+
+importlib.import_module("kv_transfer.transports.torch_groups")  # here, where no timeout runs: it takes seconds
+
+LAYOUT = KVLayout.uniform(
+    "model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64
+)  # blocks of 32 KiB
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+)
+SOCKETS = ["shm", "tcp", "torch_dist", NIXL]
+EVERY = [*SOCKETS, "grpc_stream"]
+OTHER = ServiceSecret.new()
+EXCHANGE = "/pdserve.internal.v1.KVTransfer/Exchange"
+AT_ONCE_S = 4.0  # less than a silent peer has
+IN_TIME_S = 15.0
+FRAME = struct.Struct("<BIQI")  # kind, bytes of the header, of the payload, references
+
+
+class Ends:
+    """A receiver "d" that listens, and a sender's transport that dials it with a secret of its own."""
+
+    def __init__(self, name: str, secret: ServiceSecret) -> None:
+        self.source, self.target = HostPool(LAYOUT, 4), HostPool(LAYOUT, 4)
+        self.listening: KVTransport = create_transport(name, self.target.memory, timeout_s=5.0)
+        self.calling: KVTransport = create_transport(name, self.source.memory, secret, timeout_s=5.0)
+        self.receiver = receiver_of(self.target, self.listening, epoch="e")
+        self.endpoint = KVEndpoint(name, "")
+
+    @property
+    def limit(self) -> HandshakeLimit:
+        """That of the receiver's transport."""
+        inside: Any = self.listening
+        limit: HandshakeLimit = inside._handshake_limit
+        return limit
+
+    async def call(self) -> KVLink:
+        """A link, over which nothing has been said yet."""
+        return await self.calling.connect(self.endpoint, 10.0)
+
+    def socket(self) -> socket.socket:
+        """A connection to the receiver, over which nothing has been said."""
+        if self.endpoint.transport == "shm":
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect("\0" + self.endpoint.address.rpartition("/")[2])
+        else:
+            host, _, port = self.endpoint.address.rpartition(":")
+            connection = socket.create_connection((host, int(port)))
+        connection.setblocking(False)
+        return connection
+
+    async def count(self, expected: int) -> None:
+        """Wait until the receiver has refused so many peers without the secret, and nothing else."""
+        async with asyncio.timeout(AT_ONCE_S):
+            while self.receiver.refused != {"unproven": expected}:  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+
+    async def check_works(self) -> None:
+        """A worker that introduces itself is let in."""
+        sender = sender_of(self.source, self.calling, connect_timeout_s=20.0)
+        try:
+            await sender.connect("d", "e", [self.endpoint])
+            assert [link.worker_id for link in sender.links()] == ["d"]
+        finally:
+            await sender.aclose()
+
+
+@contextlib.asynccontextmanager
+async def listening(name: str, secret: ServiceSecret = SECRET) -> AsyncIterator[Ends]:
+    """`Ends`, closed afterwards."""
+    ends = Ends(name, secret)
+    try:
+        (ends.endpoint,) = await ends.receiver.start("127.0.0.1")
+        yield ends
+    finally:
+        await asyncio.gather(ends.calling.aclose(), ends.receiver.aclose())
+        await ends.listening.aclose()
+
+
+async def rest(connection: socket.socket) -> bytes:
+    """What the peer still sends until it closes the connection, which it does in time."""
+    data = b""
+    async with asyncio.timeout(IN_TIME_S):
+        with contextlib.suppress(OSError):  # closed already, perhaps with data unread
+            while more := await asyncio.get_running_loop().sock_recv(connection, 2**16):
+                data += more
+    return data
+
+
+async def hung_up(link: KVLink) -> float:
+    """After how many seconds the peer ended the link."""
+    started_s = time.monotonic()
+    async with asyncio.timeout(IN_TIME_S):
+        with pytest.raises(PeerLost):
+            await link.recv()
+    return time.monotonic() - started_s
+
+
+async def empty(limit: HandshakeLimit) -> None:
+    """Wait until there are none."""
+    async with asyncio.timeout(IN_TIME_S):
+        while len(limit):  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+
+
+async def silent(name: str) -> None:
+    """One that connects as a worker does, and one that only connects: both are hung up on in time, and no sooner."""
+    async with listening(name) as ends:
+        started_s = time.monotonic()
+        link = await ends.call()
+        with ends.socket() as raw:
+            await hung_up(link)
+            assert time.monotonic() - started_s >= INTRODUCTION_S
+            await rest(raw)
+        await link.aclose()
+        await empty(ends.limit)
+        await ends.check_works()
+
+
+async def test_silent_peers_are_hung_up_on_within_seconds() -> None:
+    names = ["shm", "tcp", "grpc_stream", "torch_dist"]
+    await asyncio.gather(*(silent(name) for name in names))
+
+
+HELLO = encode(Hello("p", "e", LAYOUT, True, []))
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [(HELLO, 2**20), (b"\0" * (16 * 2**10 + 1), 0), (b"junk", 0), (encode(Open("n", "e", "r", 0)), 0)],
+    ids=["a payload", "a large header", "no message", "another message"],
+)
+async def test_whoever_says_something_else_first_is_hung_up_on_at_once(name: str, header: bytes, size: int) -> None:
+    async with listening(name) as ends:
+        link = await ends.call()
+        async with asyncio.timeout(AT_ONCE_S):
+            with contextlib.suppress(TransferError):
+                await link.send(header, inline(bytes(size)))
+                await link.recv()  # the reason, or the end
+        await link.aclose()
+        await empty(ends.limit)
+        await ends.check_works()
+
+
+@pytest.mark.parametrize("name", ["shm", NIXL])
+async def test_references_before_a_hello_are_not_read(name: str) -> None:
+    """They would be a mebibyte for a header that announces no more than that."""
+    async with listening(name) as ends:
+        link: Any = await ends.call()
+        await link._stream.write([FRAME.pack(0, len(HELLO), 2**26, 2**16) + HELLO])
+        assert await hung_up(link) < AT_ONCE_S
+        await link.aclose()
+        await empty(ends.limit)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("tcp", MAX_PENDING_PEERS), ("grpc_stream", 16)])
+async def test_many_silent_peers_keep_no_worker_out(name: str, limit: int) -> None:
+    async with listening(name) as ends:
+        callers = [asyncio.create_task(ends.call()) for _ in range(limit + 20)]
+        seen = 0
+
+        async def watch() -> None:
+            nonlocal seen
+            while True:
+                seen = max(seen, len(ends.limit))
+                await asyncio.sleep(0.005)
+
+        watching = asyncio.create_task(watch())
+        while len(ends.limit) < limit:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(15):
+            await ends.check_works()
+        watching.cancel()
+        assert seen == limit
+        links = await asyncio.gather(*callers, return_exceptions=True)
+        await asyncio.gather(*(link.aclose() for link in links if isinstance(link, KVLink)))
+
+
+async def test_the_oldest_has_to_go_once_it_had_its_time_and_no_sooner() -> None:
+    limit = HandshakeLimit("test", limit=2)
+    first, second = limit.add(), limit.add()
+    gone: list[str] = []
+
+    def cut(why: str) -> None:
+        gone.append(why)
+        first.leave()
+
+    first.cut = cut
+    waiting = asyncio.create_task(limit.room())
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    assert not gone
+    await waiting
+    assert gone == ["the peer did not introduce itself within 1 s, and others wait"]
+    second.leave()
+    third, fourth = limit.add(), limit.add()
+    waiting = asyncio.create_task(limit.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    third.leave()
+    async with asyncio.timeout(0.5):
+        await waiting
+    fourth.leave()
+    assert not len(limit)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Without the garbage collector, cycles stay. Nothing is logged: pytest keeps the errors that are."""
+    gc.collect()
+    gc.disable()
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+    gc.enable()
+
+
+KEPT = (KVLink, SocketStream, ReceiveLink, PendingPeer)
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("name", ["shm", "tcp", "torch_dist", "grpc_stream"])
+async def test_a_connection_that_fails_leaves_no_object_socket_or_task(name: str) -> None:
+    async with listening(name) as ends:
+
+        def left() -> int:
+            return sum(issubclass(type(each), KEPT) for each in gc.get_objects())
+
+        async def settled() -> None:
+            await empty(ends.limit)
+            async with asyncio.timeout(IN_TIME_S):
+                while left():  # noqa: ASYNC110 - threads end on their own
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # and close their descriptors
+
+        async def fail(header: bytes, size: int) -> None:
+            link = await ends.call()
+            with contextlib.suppress(TransferError):
+                await link.send(header, inline(bytes(size)))
+                await link.recv()
+            await link.aclose()
+
+        await fail(b"junk", 0)
+        await settled()
+        before = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            await fail(b"junk", 0)
+            await fail(HELLO, 2**16)
+        await settled()
+        assert len(asyncio.all_tasks()) <= before[0]
+        assert len(os.listdir("/proc/self/fd")) <= before[1]
+
+
+MALFORMED = {
+    "header": FRAME.pack(0, 100, 0, 0) + random.Random(1).randbytes(100),
+    "frame": random.Random(2).randbytes(200),
+    "references": FRAME.pack(0, 10, 2**26, 2**16) + bytes(10),
+}
+WITHOUT_PROOF = {"greeting": b"\x16\x03\x01" + bytes(100), "proof": MAGIC + bytes(200)}
+
+
+def prove(connection: socket.socket, address: str) -> None:
+    """Prove this end of a connection to the transport tcp, and read the other end's proof."""
+    greeting = new_nonce()
+    connection.sendall(MAGIC + greeting)
+    challenge = connection.recv(64, socket.MSG_WAITALL)
+    connection.sendall(SECRET.proof("kv tcp", Side.DIALLING, (greeting, challenge[:32]), address))
+
+
+@pytest.mark.parametrize("kind", [*MALFORMED, *WITHOUT_PROOF])
+def test_malformed_connections_do_not_grow_a_process(kind: str) -> None:
+    """It was some 100 KiB to 1 MiB for each of them. What the first ones need is not given back, and used again."""
+    end = End("receiver", ["tcp"])
+    try:
+        ((_, address),) = end.about["endpoints"]
+        host, _, port = address.rpartition(":")
+        process = psutil.Process(end._process.pid)
+
+        def connect(count: int) -> None:
+            for _ in range(count):
+                # Closed already, perhaps with data unread: then the kernel resets it.
+                with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as connection:
+                    if kind in MALFORMED:
+                        prove(connection, address)
+                    connection.sendall(MALFORMED.get(kind) or WITHOUT_PROOF[kind])
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(4096):
+                        continue
+
+        connect(100)
+        before_bytes, before_fds = process.memory_info().rss, process.num_fds()
+        connect(300)
+        assert until(lambda: process.num_fds() <= before_fds)
+        assert process.memory_info().rss - before_bytes < 8 * 2**20
+    finally:
+        end.close()
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_connection_that_comes_while_the_transport_closes_is_closed(steps: int) -> None:
+    """At whatever point of accepting it is: its peer reads the end of the stream."""
+    async with listening("tcp") as ends:
+        host, _, port = ends.endpoint.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.settimeout(10)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await ends.listening.aclose()
+            gc.collect()  # an unclosed socket is a ResourceWarning
+            with contextlib.suppress(ConnectionResetError):  # still in the kernel's queue
+                assert client.recv(1) == b""
+        await asyncio.sleep(0)
+        assert not len(ends.limit)
+
+
+# --- peers without the service's secret ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY)
+async def test_a_sender_gives_nothing_to_a_receiver_without_the_secret(name: str) -> None:
+    async with listening(name, OTHER) as ends:
+        with pytest.raises(TransferRefused, match="the peer does not know the service's secret"):
+            await ends.calling.connect(ends.endpoint, 5.0)
+        assert OTHER.hex() not in repr(vars(ends.calling))
+
+
+@pytest.mark.parametrize("name", SOCKETS)
+async def test_a_peer_without_the_secret_gets_a_challenge_and_nothing_else(name: str) -> None:
+    """Without a layout, a worker's id, a descriptor of the pool or an agent's name among it."""
+    loop = asyncio.get_running_loop()
+    async with listening(name, OTHER) as ends:
+        for number, attempt in enumerate(("wrong", "other secret", "reflected", "replayed", "nothing more"), 1):
+            with ends.socket() as connection:
+                greeting = new_nonce()
+                await loop.sock_sendall(connection, MAGIC + greeting)
+                challenge = await read_exactly(connection, 64)
+                right: tuple[Any, ...] = (
+                    f"kv {name}",
+                    Side.DIALLING,
+                    (greeting, challenge[:32]),
+                    ends.endpoint.address,
+                )
+                if attempt == "replayed":  # from this connection on another one
+                    with ends.socket() as other:
+                        await loop.sock_sendall(other, MAGIC + greeting)
+                        assert (await read_exactly(other, 64))[:32] != challenge[:32]
+                        await loop.sock_sendall(other, SECRET.proof(*right))
+                        assert await rest(other) == b""
+                elif attempt == "nothing more":
+                    connection.shutdown(socket.SHUT_WR)
+                    assert await rest(connection) == b""
+                    continue
+                else:
+                    proofs = {"wrong": bytes(32), "other secret": OTHER.proof(*right), "reflected": challenge[32:]}
+                    await loop.sock_sendall(connection, proofs[attempt])
+                    assert await rest(connection) == b""
+            await ends.count(number)
+        assert not len(ends.listening._handshake_limit)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", SOCKETS)
+async def test_other_protocols_and_floods_end_before_they_are_parsed(name: str) -> None:
+    loop = asyncio.get_running_loop()
+    async with listening(name, OTHER) as ends:
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + bytes(200), os.urandom(2**20)):
+            with ends.socket() as connection:
+                with contextlib.suppress(OSError):  # it is closed while this end still sends
+                    await loop.sock_sendall(connection, data)
+                assert await rest(connection) == b""
+
+
+@pytest.mark.parametrize("name", ["tcp", "grpc_stream"])
+async def test_a_proof_is_worth_nothing_at_another_address(name: str) -> None:
+    """A relay that somebody has the sender dial in the receiver's place gets no link out of either."""
+    async with listening(name) as ends:
+        relay = Relay(ends.endpoint.address)
+        try:
+            with pytest.raises(TransferRefused, match="does not know the service's secret"):
+                await ends.calling.connect(KVEndpoint(name, relay.address), 5.0)
+        finally:
+            relay.close()
+        link = await ends.calling.connect(ends.endpoint, 5.0)
+        await link.aclose()
+
+
+@pytest.mark.parametrize("name", SOCKETS)
+async def test_an_unproven_connection_allocates_little(name: str) -> None:
+    """Each sends as much as it can, and stays: less than 64 KiB are held for it."""
+    loop = asyncio.get_running_loop()
+    count = 50
+    async with listening(name, OTHER) as ends:
+        with contextlib.ExitStack() as stack:
+            tracemalloc.start()
+            try:
+                with ends.socket() as first:  # what is made once
+                    await loop.sock_sendall(first, MAGIC + new_nonce())
+                    await read_exactly(first, 64)
+                    before = tracemalloc.get_traced_memory()[0]
+                    tracemalloc.reset_peak()
+                    for _ in range(count):
+                        connection = stack.enter_context(ends.socket())
+                        await loop.sock_sendall(connection, MAGIC + new_nonce())
+                        await read_exactly(connection, 64)
+                        with contextlib.suppress(BlockingIOError, OSError):
+                            while True:
+                                connection.send(bytes(31))  # never a whole proof, then far too much
+                                connection.send(bytes(2**14))
+                    await asyncio.sleep(0.1)
+                    held = tracemalloc.get_traced_memory()[1] - before
+            finally:
+                tracemalloc.stop()
+        assert held / count < 64 * 2**10
+
+
+class GrpcPeer:
+    """A gRPC client without the secret."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
+
+    def status(self, method: str, message: bytes = b"", metadata: Any = ()) -> tuple[grpc.StatusCode, list[bytes]]:
+        """How a call ends, and what came back."""
+        stub: Any = self.channel.stream_stream(method)
+        call = stub(iter((message,)), metadata=metadata, timeout=AT_ONCE_S)
+        answers = []
+        with contextlib.suppress(grpc.RpcError):
+            answers = list(call)
+        return call.code(), answers
+
+
+async def test_a_peer_gets_nothing_from_a_grpc_stream() -> None:
+    async with listening("grpc_stream", OTHER) as ends:
+        peer = GrpcPeer(ends.endpoint.address)
+        dialler = StreamDialler(SECRET, "kv grpc_stream", ends.endpoint.address)
+        forged = (
+            ("pdserve-greeting-bin", bytes(32)),
+            ("pdserve-nonce-bin", bytes(32)),
+            ("pdserve-proof-bin", bytes(32)),
+        )
+        refused: tuple[grpc.StatusCode, list[bytes]] = (grpc.StatusCode.UNAUTHENTICATED, [])
+        for metadata in ((), dialler.greeting, forged):
+            assert await asyncio.to_thread(peer.status, EXCHANGE, b"junk", metadata) == refused
+        await ends.count(3)
+        await asyncio.to_thread(peer.channel.close)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await ends.listening.accept()
+
+
+def test_messages_of_peers_are_not_read_by_grpc() -> None:
+    """gRPC itself would hold all of a message, up to 4 GiB, however small its limit. What is in the socket's buffer it
+    reads at once, before it sees that the sender ignores flow control: mostly 1 MiB, under load more."""
+    end = End("receiver", ["grpc_stream"])
+    try:
+        ((_, address),) = end.about["endpoints"]
+        meet = EXCHANGE.replace("Exchange", MEET)
+        flood(address, EXCHANGE, 2**16)
+        peak = PeakMemory(end._process.pid)
+        for method in (EXCHANGE, meet) * 3:
+            flood(address, method, 64 * 2**20)
+        assert peak.growth_bytes() < 40 * 2**20
+        assert until(lambda: end.call("refused")["refused"] == {"unproven": 7})
+    finally:
+        end.close()
+
+
+@pytest.mark.parametrize("name", EVERY)
+async def test_a_link_is_opened_among_peers_that_stay(name: str) -> None:
+    async with listening(name) as ends:
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(ends.socket())
+            try:
+                link = await ends.calling.connect(ends.endpoint, 10.0)
+            except TransferError as error:
+                pytest.fail(str(error))
+            await link.aclose()
