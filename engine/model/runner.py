@@ -80,17 +80,17 @@ class LaunchedStep:
         params, histories = [s.params for s in wanted], [s.history for s in wanted]
         drawn = draw_tokens(self._logits, params, positions, histories, self._runner.draw_rows)
         self._drawn, self._logits = drawn, None
-        self._runner.last = LastTokens(drawn.token_ids, {seq.attempt_id: row for row, seq in enumerate(wanted)})
-        self._copy = self._runner.copy(drawn.tensors())
+        self._runner.last = LastTokens(drawn.tensors[0], {seq.attempt_id: row for row, seq in enumerate(wanted)})
+        self._copy = self._runner.copy(drawn.tensors)
 
-    def tokens(self) -> dict[str, list[SampledToken]]:
-        """The tokens of each request that gets any (always one), by request id."""
+    def tokens(self) -> dict[str, SampledToken]:
+        """The token of each request that gets one, by request id."""
         assert self._copy is not None, "sample() comes first"
         copies = self._copy.wait()
         if self._drawn is None:
             return {}
         sampled = self._drawn.read(copies)
-        return {seq.attempt_id: [token] for seq, token in zip(self._wanted, sampled, strict=True)}
+        return {seq.attempt_id: token for seq, token in zip(self._wanted, sampled, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class ModelRunner:
         self._device = pool.tensor.device
         self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
 
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, SampledToken]:
         """`launch` a step, sample, and wait for its tokens."""
         step = self.launch(seqs, hook)
         step.sample()
@@ -138,7 +138,7 @@ class ModelRunner:
 
         A GPU may still compute the step before, whose tokens must have been drawn if a part is `PENDING`. ``hook`` is
         called when the keys and values of a group of layers can be read; a step that runs as a recorded graph does not
-        call it. ValueError for a part with drafts.
+        call it.
         """
         self._attention.prepare(seqs)
         ordered = self._attention.order(seqs)
@@ -171,8 +171,6 @@ class ModelRunner:
         for seq in seqs:
             end += len(seq.token_ids)
             if seq.sample:
-                if seq.num_drafts:
-                    raise ValueError(f"{seq.attempt_id}: this runner verifies no draft tokens")
                 rows[seq.attempt_id] = end - 1
                 wanted[seq.attempt_id] = seq
                 lasts[seq.attempt_id] = replace(seq, token_ids=seq.token_ids[-1:], start=seq.end - 1)

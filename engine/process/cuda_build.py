@@ -12,8 +12,8 @@ import torch
 
 from engine.model.attention import Attention
 from engine.model.decoder import Decoder
-from engine.model.experts import groups_natively
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.layers import groups_natively
 from engine.model.runner import ModelRunner, RecordedSteps
 from engine.model.token_draw import DrawRows
 from engine.model.weights import ModelWeights

@@ -20,7 +20,6 @@ from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, 
 from engine.process.mailbox import Mailbox
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -129,12 +128,11 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
         except OSError as error:
             raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
     # After binding: torch counts the cores when it is imported.
-    from engine.process.build import build_engine, with_offload
+    from engine.process.build import build_engine, make_connector
 
     built = build_engine(spec, memory_fd, woken=pipe.mailbox.wake)
     clock = MonotonicClock()
-    transfer = TransferConnector(clock, built.ready.layout, spec.layer_groups)
-    connector = with_offload(transfer, spec, built.runner.pool, pipe.mailbox.put)
+    connector = make_connector(spec, built.runner.pool, clock, pipe.mailbox.put)
     scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
     core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead, built.structures)
     freeze_heap()
