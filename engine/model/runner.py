@@ -60,6 +60,10 @@ class RecordedSteps(Protocol):
         """Replay the step; logits ``[len(seqs), vocabulary]``. `PENDING` tokens are those of ``before``."""
         ...
 
+    def capture(self, cuda: Cuda, index: int) -> None:
+        """Record them on GPU ``index``."""
+        ...
+
 
 class LaunchedStep:
     """A step that has been launched, up to the ``logits`` of the parts ``wanted``, or to its end if there are none

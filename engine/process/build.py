@@ -92,7 +92,7 @@ def build_engine(
     if on_gpu:
         parts = cuda_parts(spec)
         build = CudaBuild(spec, cuda, _GPU, parts)
-        model = build.model(weights, max_context, long_rope)
+        model = Decoder(weights, max_context, parts.layer_type, long_rope)
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
         num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))
     else:
