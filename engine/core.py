@@ -23,6 +23,7 @@ from engine.messages import (
     SetTokenBudget,
     Submit,
 )
+from engine.model.structures import Structures
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.scheduling.sequence import TokenMatcher
@@ -30,7 +31,6 @@ from pdserve.core.block_update import pack
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.prefix_digests import block_hash
-from pdserve.core.sampling import StructuredOutputs
 
 CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
 
@@ -73,15 +73,6 @@ class ComputedStep:
     def tokens(self) -> Sampled:
         """Its tokens."""
         return self.sampled
-
-
-class Structures(Protocol):
-    """Compiles structured outputs (`engine.model.structures.Structures`)."""
-
-    def match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Future[TokenMatcher]:
-        """A matcher for an output that begins with ``output_token_ids``, made in another thread. It raises
-        `InvalidRequest` if ``wanted`` cannot be compiled, or the output does not match it."""
-        ...
 
 
 class Outbox(Protocol):

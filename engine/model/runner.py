@@ -18,7 +18,7 @@ from engine.model.token_draw import DrawRows
 from engine.model.upload import upload
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from pdserve.core.sampling import SamplingParams
-from runtime.cuda import Cuda, Event, HostCopy
+from runtime.cuda import Cuda, Event
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
@@ -72,7 +72,7 @@ class LaunchedStep:
     def __init__(self, runner: ModelRunner, wanted: Sequence[ScheduledSeq], logits: torch.Tensor | None) -> None:
         self._runner, self._wanted, self._logits = runner, wanted, logits
         self._drawn: DrawnTokens | None = None
-        self._copy: HostCopy | None = None if logits is not None else runner.copy([])
+        self._copied = None if logits is not None else runner.copy([])
 
     @torch.inference_mode()
     def sample(self) -> None:
@@ -85,26 +85,16 @@ class LaunchedStep:
         drawn = draw_tokens(self._logits, params, positions, histories, self._runner.draw_rows)
         self._drawn, self._logits = drawn, None
         self._runner.last = LastTokens(drawn.tensors[0], {seq.attempt_id: row for row, seq in enumerate(wanted)})
-        self._copy = self._runner.copy(drawn.tensors)
+        self._copied = self._runner.copy(drawn.tensors)
 
     def tokens(self) -> dict[str, SampledToken]:
         """The token of each request that gets one, by request id."""
-        assert self._copy is not None, "sample() comes first"
-        copies = self._copy.wait()
+        assert self._copied is not None, "sample() comes first"
+        copies = self._copied()
         if self._drawn is None:
             return {}
         sampled = self._drawn.read(copies)
         return {seq.attempt_id: token for seq, token in zip(self._wanted, sampled, strict=True)}
-
-
-@dataclass(frozen=True, slots=True)
-class _OnHost:
-    """Tensors of the host, as they are."""
-
-    tensors: list[torch.Tensor]
-
-    def wait(self) -> list[torch.Tensor]:
-        return self.tensors
 
 
 class ModelRunner:
@@ -154,9 +144,9 @@ class ModelRunner:
         hidden = self._model.forward(step, self._pool, hook)
         return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None)
 
-    def copy(self, tensors: list[torch.Tensor]) -> HostCopy:
-        """Copy results to the host when they are computed, as is everything before them."""
-        return _OnHost(tensors) if self._cuda is None else self._cuda.to_host(tensors, self._device.index or 0)
+    def copy(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Copy results to the host when they are computed, as is everything before them. Returns what waits for it."""
+        return (lambda: tensors) if self._cuda is None else self._cuda.to_host(tensors, self._device.index or 0).wait
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
         """The pass over ``seqs``, and the parts that get a token, in the order of its hidden states."""

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from engine.core import EngineCore, Outbox, Runner, Structures
+from engine.core import EngineCore, Outbox, Runner
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, Shutdown, encode
+from engine.model.structures import Structures
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
 from engine.spec import EngineSpec
