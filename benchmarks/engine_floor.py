@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.engine_cases import Case, Decode, Mixed, Prefill
 from checkpoints.shape import ModelShape
-from engine.model.linear import Linear, linear
+from engine.model.layers import Linear, linear
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.ceilings import Ceilings
 

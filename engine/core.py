@@ -21,9 +21,9 @@ from engine.messages import (
     PinPrefix,
     Release,
     SetTokenBudget,
-    Step,
     Submit,
 )
+from engine.model.structures import Structures
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.scheduling.sequence import TokenMatcher
@@ -31,13 +31,12 @@ from pdserve.core.block_update import pack
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.prefix_digests import block_hash
-from pdserve.core.sampling import StructuredOutputs
 
 CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
 
 
-Sampled = Mapping[str, list[SampledToken]]
-"""The next tokens, at least one, of each part of a step with ``sample``, by request id."""
+Sampled = Mapping[str, SampledToken]
+"""The next token of each part of a step with ``sample``, by request id."""
 
 
 class RunningStep(Protocol):
@@ -74,15 +73,6 @@ class ComputedStep:
     def tokens(self) -> Sampled:
         """Its tokens."""
         return self.sampled
-
-
-class Structures(Protocol):
-    """Compiles structured outputs (`engine.model.structures.Structures`)."""
-
-    def match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Future[TokenMatcher]:
-        """A matcher for an output that begins with ``output_token_ids``, made in another thread. It raises
-        `InvalidRequest` if ``wanted`` cannot be compiled, or the output does not match it."""
-        ...
 
 
 class Outbox(Protocol):
@@ -123,8 +113,8 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._outbox = outbox
-        self._most_left = 1 if run_ahead else 0  # steps that `step` leaves on their way
-        self._on_their_way: deque[tuple[SchedulerOutput, RunningStep]] = deque()
+        self._max_in_flight = 1 if run_ahead else 0  # steps that `step` leaves on their way
+        self._in_flight: deque[tuple[SchedulerOutput, RunningStep]] = deque()
         self._load: Load | None = None
         self._structures = structures
         self._compiling: dict[str, tuple[Submit, Future[TokenMatcher]]] = {}
@@ -173,30 +163,30 @@ class EngineCore:
             self._submit_compiled()
         output = self.scheduler.schedule() if self.scheduler.has_work else None
         self.report()  # `Reserved` must not wait for the step
-        most_left = 0
+        max_left = 0
         if output is not None and output.seqs:
-            most_left = self._most_left
+            max_left = self._max_in_flight
             hook = self.scheduler.connector.layer_hook(output.seqs, self._outbox.send_kv)
             if hook is not None:
                 self._finish(0)
-            self._on_their_way.append((output, self._runner.launch(output.seqs, hook)))
-        if not self._on_their_way:
+            self._in_flight.append((output, self._runner.launch(output.seqs, hook)))
+        if not self._in_flight:
             return False
-        self._finish(most_left)
+        self._finish(max_left)
         return True
 
-    def _finish(self, most_left: int) -> None:
-        """Finish steps, oldest first, until at most ``most_left`` are on their way; all that are left are sampled."""
-        while self._on_their_way:
-            output, running = self._on_their_way[0]
+    def _finish(self, max_left: int) -> None:
+        """Finish steps, oldest first, until at most ``max_left`` are on their way; all that are left are sampled."""
+        while self._in_flight:
+            output, running = self._in_flight[0]
             running.sample()
-            if len(self._on_their_way) <= most_left:
+            if len(self._in_flight) <= max_left:
                 return
             sampled = running.tokens()
-            self._on_their_way.popleft()
+            self._in_flight.popleft()
             step = self.scheduler.update(output, sampled, self._clock.now())
             if step.tokens:
-                self._outbox.send(Step(step.sampled_s, step.started_s, step.tokens))
+                self._outbox.send(step)
             self.report()
 
     def report(self) -> None:

@@ -27,7 +27,7 @@ class EngineSpec:
     ``run_ahead``: launch each step before the one before is done; by default on GPUs.
     ``offload_folder``: a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``.
     ``offload_host_bytes``: memory of the host for cold blocks of a GPU.
-    ``prefill_attention``: what computes prompts' attention on GPUs (`engine.kernels.prefill_choice`).
+    ``prefill_attention``: what computes prompts' attention on GPUs (`engine.kernels.cuda_flashinfer`).
     ``layer_groups``: layer groups per step for early KV push (0: push at the end of the step).
     """
 

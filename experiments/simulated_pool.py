@@ -206,7 +206,7 @@ class _Simulation:
             )
         )
         self.clock.advance(took_s)
-        return ComputedStep({seq.attempt_id: [self._next(int(seq.attempt_id))] for seq in seqs if seq.sample})
+        return ComputedStep({seq.attempt_id: self._next(int(seq.attempt_id)) for seq in seqs if seq.sample})
 
     def _next(self, index: int) -> SampledToken:
         return SampledToken(_STOP if self.made[index] + 1 == self.lengths[index][1] else _WORD)

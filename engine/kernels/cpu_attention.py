@@ -9,6 +9,7 @@ scores for keys it cannot see. Query heads that share a KV head are rows of one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -25,32 +26,15 @@ SCORE_BYTES = 6 * 2**20  # scores of a strip
 STRIP_ROWS = 128  # more rows waste more work above the diagonal; fewer rows make the products less efficient
 
 
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    """Added to the scores of a tile's columns ``begin`` to ``end``: 0 or -inf, ``[rows, 1, end - begin]`` in decode
-    tiles, ``[rows, end - begin]`` in strips."""
-
-    begin: int
-    end: int
-    values: torch.Tensor
+_Mask = tuple[int, int, torch.Tensor]
+"""Added to the scores of a tile's columns from the first number to the second: 0 or -inf, ``[rows, 1, columns]`` in
+decode tiles, ``[rows, columns]`` in strips."""
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeTile:
-    """Rows ``begin`` to ``end`` of the step, one token each, padded to the same number of blocks. All rows see columns
-    ``first`` to ``last`` of the tile; ``masks`` cover the other columns."""
-
-    begin: int
-    end: int
-    first: int
-    last: int
-    pages: torch.Tensor  # [2 * rows * kv_heads * blocks]
-    masks: list[_Mask]
-
-
-@dataclass(frozen=True, slots=True)
-class _Strip:
-    """Rows ``begin`` to ``end`` of a chunk, which see columns ``first`` to ``last`` of its tile."""
+class _Rows:
+    """Rows ``begin`` to ``end`` of the step, all decodes or a strip of a chunk. They see columns ``first`` to ``last``
+    of their tile; ``masks`` hide some columns from some rows."""
 
     begin: int
     end: int
@@ -60,11 +44,13 @@ class _Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkTile:
-    """A prompt chunk: the pages of its context (``[2 * kv_heads * blocks]``), and its rows in strips."""
+class _Tile:
+    """Decodes, padded to the same number of blocks, or a prompt chunk in strips."""
 
-    pages: torch.Tensor
-    strips: list[_Strip]
+    pages: (
+        torch.Tensor
+    )  # of all contexts: [2 * rows * kv_heads * blocks] of decodes, [2 * kv_heads * blocks] of a chunk
+    rows: list[_Rows]
 
 
 class _Scratch:
@@ -75,9 +61,7 @@ class _Scratch:
 
     def take(self, *size: int) -> torch.Tensor:
         """An uninitialised tensor of ``size``."""
-        numbers = 1
-        for n in size:
-            numbers *= n
+        numbers = math.prod(size)
         if numbers > self._buffer.shape[0]:
             self._buffer = torch.zeros(max(numbers, self._buffer.shape[0] * 3 // 2), dtype=self._buffer.dtype)
         return self._buffer[:numbers].view(size)
@@ -105,8 +89,8 @@ class CPUAttention(Attention):
         if fused is None:
             fused = bool(torch.cpu._is_amx_tile_supported())
         self.fused = fused and softcap is None
-        self.keys_values = _Scratch(pool.tensor.dtype)
-        self.scores = _Scratch(pool.tensor.dtype)
+        self._keys_values = _Scratch(pool.tensor.dtype)
+        self._score_memory = _Scratch(pool.tensor.dtype)
         self._pool = pool
         self._dtype = pool.tensor.dtype
         self._windows = frozenset(windows)
@@ -147,11 +131,11 @@ class CPUAttention(Attention):
         blocks = torch.tensor(tables)[None, :, None, :] * self._pool.pages_per_block
         return (blocks + self._heads.view(2, 1, -1, 1)).flatten()
 
-    def _decode_tiles(self, seqs: Sequence[ScheduledSeq], window: int | None) -> list[_DecodeTile]:
+    def _decode_tiles(self, seqs: Sequence[ScheduledSeq], window: int | None) -> list[_Tile]:
         size = self.block_size
         block_bytes = 2 * self.num_kv_heads * size * self.head_dim * self._dtype.itemsize
         spans = [(0 if window is None else max(0, s.start + 1 - window) // size, s.start // size + 1) for s in seqs]
-        tiles: list[_DecodeTile] = []
+        tiles: list[_Tile] = []
         begin = 0
         while begin < len(seqs):
             widest = narrowest = spans[begin][1] - spans[begin][0]
@@ -168,7 +152,7 @@ class CPUAttention(Attention):
 
     def _decode_tile(
         self, seqs: Sequence[ScheduledSeq], spans: Sequence[tuple[int, int]], begin: int, window: int | None
-    ) -> _DecodeTile:
+    ) -> _Tile:
         size = self.block_size
         blocks = max(last - first for first, last in spans)
         tables: list[list[int]] = []
@@ -182,145 +166,122 @@ class CPUAttention(Attention):
         masks: list[_Mask] = []
         if max(lows):
             columns = torch.arange(max(lows))
-            masks.append(_Mask(0, max(lows), self._hide(columns < torch.tensor(lows)[:, None])[:, None]))
+            masks.append((0, max(lows), self._hide(columns < torch.tensor(lows)[:, None])[:, None]))
         if min(highs) < blocks * size:
             columns = torch.arange(min(highs), blocks * size)
             hidden = columns >= torch.tensor(highs)[:, None]
-            masks.append(_Mask(min(highs), blocks * size, self._hide(hidden)[:, None]))
-        return _DecodeTile(begin, begin + len(seqs), max(lows), min(highs), self._pages(tables), masks)
+            masks.append((min(highs), blocks * size, self._hide(hidden)[:, None]))
+        return _Tile(self._pages(tables), [_Rows(begin, begin + len(seqs), max(lows), min(highs), masks)])
 
-    def _chunk_tiles(self, seqs: Sequence[ScheduledSeq], row: int, window: int | None) -> list[_ChunkTile]:
+    def _chunk_tiles(self, seqs: Sequence[ScheduledSeq], row: int, window: int | None) -> list[_Tile]:
         size = self.block_size
-        tiles: list[_ChunkTile] = []
+        tiles: list[_Tile] = []
         for seq in seqs:
             rows, context = len(seq.token_ids), seq.start + len(seq.token_ids)
             first_block = 0 if window is None else max(0, seq.start + 1 - window) // size
             tables = [list(seq.block_ids[first_block : -(-context // size)])]
             strips = self._strips(seq.start, rows, row, first_block * size, window)
-            tiles.append(_ChunkTile(self._pages(tables), strips))
+            tiles.append(_Tile(self._pages(tables), strips))
             row += rows
         return tiles
 
-    def _strips(self, start: int, rows: int, row: int, origin: int, window: int | None) -> list[_Strip]:
+    def _strips(self, start: int, rows: int, row: int, origin: int, window: int | None) -> list[_Rows]:
         row_bytes = self.num_heads * (start + rows) * self._dtype.itemsize
         height = max(1, min(STRIP_ROWS, SCORE_BYTES // row_bytes))
-        strips: list[_Strip] = []
+        strips: list[_Rows] = []
         for begin in range(0, rows, rows if self.fused else height):
             end = rows if self.fused else min(rows, begin + height)
             first = 0 if window is None else max(0, start + begin + 1 - window)
             last = start + end
-            if window is not None and last > window:
+            masks: list[_Mask] = []
+            if (window is not None and last > window) or (self.fused and start):
                 positions, columns = torch.arange(start + begin, last)[:, None], torch.arange(first, last)
-                values = self._hide((columns > positions) | (columns <= positions - window))
-                masks = [_Mask(0, last - first, values)]
+                hidden = columns > positions
+                if window is not None:
+                    hidden |= columns <= positions - window
+                masks.append((0, last - first, self._hide(hidden)))
             elif not self.fused:
-                masks = [_Mask(start + begin - first, last - first, self._triangle[: end - begin, : end - begin])]
-            elif start:
-                values = self._hide(torch.arange(last) > torch.arange(start, last)[:, None])
-                masks = [_Mask(0, last - first, values)]
-            else:
-                masks = []
-            strips.append(_Strip(row + begin, row + end, first - origin, last - origin, masks))
+                masks.append((start + begin - first, last - first, self._triangle[: end - begin, : end - begin]))
+            strips.append(_Rows(row + begin, row + end, first - origin, last - origin, masks))
         return strips
 
     def _hide(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
+    def fetch(self, layer: LayerKV, tile: _Tile, rows: int) -> torch.Tensor:
+        """The keys and values of a tile: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
+        fetched = self._keys_values.take(tile.pages.shape[0], layer.pages.shape[1])
+        torch.index_select(layer.pages, 0, tile.pages, out=fetched)
+        return fetched.view(2, rows * self.num_kv_heads, -1, self.head_dim)
 
-class _CPUStep(AttentionStep):
-    def __init__(
-        self,
-        attention: CPUAttention,
-        slots: torch.Tensor,
-        plans: dict[int | None, tuple[list[_DecodeTile], list[_ChunkTile]]],
-    ) -> None:
-        self._attention = attention
-        self.slots = slots
-        self._plans = plans
-
-    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
-        out = torch.empty(query.shape, dtype=query.dtype)
-        decodes, chunks = self._plans[window]
-        for tile in decodes:
-            self._decode(query, layer, tile, scale, out)
-        for chunk in chunks:
-            keys, values = self._fetch(layer, chunk.pages, 1)
-            for strip in chunk.strips:
-                columns = slice(strip.first, strip.last)
-                attend = self._fused if self._attention.fused else self._strip
-                attend(query, keys[:, columns], values[:, columns], strip, scale, out)
-        return out.flatten(1)
-
-    def _fetch(self, layer: LayerKV, pages: torch.Tensor, rows: int) -> torch.Tensor:
-        """The keys and values of ``pages``: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
-        attention = self._attention
-        fetched = attention.keys_values.take(pages.shape[0], layer.pages.shape[1])
-        torch.index_select(layer.pages, 0, pages, out=fetched)
-        return fetched.view(2, rows * attention.num_kv_heads, -1, attention.head_dim)
-
-    def _decode(self, query: torch.Tensor, layer: LayerKV, tile: _DecodeTile, scale: float, out: torch.Tensor) -> None:
-        attention, rows = self._attention, tile.end - tile.begin
-        keys, values = self._fetch(layer, tile.pages, rows)
-        folded = query[tile.begin : tile.end].reshape(keys.shape[0], -1, attention.head_dim)
-        if rows == 1 and tile.last - tile.first <= SHORT_CONTEXT and attention.softcap is None:
-            columns = slice(tile.first, tile.last)
-            out[tile.begin] = functional.scaled_dot_product_attention(
+    def decode(self, query: torch.Tensor, layer: LayerKV, tile: _Tile, scale: float, out: torch.Tensor) -> None:
+        """Compute a tile of decodes into ``out``."""
+        (part,) = tile.rows
+        rows = part.end - part.begin
+        keys, values = self.fetch(layer, tile, rows)
+        folded = query[part.begin : part.end].reshape(keys.shape[0], -1, self.head_dim)
+        if rows == 1 and part.last - part.first <= SHORT_CONTEXT and self.softcap is None:
+            columns = slice(part.first, part.last)
+            out[part.begin] = functional.scaled_dot_product_attention(
                 folded.unsqueeze(0), keys[None, :, columns], values[None, :, columns], scale=scale
-            ).view(-1, attention.head_dim)
+            ).view(-1, self.head_dim)
             return
         scores = self._scores(folded, keys, scale)
-        for mask in tile.masks:
-            scores.view(rows, -1, keys.shape[1])[:, :, mask.begin : mask.end].add_(mask.values)
+        for begin, end, hidden in part.masks:
+            scores.view(rows, -1, keys.shape[1])[:, :, begin:end].add_(hidden)
         torch.softmax(scores, -1, out=scores)
-        torch.bmm(scores, values, out=out[tile.begin : tile.end].view(folded.shape))
+        torch.bmm(scores, values, out=out[part.begin : part.end].view(folded.shape))
+
+    def chunk(self, query: torch.Tensor, layer: LayerKV, tile: _Tile, scale: float, out: torch.Tensor) -> None:
+        """Compute a prompt chunk into ``out``."""
+        fetched = self.fetch(layer, tile, 1)
+        for strip in tile.rows:
+            keys, values = fetched[:, :, strip.first : strip.last]
+            mine, into = query[strip.begin : strip.end], out[strip.begin : strip.end]
+            if self.fused:
+                attended = functional.scaled_dot_product_attention(
+                    mine.transpose(0, 1).unsqueeze(0),
+                    keys.unsqueeze(0),
+                    values.unsqueeze(0),
+                    attn_mask=strip.masks[0][2] if strip.masks else None,
+                    is_causal=not strip.masks,
+                    scale=scale,
+                    enable_gqa=True,
+                )
+                into.copy_(attended.squeeze(0).transpose(0, 1))
+                continue
+            rows, (kv_heads, columns, head_dim) = strip.end - strip.begin, keys.shape
+            split = (rows, kv_heads, self.num_heads // kv_heads, head_dim)
+            folded = mine.view(split).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+            scores = self._scores(folded, keys, scale)
+            for begin, end, hidden in strip.masks:
+                scores.view(-1, rows, columns)[:, :, begin:end].add_(hidden)
+            torch.softmax(scores, -1, out=scores)
+            attended = torch.bmm(scores, values).view(kv_heads, -1, rows, head_dim)
+            into.view(split).copy_(attended.permute(2, 0, 1, 3))
 
     def _scores(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         """Products of ``query`` (``[n, rows, head_dim]``) and ``keys`` (``[n, columns, head_dim]``), softly capped, in
         scratch memory: ``[n, rows, columns]``."""
-        scores = self._attention.scores.take(query.shape[0], query.shape[1], keys.shape[1])
+        scores = self._score_memory.take(query.shape[0], query.shape[1], keys.shape[1])
         if scale == 1.0:
             torch.bmm(query, keys.transpose(1, 2), out=scores)
         else:
             torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
-        softcap = self._attention.softcap
-        return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def _strip(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        strip: _Strip,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        attention, rows = self._attention, strip.end - strip.begin
-        kv_heads, columns, head_dim = keys.shape
-        split = (rows, kv_heads, attention.num_heads // kv_heads, head_dim)
-        folded = query[strip.begin : strip.end].view(split).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-        scores = self._scores(folded, keys, scale)
-        for mask in strip.masks:
-            scores.view(-1, rows, columns)[:, :, mask.begin : mask.end].add_(mask.values)
-        torch.softmax(scores, -1, out=scores)
-        attended = torch.bmm(scores, values).view(kv_heads, -1, rows, head_dim)
-        out[strip.begin : strip.end].view(split).copy_(attended.permute(2, 0, 1, 3))
 
-    def _fused(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        strip: _Strip,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        attended = functional.scaled_dot_product_attention(
-            query[strip.begin : strip.end].transpose(0, 1).unsqueeze(0),
-            keys.unsqueeze(0),
-            values.unsqueeze(0),
-            attn_mask=strip.masks[0].values if strip.masks else None,
-            is_causal=not strip.masks,
-            scale=scale,
-            enable_gqa=True,
-        )
-        out[strip.begin : strip.end] = attended.squeeze(0).transpose(0, 1)
+@dataclass(frozen=True, slots=True)
+class _CPUStep(AttentionStep):
+    attention: CPUAttention
+    slots: torch.Tensor
+    plans: dict[int | None, tuple[list[_Tile], list[_Tile]]]  # decodes and chunks, by window
+
+    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype)
+        decodes, chunks = self.plans[window]
+        for tile in decodes:
+            self.attention.decode(query, layer, tile, scale, out)
+        for tile in chunks:
+            self.attention.chunk(query, layer, tile, scale, out)
+        return out.flatten(1)

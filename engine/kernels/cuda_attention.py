@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.kernels.cuda_decode_attention import attend_decodes
+from engine.kernels.cuda_flashinfer import FlashInferChunks, FlashInferPrefill
 from engine.kernels.cuda_prefill_attention import attend_chunks, tile_rows
 from engine.model.attention import Attention, AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
@@ -24,22 +24,6 @@ _NO_WINDOW = 2**30
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
 _PROCESSORS_OF_INTERPRETER = 4
-
-
-class PlannedChunks(Protocol):
-    """The chunks of a step, planned by other kernels (`engine.kernels.cuda_flashinfer.FlashInferChunks`)."""
-
-    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float, out: torch.Tensor) -> None:
-        """Compute the attention of ``query`` (``[rows, heads, head_dim]``, the rows of all chunks) into ``out``."""
-        ...
-
-
-class ChunkPlanner(Protocol):
-    """Other kernels for chunks (`engine.kernels.cuda_flashinfer.FlashInferPrefill`)."""
-
-    def plan(self, seqs: Sequence[ScheduledSeq]) -> PlannedChunks:
-        """Plan the chunks ``seqs``, whose rows follow each other."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +46,7 @@ class CUDAStep(AttentionStep):
     tiles: torch.Tensor | None
     splits: int
     softcap: float | None = None
-    chunks: PlannedChunks | None = None
+    chunks: FlashInferChunks | None = None
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -92,7 +76,7 @@ class CUDAAttention(Attention):
     ``softcap`` (None: not at all). ``chunks`` computes the chunks (None: our own kernel)."""
 
     def __init__(
-        self, pool: KVPool, num_heads: int, softcap: float | None = None, chunks: ChunkPlanner | None = None
+        self, pool: KVPool, num_heads: int, softcap: float | None = None, chunks: FlashInferPrefill | None = None
     ) -> None:
         self.softcap = softcap
         self._chunks = chunks

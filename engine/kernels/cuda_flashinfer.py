@@ -1,62 +1,44 @@
-"""Attention of prompt chunks by FlashInfer's paged prefill, which reads pages in place like our own kernels.
+"""Attention of prompt chunks by FlashInfer's paged prefill where it can compute them, else by our own kernel.
 
-The keys and values of a layer are views of the pool, ``[blocks, kv_heads, block_size, head_dim]``: FlashInfer's layout
-HND, with pages a whole block of the pool apart.
+FlashInfer reads pages in place as well: the keys and values of a layer are views of the pool,
+``[blocks, kv_heads, block_size, head_dim]``, which is its layout HND with pages a whole block of the pool apart.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from engine.kernels.prefill_choice import FLASHINFER
+from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool, LayerKV
 from engine.model.upload import upload
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import MAX_IN_FLIGHT
+from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
+from runtime.poison import is_poison
+
+log = logging.getLogger(__name__)
 
 _WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends, for the parts of contexts that are split
 _NO_WINDOW = -1
+AMPERE = (8, 0)
+
+MakeWrapper = Callable[[], Any]
+"""Makes a `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
 
 
-class Wrapper(Protocol):
-    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`, as far as it is used here."""
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
-        causal: bool,
-        sm_scale: float,
-        window_left: int,
-        logits_soft_cap: float | None,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        """Plan the rows of a step."""
-        ...
-
-    def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of the planned rows over a layer."""
-        ...
-
-
-MakeWrapper = Callable[[], Wrapper]
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of ``device``; that of Ampere for the interpreter's CPU tensors."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else AMPERE
 
 
 def installed_version() -> str | None:
@@ -73,19 +55,14 @@ def make_wrappers(device: torch.device) -> MakeWrapper:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-    def make() -> Wrapper:
-        wrapper: Wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        return wrapper
-
-    return make
+    return lambda: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferChunks:
     """The chunks of one step, planned: a wrapper for each window."""
 
-    wrappers: Mapping[int | None, Wrapper]
+    wrappers: Mapping[int | None, Any]
     scale: float
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float, out: torch.Tensor) -> None:
@@ -170,3 +147,140 @@ def _pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """``numbers`` on the host, where FlashInfer plans, and ready to be copied to ``device`` without waiting."""
     host = torch.as_tensor(numbers, dtype=torch.int32)
     return host.pin_memory() if device.type == "cuda" else host
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+PrefillBackend = Literal["flashinfer", "triton"]
+Wanted = Literal["auto", "flashinfer", "triton"]
+
+FLASHINFER = "flashinfer-python"
+LEAST_FLASHINFER = (0, 6)
+"""Before, its kernels for Hopper took pages to be contiguous; ours are those of a layer, a whole block apart."""
+
+_DTYPES = ("bfloat16", "float16")
+_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """What a backend must support: the pool's dtype, head size and heads, and the GPU's compute capability. All
+    backends have sliding windows, soft caps and any block size."""
+
+    dtype: str
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    """``backend``, and ``reason`` for users."""
+
+    backend: PrefillBackend
+    reason: str
+
+    def __str__(self) -> str:
+        return f"prefill attention by {self.backend}: {self.reason}"
+
+
+def choose_prefill(wanted: Wanted, shape: PrefillShape, flashinfer: str | None) -> PrefillChoice:
+    """The backend for ``wanted``, the value of ``engine.prefill_attention``. ``flashinfer`` is the installed version of
+    FlashInfer (None: there is none). `ConfigError` if FlashInfer is wanted and cannot be used."""
+    if wanted == "triton":
+        return PrefillChoice("triton", "engine.prefill_attention says so")
+    obstacle = _obstacle(shape, flashinfer)
+    if obstacle is None:
+        return PrefillChoice("flashinfer", f"{FLASHINFER} {flashinfer}")
+    if wanted == "flashinfer":
+        raise ConfigError(f"engine.prefill_attention: flashinfer cannot be used: {obstacle}; use auto or triton")
+    return PrefillChoice("triton", obstacle)
+
+
+def _obstacle(shape: PrefillShape, flashinfer: str | None) -> str | None:
+    """Why FlashInfer cannot compute ``shape``; None if it can."""
+    if flashinfer is None:
+        return f"{FLASHINFER} is not installed (extra cuda)"
+    if _release(flashinfer) < LEAST_FLASHINFER:
+        return f"{FLASHINFER} {flashinfer} is older than {_dotted(LEAST_FLASHINFER)}"
+    if shape.capability < AMPERE:
+        return f"the GPU's compute capability {_dotted(shape.capability)} is below {_dotted(AMPERE)}"
+    if shape.dtype not in _DTYPES:
+        return f"it does not compute in {shape.dtype}"
+    if shape.head_dim not in _HEAD_DIMS:
+        return f"it has no heads of {shape.head_dim} (only {', '.join(map(str, _HEAD_DIMS))})"
+    if shape.num_heads % shape.num_kv_heads:
+        return f"{shape.num_heads} query heads are no multiple of {shape.num_kv_heads} KV heads"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers at the beginning of ``version``: (0, 7, 2) of 0.7.2.post1."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _dotted(numbers: Collection[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+class PrefillAttention:
+    """Chooses once, for ``wanted``, the value of ``engine.prefill_attention``."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self.choice: PrefillChoice | None = None
+        self._make: MakeWrapper | None = None  # made once, because of its workspace
+
+    def planner(self, pool: KVPool, model: Decoder) -> FlashInferPrefill | None:
+        """What plans the chunks of steps over ``pool`` (None: our own kernel). The first call chooses, and tries
+        FlashInfer, which compiles its kernels when they are first used. `ConfigError` if FlashInfer was asked for by
+        name and cannot be used."""
+        if self.choice is None:
+            self.choice = choose_prefill(
+                self._wanted,
+                PrefillShape(
+                    dtype=pool.layout.dtype,
+                    head_dim=pool.head_dim,
+                    num_heads=model.shape.num_heads,
+                    num_kv_heads=pool.kv_heads,
+                    capability=capability_of(pool.tensor.device),
+                ),
+                installed_version(),
+            )
+            if self.choice.backend == "flashinfer":
+                self._try(pool, model)
+            log.info("%s", self.choice)
+        return self._flashinfer(pool, model) if self.choice.backend == "flashinfer" else None
+
+    def notes(self) -> list[str]:
+        """The choice, for the user."""
+        return [str(self.choice)] if self.choice else []
+
+    def _try(self, pool: KVPool, model: Decoder) -> None:
+        try:
+            self._flashinfer(pool, model).check()
+            if pool.tensor.device.type == "cuda":
+                torch.cuda.synchronize(pool.tensor.device)
+        except Exception as error:  # no compiler, no cubin for this GPU, another version of CUDA
+            if is_poison(error):
+                raise
+            why = f"FlashInfer failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            log.warning("%s", why, exc_info=True)
+            if self._wanted == "flashinfer":
+                raise ConfigError(f"engine.prefill_attention: {why}; use auto or triton") from error
+            self.choice, self._make = PrefillChoice("triton", why), None
+
+    def _flashinfer(self, pool: KVPool, model: Decoder) -> FlashInferPrefill:
+        shape = model.shape
+        if self._make is None:
+            self._make = make_wrappers(pool.tensor.device)
+        return FlashInferPrefill(
+            *(self._make, pool, shape.num_heads, model.windows, shape.attention_scale, shape.attention_softcap)
+        )

@@ -10,11 +10,8 @@ from checkpoints.shape import Activation, ModelShape
 from engine.kernels.cuda_decode_attention import FUSED
 from engine.model.attention import AttentionStep
 from engine.model.decoder import DecoderLayer
-from engine.model.experts import GroupedExperts, LoopedExperts
 from engine.model.kv_pool import LayerKV
-from engine.model.linear import PlainLinear
-from engine.model.mlp import MLP
-from engine.model.norm import RMSNorm
+from engine.model.layers import MLP, GroupedExperts, Linear, LoopedExperts, RMSNorm
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights
 
 _HEADS = 8  # heads of one program of the rope kernel
@@ -176,8 +173,8 @@ class CUDAMLP(MLP):
     """The gated MLP. Gate and up are one product."""
 
     def __init__(self, weights: MLPWeights, activation: Activation) -> None:
-        self._gate_up = PlainLinear(weights.gate_up, weights.gate_up_bias)
-        self._down = PlainLinear(weights.down, weights.down_bias)
+        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias)
+        self._down = Linear(weights.down, weights.down_bias)
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +193,7 @@ class CUDALayer(DecoderLayer):
     def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None) -> None:
         super().__init__(weights, shape, window)
         self.scale = shape.attention_scale
-        self.sum_out = PlainLinear(weights.out, weights.out_bias)
+        self.sum_out = Linear(weights.out, weights.out_bias)
 
     def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> MLP:
         if isinstance(weights, MLPWeights):

@@ -5,15 +5,12 @@ A chunk may start anywhere in its context. Its own keys and values are in the po
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.cuda_decode_attention import FUSED, capped, score_factors
-
-_AMPERE = (8, 0)
+from engine.kernels.cuda_flashinfer import AMPERE, capability_of
 
 
 @triton.jit
@@ -151,14 +148,8 @@ def tile_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Largest number of query rows of a tile of `attend_chunks`."""
     if dtype.itemsize > 2:
         return 32  # no tensor cores: larger tiles would spill registers
-    largest = 128 if capability_of(device) >= _AMPERE else 64  # older GPUs have 64 KiB of shared memory per program
+    largest = 128 if capability_of(device) >= AMPERE else 64  # older GPUs have 64 KiB of shared memory per program
     return 128 if head_dim <= largest else 64
-
-
-@functools.cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of ``device``; that of Ampere for the interpreter's CPU tensors."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _AMPERE
 
 
 def attend_chunks(
@@ -207,6 +198,6 @@ def attend_chunks(
         WINDOWED=window is not None,
         SOFTCAPPED=softcap is not None,
         num_warps=8 if rows == 128 else 4,
-        num_stages=3 if capability_of(query.device) >= _AMPERE else 1,  # older GPUs cannot copy ahead
+        num_stages=3 if capability_of(query.device) >= AMPERE else 1,  # older GPUs cannot copy ahead
         **FUSED,
     )

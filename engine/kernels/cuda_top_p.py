@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.cuda_decode_attention import FUSED
-from engine.model.token_draw import DrawRow
-from engine.model.uniforms import INCREMENT, MULTIPLIERS, first_bits
+from engine.model.token_draw import INCREMENT, MULTIPLIERS, DrawRow, first_bits
 from engine.model.upload import upload
 
 _CHUNK = 4096

@@ -12,11 +12,8 @@ from torch.nn import functional
 
 from checkpoints.shape import ModelShape, Rope
 from engine.model.attention import AttentionStep
-from engine.model.experts import LoopedExperts
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.linear import linear
-from engine.model.mlp import MLP, GatedMLP
-from engine.model.norm import RMSNorm
+from engine.model.layers import MLP, GatedMLP, LoopedExperts, RMSNorm, linear
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook

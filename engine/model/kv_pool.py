@@ -96,6 +96,17 @@ class KVPool:
         flat = whole[:size].view(dtype)
         return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})
 
+    def read(self, block: int) -> bytes:
+        """A copy of a block, after all steps launched so far. It waits for them."""
+        return self._bytes(block).cpu().numpy().tobytes()
+
+    def write(self, block: int, data: bytes) -> None:
+        """Overwrite a block, before all steps launched from now on: the copy is complete when this returns."""
+        self._bytes(block).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _bytes(self, block: int) -> torch.Tensor:
+        return self.tensor[block].view(-1).view(torch.uint8)
+
 
 def _does_not_fit(size: int, why: str) -> ConfigError:
     return ConfigError(f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit: {why}")

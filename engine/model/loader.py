@@ -13,9 +13,7 @@ from safetensors import SafetensorError, safe_open
 from checkpoints.folder import read_tensor_shapes
 from checkpoints.shape import ModelShape
 from checkpoints.source import DUMMY_SEED, ModelSource
-from engine.model.quantized import Matrix, QuantizedTensor
-from engine.model.tensor_names import named_tensors, part_of
-from engine.model.weights import ModelWeights, quantized_parts
+from engine.model.weights import Matrix, ModelWeights, QuantizedTensor, named_tensors, part_of, quantized_parts
 from pdserve.core.errors import ModelError
 
 _DUMMY_STD = 0.02

@@ -18,7 +18,7 @@ from engine.model.token_draw import DrawRows
 from engine.model.upload import upload
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from pdserve.core.sampling import SamplingParams
-from runtime.cuda import Cuda, Event, HostCopy
+from runtime.cuda import Cuda, Event
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
@@ -60,6 +60,10 @@ class RecordedSteps(Protocol):
         """Replay the step; logits ``[len(seqs), vocabulary]``. `PENDING` tokens are those of ``before``."""
         ...
 
+    def capture(self, cuda: Cuda, index: int) -> None:
+        """Record them on GPU ``index``."""
+        ...
+
 
 class LaunchedStep:
     """A step that has been launched, up to the ``logits`` of the parts ``wanted``, or to its end if there are none
@@ -68,7 +72,7 @@ class LaunchedStep:
     def __init__(self, runner: ModelRunner, wanted: Sequence[ScheduledSeq], logits: torch.Tensor | None) -> None:
         self._runner, self._wanted, self._logits = runner, wanted, logits
         self._drawn: DrawnTokens | None = None
-        self._copy: HostCopy | None = None if logits is not None else runner.copy([])
+        self._copied = None if logits is not None else runner.copy([])
 
     @torch.inference_mode()
     def sample(self) -> None:
@@ -80,27 +84,17 @@ class LaunchedStep:
         params, histories = [s.params for s in wanted], [s.history for s in wanted]
         drawn = draw_tokens(self._logits, params, positions, histories, self._runner.draw_rows)
         self._drawn, self._logits = drawn, None
-        self._runner.last = LastTokens(drawn.token_ids, {seq.attempt_id: row for row, seq in enumerate(wanted)})
-        self._copy = self._runner.copy(drawn.tensors())
+        self._runner.last = LastTokens(drawn.tensors[0], {seq.attempt_id: row for row, seq in enumerate(wanted)})
+        self._copied = self._runner.copy(drawn.tensors)
 
-    def tokens(self) -> dict[str, list[SampledToken]]:
-        """The tokens of each request that gets any (always one), by request id."""
-        assert self._copy is not None, "sample() comes first"
-        copies = self._copy.wait()
+    def tokens(self) -> dict[str, SampledToken]:
+        """The token of each request that gets one, by request id."""
+        assert self._copied is not None, "sample() comes first"
+        copies = self._copied()
         if self._drawn is None:
             return {}
         sampled = self._drawn.read(copies)
-        return {seq.attempt_id: [token] for seq, token in zip(self._wanted, sampled, strict=True)}
-
-
-@dataclass(frozen=True, slots=True)
-class _OnHost:
-    """Tensors of the host, as they are."""
-
-    tensors: list[torch.Tensor]
-
-    def wait(self) -> list[torch.Tensor]:
-        return self.tensors
+        return {seq.attempt_id: token for seq, token in zip(self._wanted, sampled, strict=True)}
 
 
 class ModelRunner:
@@ -126,7 +120,7 @@ class ModelRunner:
         self._device = pool.tensor.device
         self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
 
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, SampledToken]:
         """`launch` a step, sample, and wait for its tokens."""
         step = self.launch(seqs, hook)
         step.sample()
@@ -138,7 +132,7 @@ class ModelRunner:
 
         A GPU may still compute the step before, whose tokens must have been drawn if a part is `PENDING`. ``hook`` is
         called when the keys and values of a group of layers can be read; a step that runs as a recorded graph does not
-        call it. ValueError for a part with drafts.
+        call it.
         """
         self._attention.prepare(seqs)
         ordered = self._attention.order(seqs)
@@ -150,9 +144,9 @@ class ModelRunner:
         hidden = self._model.forward(step, self._pool, hook)
         return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None)
 
-    def copy(self, tensors: list[torch.Tensor]) -> HostCopy:
-        """Copy results to the host when they are computed, as is everything before them."""
-        return _OnHost(tensors) if self._cuda is None else self._cuda.to_host(tensors, self._device.index or 0)
+    def copy(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Copy results to the host when they are computed, as is everything before them. Returns what waits for it."""
+        return (lambda: tensors) if self._cuda is None else self._cuda.to_host(tensors, self._device.index or 0).wait
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
         """The pass over ``seqs``, and the parts that get a token, in the order of its hidden states."""
@@ -171,8 +165,6 @@ class ModelRunner:
         for seq in seqs:
             end += len(seq.token_ids)
             if seq.sample:
-                if seq.num_drafts:
-                    raise ValueError(f"{seq.attempt_id}: this runner verifies no draft tokens")
                 rows[seq.attempt_id] = end - 1
                 wanted[seq.attempt_id] = seq
                 lasts[seq.attempt_id] = replace(seq, token_ids=seq.token_ids[-1:], start=seq.end - 1)

@@ -11,20 +11,19 @@ Sampling parameters are applied in this order, each to the result of the one bef
 
 Logprobs are ``log_softmax(logits)`` of the unmodified logits. All rows are computed together on the device of the
 logits. The result for a row does not depend on the other rows: sums have a fixed order, and each row has uniform
-numbers of its own (`engine.model.uniforms`).
+numbers of its own (`engine.model.token_draw.uniform`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.model.logit_adjustments import adjust
-from engine.model.token_blocks import argmax
+from engine.model.token_blocks import argmax, largest
 from engine.model.token_draw import DrawRow, DrawRows, draw
-from engine.model.token_logprobs import LogprobTensors, logprob_tensors
 from engine.model.upload import upload
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.sequence import TokenHistory
@@ -34,23 +33,21 @@ from pdserve.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """The tokens of a batch, on the device of its logits, which may still compute them. ``token_ids`` is ``[rows]``,
-    int64. ``logprobs`` are those of the rows ``told``."""
+    """The tokens of a batch, on the device of its logits, which may still compute them."""
 
-    token_ids: torch.Tensor
-    told: list[int]
-    logprobs: LogprobTensors | None
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All results, to be copied to the host for `read`."""
-        return [self.token_ids, *(self.logprobs.tensors() if self.logprobs else ())]
+    tensors: list[torch.Tensor]
+    """To be copied to the host for `read`. Token ids, ``[rows]``, int64; then those of `logprobs_of`, if there are."""
+    num_top: Mapping[int, int]
+    """The rows that want logprobs, and how many of the likeliest tokens."""
 
     def read(self, copies: Sequence[torch.Tensor]) -> list[SampledToken]:
         """The tokens. ``copies`` are those of `tensors` on the host."""
-        logprobs: dict[int, TokenLogprobs] = {}
-        if self.logprobs is not None:
-            logprobs = dict(zip(self.told, self.logprobs.read(copies[1:]), strict=True))
-        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(copies[0].tolist())]
+        token_ids, *logprobs = (copy.tolist() for copy in copies)
+        told = {
+            row: TokenLogprobs(own, tuple(zip(ids[:n], values[:n], strict=True)))
+            for (row, n), own, ids, values in zip(self.num_top.items(), *logprobs, strict=True)
+        }
+        return [SampledToken(token_id, told.get(row)) for row, token_id in enumerate(token_ids)]
 
 
 def sample(
@@ -61,7 +58,7 @@ def sample(
 ) -> list[SampledToken]:
     """Sample one token per row of ``logits`` (see `draw_tokens`), and wait for them."""
     drawn = draw_tokens(logits, params, positions, histories)
-    return drawn.read([tensor.cpu() for tensor in drawn.tensors()])
+    return drawn.read([tensor.cpu() for tensor in drawn.tensors])
 
 
 def draw_tokens(
@@ -86,11 +83,50 @@ def draw_tokens(
         _put(token_ids, drawn, draw(_rows(scores, drawn), draws, draw_rows))
         if greedy:
             _put(token_ids, greedy, argmax(_rows(scores, greedy)))
-    told = [row for row, p in enumerate(params) if p.logprobs is not None]
+    num_top = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
+    told = [*num_top]
     if not told:
-        return DrawnTokens(token_ids, told, None)
-    num_top = [params[row].logprobs or 0 for row in told]
-    return DrawnTokens(token_ids, told, logprob_tensors(_rows(logits, told), _rows(token_ids, told), num_top))
+        return DrawnTokens([token_ids], num_top)
+    logprobs = logprobs_of(_rows(logits, told), _rows(token_ids, told), max(num_top.values()))
+    return DrawnTokens([token_ids, *logprobs], num_top)
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[torch.Tensor]:
+    """For each row of ``logits`` (``[rows, vocabulary]``), the logprob of its token in ``token_ids`` (``[rows]``), then
+    the ids and logprobs of the ``num_top`` likeliest tokens, at most all (``[rows, num_top]``). Computed in float32, or
+    float64 if the logits are."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logprobs = logits.log_softmax(dim=1, dtype=dtype)
+    own = logprobs.gather(1, token_ids[:, None]).squeeze(1)
+    most = min(num_top, logprobs.shape[1])
+    if not most:
+        return [own, token_ids.new_empty(len(own), 0), own.new_empty(len(own), 0)]
+    return [own, *_likeliest(logprobs, most)]
+
+
+def _likeliest(logprobs: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and logprobs of the ``most`` likeliest tokens of each row, likeliest first, of equals the lower id first."""
+    if logprobs.device.type != "cpu":
+        return likeliest_by_key(logprobs, most)
+    vocabulary = logprobs.shape[1]
+    values, ids = largest(logprobs, min(most + 1, vocabulary))
+    if most < vocabulary and bool((values[:, most] == values[:, most - 1]).any()):
+        # All that tie with the last one compete, so that `largest` does not decide which of them are told.
+        competing = int((logprobs >= values[:, most - 1 : most]).sum(dim=1).max())
+        values, ids = largest(logprobs, competing)
+    ids, order = ids.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return ids.gather(1, order)[:, :most], values[:, :most]
+
+
+def likeliest_by_key(logprobs: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same without a look at the values on the host, for float32 only: a key orders them by value, then by id."""
+    token_ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+    # Logprobs are at most 0, so their order is the reverse of their magnitudes', which are ordered as integers.
+    magnitudes = (logprobs.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
+    keys, _ = torch.topk((-magnitudes << 32) - token_ids, most, dim=1)
+    ids = -keys & 0xFFFFFFFF
+    return ids, logprobs.gather(1, ids)
 
 
 def _rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -9,19 +9,24 @@ token always passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+import xxhash
 
 from engine.model.token_blocks import argmax, blocks, largest, padded, search
-from engine.model.uniforms import uniforms
 from engine.model.upload import upload
 from pdserve.core.sampling import SamplingParams
 
 _TILE_BYTES = 4 * 2**20  # on a CPU: the weights of so many rows stay in its cache from one operation to the next
 _LEAST_TEMPERATURE = 1e-30  # anything so small is greedy; a float32 must not round it to zero
+
+INCREMENT = 0x9E3779B97F4A7C15
+MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Constants of SplitMix64, which kernels compute by themselves (`engine.kernels.cuda_top_p`)."""
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +43,10 @@ class DrawRow:
         return self.params.seed or 0, self.position
 
 
-class DrawRows(Protocol):
-    """Draws a token for each row until it passes the test of top-p: the greater weights sum to less than ``wanted``."""
-
-    def __call__(
-        self, weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]
-    ) -> torch.Tensor:
-        """``weights`` are ``[rows, padded vocabulary]``, ``sums`` those over blocks (``[rows, blocks]``), ``wanted``
-        is ``[rows]``, float64. Returns ids, ``[rows]``, int64."""
-        ...
+DrawRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[DrawRow]], torch.Tensor]
+"""Draws a token for each row until it passes the test of top-p: the greater weights sum to less than ``wanted``.
+Arguments: ``weights`` (``[rows, padded vocabulary]``), their ``sums`` over blocks (``[rows, blocks]``), ``wanted``
+(``[rows]``, float64), and the rows. Returns ids, ``[rows]``, int64."""
 
 
 def draw(scores: torch.Tensor, rows: Sequence[DrawRow], draw_rows: DrawRows | None = None) -> torch.Tensor:
@@ -122,7 +122,7 @@ def draw_in_turns(
     left = list(range(len(rows)))
     turn = 0
     while left:
-        numbers = torch.tensor(uniforms([rows[i].key for i in left], turn), dtype=torch.float64, device=device)
+        numbers = torch.tensor([uniform(*rows[i].key, turn) for i in left], dtype=torch.float64, device=device)
         drawn = search(weights, sums, numbers)
         ids[torch.tensor(left, device=device)] = drawn
         if all(rows[i].params.top_p >= 1.0 for i in left):
@@ -141,3 +141,24 @@ def draw_in_turns(
 
 def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return upload(values, dtype, device)[:, None]
+
+
+# --- uniform numbers, of which each is a function of its key alone, so that rows share no generator ----------------
+
+
+def first_bits(seed: int, position: int) -> int:
+    """The 64 bits of turn 0 at ``position`` of a request with ``seed``, both in 0 to 2**64-1."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position))
+
+
+def uniform(seed: int, position: int, turn: int = 0) -> float:
+    """The number in [0, 1), a multiple of 2**-53, of turn ``turn`` at ``position`` of a request with ``seed``. ``seed``
+    and ``position`` are in 0 to 2**64-1. The first number of a position is a hash of both; those of further turns are
+    its successors in SplitMix64."""
+    bits = first_bits(seed, position)
+    if turn:
+        bits = (bits + turn * INCREMENT) & _MASK
+        bits = ((bits ^ (bits >> 30)) * MULTIPLIERS[0]) & _MASK
+        bits = ((bits ^ (bits >> 27)) * MULTIPLIERS[1]) & _MASK
+        bits ^= bits >> 31
+    return float(bits >> 11) * 2.0**-53

@@ -16,20 +16,18 @@ import xxhash
 from checkpoints.source import resolve_model
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import KVReady, Ready
-from engine.model.block_memory import BlockMemory
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.model.structures import Structures
-from engine.offload.block_store import BlockStore
-from engine.offload.disk_store import DiskStore
-from engine.offload.memory_store import MemoryStore
-from engine.offload.offload_connector import OffloadConnector
+from engine.offload.connector import OffloadConnector
+from engine.offload.stores import BlockStore, DiskStore, MemoryStore
 from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
-from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import SchedulerConfig
+from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
+from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
 from runtime.cuda import Cuda
@@ -94,7 +92,7 @@ def build_engine(
     if on_gpu:
         parts = cuda_parts(spec)
         build = CudaBuild(spec, cuda, _GPU, parts)
-        model = build.model(weights, max_context, long_rope)
+        model = Decoder(weights, max_context, parts.layer_type, long_rope)
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
         num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))
     else:
@@ -137,11 +135,9 @@ def build_engine(
     return BuiltEngine(runner, limits, ready, structures)
 
 
-def with_offload(
-    connector: KVConnector, spec: EngineSpec, pool: KVPool, done: Callable[[KVReady], None]
-) -> KVConnector:
-    """Return ``connector``, or one that keeps cold blocks as well if ``spec`` asks for it (`OffloadConnector`).
-    `ConfigError` if the folder cannot be used."""
+def make_connector(spec: EngineSpec, pool: KVPool, clock: Clock, done: Callable[[KVReady], None]) -> TransferConnector:
+    """The connector of a worker, which also keeps cold blocks if ``spec`` asks for it. `ConfigError` if the folder
+    cannot be used."""
     store: BlockStore | None = None
     if spec.offload_folder is not None:
         kind = xxhash.xxh3_128_hexdigest(msgspec.json.encode(pool.layout))
@@ -153,8 +149,8 @@ def with_offload(
             )
         store = MemoryStore(spec.offload_host_bytes, store)
     if store is None:
-        return connector
-    return OffloadConnector(connector, store, BlockMemory(pool), pool.layout.block_size, done)
+        return TransferConnector(clock, pool.layout, spec.layer_groups)
+    return OffloadConnector(clock, pool.layout, spec.layer_groups, store, pool, done)
 
 
 def _trim_heap() -> None:

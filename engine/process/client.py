@@ -7,15 +7,15 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Generic
 
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, Shutdown, encode
-from engine.process.cuda_allocator import shareable_allocator
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core.errors import LaunchError, from_wire
 from runtime import memory_file
@@ -33,6 +33,9 @@ ALLOCATOR_SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "MALLOC_TOP_PAD_": "134217728",
 }
+
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the newer name first
+_EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)(true|1|on|yes)", re.IGNORECASE)
 
 
 class EngineClient:
@@ -276,3 +279,10 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
         "OMP_NUM_THREADS": str(spec.threads),
     }
+
+
+def shareable_allocator(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torch's CUDA allocator in ``environment`` that have to change, with expandable segments off.
+    CUDA IPC hands such memory over as a file descriptor, by a system call that containers forbid."""
+    changed = {name: _EXPANDABLE.sub(r"\1False", environment.get(name, "")) for name in _ALLOCATOR_NAMES}
+    return {name: value for name, value in changed.items() if value != environment.get(name, "")}

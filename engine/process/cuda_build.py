@@ -6,18 +6,15 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from engine.model.attention import Attention
-from engine.model.decoder import Decoder
-from engine.model.experts import groups_natively
+from engine.model.decoder import Decoder, DecoderLayer
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.layers import groups_natively
 from engine.model.runner import ModelRunner, RecordedSteps
 from engine.model.token_draw import DrawRows
-from engine.model.weights import ModelWeights
-from engine.process.pool_size import ProfiledMemory, default_pool_bytes
 from engine.scheduling.batch import ScheduledSeq
 from engine.spec import EngineSpec
 from pdserve.core.errors import ConfigError
@@ -28,29 +25,28 @@ from runtime.mps import memory_limit
 
 log = logging.getLogger(__name__)
 
+CONTEXT_BYTES = 640 * 2**20
+"""A CUDA context with its libraries and loaded kernels, outside of torch's allocator."""
+
+_PROCESSES = 2  # engine and worker have a context each
+_USABLE = 0.95  # of what is left after contexts; the rest is for fragmentation
+_GRAPH_BYTES = 64 * 2**20  # what the driver keeps for recorded graphs, besides their tensors
+
 # It needs the most memory: penalties and filters copy the logits.
 _COSTLY = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, seed=0, logit_bias={0: 1.0}, logprobs=1)
 
 
-class Recorded(RecordedSteps, Protocol):
-    """Steps that can be recorded."""
-
-    def capture(self, cuda: Cuda, index: int) -> None:
-        """Record them on GPU ``index``."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class CudaParts:
-    """What computes on a GPU. ``decoder`` takes the weights, the longest sequence, and whether rope is that of long
-    contexts; ``graphs`` the largest batch and the blocks of the longest sequence. ``draw_rows`` draws tokens,
-    and ``notes`` are messages for the user once all has been built."""
+    """What computes on a GPU."""
 
-    decoder: Callable[[ModelWeights, int, bool], Decoder]
+    layer_type: type[DecoderLayer]
     attention: Callable[[KVPool, Decoder], Attention]
-    graphs: Callable[[Decoder, KVPool, Attention, int, int], Recorded]
+    graphs: Callable[[Decoder, KVPool, Attention, int, int], RecordedSteps]
+    """Takes the largest batch and the blocks of the longest sequence."""
     draw_rows: DrawRows | None = None
     notes: Callable[[], list[str]] = list
+    """Messages for the user once all has been built."""
 
 
 def triton_parts(spec: EngineSpec) -> CudaParts:
@@ -58,14 +54,14 @@ def triton_parts(spec: EngineSpec) -> CudaParts:
     Triton is missing."""
     try:  # imported here because engines on CPUs do without Triton
         from engine.kernels.cuda_attention import CUDAAttention
+        from engine.kernels.cuda_flashinfer import PrefillAttention
         from engine.kernels.cuda_graphs import DecodeGraphs
         from engine.kernels.cuda_layer import CUDALayer
         from engine.kernels.cuda_top_p import draw_rows
-        from engine.process.prefill_attention import PrefillAttention
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
 
-    def graphs(model: Decoder, pool: KVPool, attention: Attention, seqs: int, blocks: int) -> Recorded:
+    def graphs(model: Decoder, pool: KVPool, attention: Attention, seqs: int, blocks: int) -> RecordedSteps:
         assert isinstance(attention, CUDAAttention)
         return DecodeGraphs(model, attention, pool, seqs, blocks)
 
@@ -75,13 +71,7 @@ def triton_parts(spec: EngineSpec) -> CudaParts:
         shape = model.shape
         return CUDAAttention(pool, shape.num_heads, shape.attention_softcap, prefill.planner(pool, model))
 
-    return CudaParts(
-        decoder=lambda weights, positions, long_rope: Decoder(weights, positions, CUDALayer, long_rope),
-        attention=attention,
-        graphs=graphs,
-        draw_rows=draw_rows,
-        notes=prefill.notes,
-    )
+    return CudaParts(CUDALayer, attention, graphs, draw_rows, prefill.notes)
 
 
 class CudaBuild:
@@ -91,19 +81,14 @@ class CudaBuild:
     def __init__(self, spec: EngineSpec, cuda: Cuda, index: int, parts: CudaParts) -> None:
         self._spec, self._cuda, self._index, self._parts = spec, cuda, index, parts
 
-    def model(self, weights: ModelWeights, max_context: int, long_rope: bool = False) -> Decoder:
-        """The decoder, which takes the weights over."""
-        return self._parts.decoder(weights, max_context, long_rope)
-
     def pool_bytes(self, model: Decoder, layout: KVLayout, max_context: int) -> int:
         """The pool's default size. Runs the largest steps over a pool of one block, whose content does not matter."""
         figures = self._cuda.memory(self._index)
         held = figures.held
         largest = self._peak(model, layout, min(self._spec.max_num_batched_tokens, max_context)) - held
         decodes = self._peak(model, layout, 0) - held if self._recordable(model) else 0
-        needed = ProfiledMemory(held, largest, decodes)
         limit = memory_limit(os.environ, self._index)
-        size = default_pool_bytes(figures.total, self._spec.device_share, needed, limit)
+        size = default_pool_bytes(figures.total, self._spec.device_share, held, largest, decodes, limit)
         log.info(
             "of %.0f MiB x %.2f: %.0f MiB weights, %.0f MiB for a step, %.0f MiB for graphs, %.0f MiB KV pool",
             figures.total / 2**20,
@@ -152,3 +137,20 @@ class CudaBuild:
             self._cuda.reset_peak(self._index)
             runner.execute(seqs)
         return self._cuda.memory(self._index).peak
+
+
+def default_pool_bytes(
+    total_bytes: int, share: float, held: int, step: int, graphs: int = 0, limit_bytes: int | None = None
+) -> int:
+    """Bytes for the pool of an engine that has the share ``share`` (0 to 1) of a GPU with ``total_bytes``, and may
+    allocate at most ``limit_bytes``; 0 if nothing is left. No figure depends on the moment, so two engines that start
+    at once on one GPU get the same pools as two that start one after the other.
+
+    The engine's other bytes: ``held``, weights and tables; ``step``, the largest step's activations, logits and
+    sampling, at its peak; ``graphs``, the same for the largest decode step, whose memory recorded graphs keep (0: no
+    graphs).
+    """
+    mine = total_bytes * share - _PROCESSES * CONTEXT_BYTES
+    if limit_bytes is not None:
+        mine = min(mine, limit_bytes - CONTEXT_BYTES)
+    return max(0, int(mine * _USABLE) - held - step - (graphs + _GRAPH_BYTES if graphs else 0))

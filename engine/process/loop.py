@@ -12,15 +12,15 @@ import os
 import select
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from engine.core import EngineCore, Outbox, Runner, Structures
+from engine.core import EngineCore, Outbox, Runner
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, Shutdown, encode
-from engine.process.mailbox import Mailbox
+from engine.model.structures import Structures
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -35,6 +35,33 @@ MakeCore = Callable[[Scheduler, Runner, Clock, Outbox, bool, Structures], Engine
 
 class ParentGone(Exception):
     """The worker process closed its end of a pipe, or died."""
+
+
+class Mailbox:
+    """A queue of commands. `fileno` is readable while it is not empty, so that one poll waits for it and for pipes."""
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """A file descriptor to poll for reading."""
+        return self._fd
+
+    def put(self, command: Command) -> None:
+        """Add a command. May be called by any thread."""
+        self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """End a wait for commands. May be called by any thread."""
+        os.eventfd_write(self._fd, 1)
+
+    def take(self) -> list[Command]:
+        """Remove and return the commands, in order."""
+        with contextlib.suppress(BlockingIOError):  # empty
+            os.eventfd_read(self._fd)  # before the queue is read, so that nothing stays behind unannounced
+        return [self._commands.popleft() for _ in range(len(self._commands))]
 
 
 class WorkerPipe:
@@ -129,12 +156,11 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
         except OSError as error:
             raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
     # After binding: torch counts the cores when it is imported.
-    from engine.process.build import build_engine, with_offload
+    from engine.process.build import build_engine, make_connector
 
     built = build_engine(spec, memory_fd, woken=pipe.mailbox.wake)
     clock = MonotonicClock()
-    transfer = TransferConnector(clock, built.ready.layout, spec.layer_groups)
-    connector = with_offload(transfer, spec, built.runner.pool, pipe.mailbox.put)
+    connector = make_connector(spec, built.runner.pool, clock, pipe.mailbox.put)
     scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
     core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead, built.structures)
     freeze_heap()

@@ -102,7 +102,7 @@ class WholePrompts(Scheduler):
         if long not in self._running:
             self._start(long)
             self._reserve()
-        return self._launch([(long, long.num_uncomputed_tokens, 0)], started_s)
+        return self._launch([(long, long.num_uncomputed_tokens)], started_s)
 
     def _cut(self, seq: Sequence, num_tokens: int) -> int:
         return 0 if seq.computes_prompt else num_tokens

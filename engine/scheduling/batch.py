@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from engine.messages import TokenOut
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
@@ -23,9 +22,6 @@ class ScheduledSeq:
     all of these tokens, the last of which may be `PENDING`. With ``sample``, the step samples the request's next token
     from the logits after the last token.
 
-    The last ``num_drafts`` of ``token_ids`` may be drafts: guesses of the tokens that come next. Then the step gives
-    the drafts that it would have sampled itself, up to the first that differs, and one more token.
-
     ``history`` is set if ``params`` penalise or have structured outputs. It is the request's own object, so read it
     when the tokens of the step before are known, and before those of this step are.
     """
@@ -37,11 +33,10 @@ class ScheduledSeq:
     sample: bool
     params: SamplingParams
     history: TokenHistory | None = None
-    num_drafts: int = 0
 
     @property
     def end(self) -> int:
-        """Tokens whose KV is in the pool after the step, including drafts."""
+        """Tokens whose KV is in the pool after the step."""
         return self.start + len(self.token_ids)
 
 
@@ -54,20 +49,9 @@ class LayerHook:
     done: Callable[[int], None]
 
 
-@dataclass(slots=True)
-class StepResult:
-    """The tokens of one step. ``started_s`` and ``sampled_s`` are when the step was scheduled and when its tokens were
-    known, in seconds of the scheduler's clock."""
-
-    sampled_s: float
-    started_s: float
-    tokens: list[TokenOut] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that a step sampled for a request, with its logprobs if the request asked for them. A step may sample
-    several tokens of a request, in order."""
+    """The token that a step sampled for a request, with its logprobs if the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

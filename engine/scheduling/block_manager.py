@@ -1,11 +1,11 @@
-"""Assigns the blocks of the KV pool to owners. It only keeps books and never touches the memory."""
+"""Assigns the blocks of the KV pool to owners, and finds cached blocks by a digest of all tokens up to their end
+(`pdserve.core.prefix_digests`). It only keeps books and never touches the memory."""
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-
-from engine.scheduling.prefix_cache import PrefixCache
 
 
 class BlockManager:
@@ -13,8 +13,9 @@ class BlockManager:
     that share its content.
 
     Owners are any hashable keys. Free blocks with the lowest numbers are allocated first, so that used blocks stay
-    dense at the beginning of the pool. Free blocks that the prefix cache can find are allocated last, the least
-    recently used first; ``evicted`` is called with the block and its digest before it is allocated again.
+    dense at the beginning of the pool. A block is cached, so that `find` finds it, from `publish` until it is evicted.
+    Cached blocks without an owner count as free and are allocated last, the least recently used first; ``evicted`` is
+    called with the block and its digest before it is allocated again.
     """
 
     def __init__(
@@ -25,18 +26,21 @@ class BlockManager:
         self._free = list(range(num_blocks))  # ascending, hence a heap already
         self._owned: dict[Hashable, list[int]] = {}
         self._owners = [0] * num_blocks  # number of owners of each block
-        self._cache = PrefixCache()
+        self._by_digest: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._idle: dict[int, None] = {}  # cached blocks without an owner, least recently used first
+        self._changes: dict[bytes, bool] = {}  # whether the digest is cached now
         self._evicted = evicted
 
     @property
     def free_blocks(self) -> int:
         """Number of blocks without an owner, including those that `find` can find."""
-        return len(self._free) + self._cache.num_idle
+        return len(self._free) + len(self._idle)
 
     @property
     def cached_blocks(self) -> int:
         """Number of blocks that `find` can find, including owned blocks."""
-        return len(self._cache)
+        return len(self._by_digest)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that ``num_tokens`` tokens need; the last may be partly filled."""
@@ -45,7 +49,13 @@ class BlockManager:
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest run of ``digests``, from the first, that are cached. They may be evicted
         until `allocate` shares them."""
-        return self._cache.find(digests)
+        found: list[int] = []
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def cost(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
         """Number of free blocks that `allocate` takes for a new owner."""
@@ -55,22 +65,17 @@ class BlockManager:
         """Grow the blocks of ``owner`` until they cover ``num_tokens`` tokens. Never shrinks them.
 
         ``shared``, the result of a `find` just before, become the first blocks of a new owner, which must not write to
-        them. Returns False and changes nothing if too few blocks are free. ValueError if ``owner`` has blocks and
-        ``shared`` is not empty.
+        them. Returns False and changes nothing if too few blocks are free.
         """
-        blocks = self._owned.get(owner)
-        if blocks and shared:
-            raise ValueError(f"owner {owner!r} has blocks already and cannot begin with shared ones")
-        missing = self.blocks_for(num_tokens) - len(blocks or ()) - len(shared)
+        blocks = self.blocks(owner)
+        assert not (blocks and shared), f"owner {owner!r} has blocks already and cannot begin with shared ones"
+        missing = self.blocks_for(num_tokens) - len(blocks) - len(shared)
         if missing + sum(self._owners[block] == 0 for block in shared) > self.free_blocks:
             return False
-        if missing <= 0 and not shared:
-            return True
-        if blocks is None:
-            blocks = self._owned[owner] = []
+        if missing > 0 or shared:
+            self._owned[owner] = blocks
         for block in shared:  # before the others, so that none of them is evicted
-            if not self._owners[block]:
-                self._cache.revive(block)
+            self._idle.pop(block, None)
             self._owners[block] += 1
             blocks.append(block)
         for _ in range(missing):
@@ -80,7 +85,11 @@ class BlockManager:
         return True
 
     def _evict(self) -> int:
-        block, digest = self._cache.evict()
+        block = next(iter(self._idle))
+        del self._idle[block]
+        digest = self._digest_of.pop(block)
+        del self._by_digest[digest]
+        self._changes[digest] = False
         self._evicted(block, digest)
         return block
 
@@ -90,28 +99,33 @@ class BlockManager:
         return self._owned.get(owner, [])
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Make an owned block findable. Its content must be complete and must not change any more. No effect if
-        another block has the same ``digest``."""
-        self._cache.publish(block, digest)
+        """Cache an owned block. Its content must be complete and must not change any more. No effect if another block
+        with the same ``digest`` is cached."""
+        if digest not in self._by_digest and block not in self._digest_of:
+            self._by_digest[digest] = block
+            self._digest_of[block] = digest
+            self._changes[digest] = True
 
     def free(self, owner: Hashable) -> int:
         """Take all blocks from ``owner`` and return their number (0 if it has none). Shared blocks stay with their
-        other owners; findable blocks stay cached until they are needed."""
+        other owners; cached ones stay cached until they are needed."""
         blocks = self._owned.pop(owner, [])
         for block in reversed(blocks):  # the end of a chain is evicted first: it cannot be found without its beginning
             self._owners[block] -= 1
-            if not self._owners[block] and not self._cache.retire(block):
+            if self._owners[block]:
+                continue
+            if block in self._digest_of:
+                self._idle[block] = None
+            else:
                 heapq.heappush(self._free, block)
         return len(blocks)
 
     def take_changes(self) -> dict[bytes, bool]:
         """Return the digests that `find` began or ceased to find since the last call, and whether it finds each now."""
-        return self._cache.take_changes()
+        changes, self._changes = self._changes, {}
+        return changes
 
     def owned_only_by(self, owners: Sequence[Hashable]) -> bool:
         """Whether `free` for all of ``owners`` would free at least one block."""
-        counts: dict[int, int] = {}
-        for owner in owners:
-            for block in self.blocks(owner):
-                counts[block] = counts.get(block, 0) + 1
+        counts = Counter(block for owner in owners for block in self.blocks(owner))
         return any(self._owners[block] == count for block, count in counts.items())

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from engine.messages import Computed, KVEvent
 from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.sequence import Sequence
 
 
-class KVConnector(Protocol):
+class KVConnector:
     """Moves KV between the blocks of an engine and other places: another engine's pool, host memory, a simulated link.
+    This one moves nothing; others override what they need.
 
     The scheduler owns the blocks and calls the connector, and never waits for it. The connector or its owner answers
     with `Scheduler.kv_ready` when the KV that a request awaits is in its blocks, and with `Scheduler.release` when
@@ -23,7 +23,7 @@ class KVConnector(Protocol):
         """Return how many of the first tokens of the new request ``seq`` get their KV from elsewhere; 0 if it computes
         all of them. If it is all of its tokens, the next token must come with the KV (see `Scheduler.kv_ready`). Its
         first ``num_cached_blocks`` blocks are in the prefix cache now."""
-        ...
+        return 0
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
         """Note that ``seq`` has the blocks of all its tokens for the first time. The first ``num_cached_blocks`` hold
@@ -33,78 +33,36 @@ class KVConnector(Protocol):
         never preempted, and `computed` is called after its steps. Only a request that samples a single token may be
         pinned, because it never grows.
         """
-        ...
+        return False
 
     def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
         """Note that `Scheduler.pin_prefix` has pinned these cached blocks, maybe none, until `Scheduler.release`."""
-        ...
 
     def computed(self, seq: Sequence) -> None:
         """Note that a step computed tokens of ``seq``, whose blocks are pinned, or that KV which it awaited is there.
         Its new tokens are known."""
-        ...
 
     def release(self, seq: Sequence) -> bool:
         """Note that ``seq`` computes nothing any more. Returns whether its blocks may be freed now; if not, they are
         held until `Scheduler.release`. The blocks of an aborted request are freed in any case."""
-        ...
+        return True
 
     def layer_hook(self, parts: Seq[ScheduledSeq], send: Callable[[Computed], None]) -> LayerHook | None:
         """A hook that calls ``send`` with the progress of ``parts`` within the step, or None if there is nothing to
         send before the step ends."""
-        ...
+        return None
 
     @property
     def num_stored_blocks(self) -> int:
         """Number of blocks that are kept outside of the pool."""
-        ...
+        return 0
 
     def evicted(self, block: int, digest: bytes) -> None:
         """Note that the prefix cache has forgotten ``block``, which holds the KV of ``digest`` until the next step."""
-        ...
 
     def take_events(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""
-        ...
-
-    def close(self) -> None:
-        """End what it runs, because the engine ends."""
-        ...
-
-
-class NoTransfer:
-    """The connector of an engine without KV transfer: all KV is computed here and stays here."""
-
-    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
-        """Return 0."""
-        return 0
-
-    def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
-        """Return False: nothing is pinned."""
-        return False
-
-    def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
-        """Do nothing: nothing else reads the blocks."""
-
-    def computed(self, seq: Sequence) -> None:
-        """Never called, because nothing is pinned."""
-
-    def release(self, seq: Sequence) -> bool:
-        """Return True: all blocks may be freed at once."""
-        return True
-
-    def layer_hook(self, parts: Seq[ScheduledSeq], send: Callable[[Computed], None]) -> LayerHook | None:
-        """Return None."""
-        return None
-
-    num_stored_blocks = 0
-
-    def evicted(self, block: int, digest: bytes) -> None:
-        """Do nothing."""
-
-    def take_events(self) -> list[KVEvent]:
-        """Return no events."""
         return []
 
     def close(self) -> None:
-        """Do nothing."""
+        """End what it runs, because the engine ends."""

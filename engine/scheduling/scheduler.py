@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.messages import Finished, Load, Rejected, Submit, TokenOut
-from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq, StepResult
+from engine.messages import Finished, Load, Rejected, Step, Submit, TokenOut
+from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.kv_connector import KVConnector, NoTransfer
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence, TokenMatcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
@@ -93,12 +93,6 @@ class TokenBudget:
         """How many of ``wanted`` tokens a request gets that is admitted in this step, after all running ones."""
         return min(wanted, self._chunk_tokens, self._left)
 
-    def take_drafts(self, wanted: int) -> int:
-        """Take as many of ``wanted`` draft tokens as the other tokens left over. Returns how many."""
-        num_tokens = min(wanted, self._left)
-        self._left -= num_tokens
-        return num_tokens
-
     def spend(self, num_tokens: int, wanted: int) -> None:
         """Take ``num_tokens`` tokens for a request that wanted ``wanted``. A decode's token was kept back already."""
         self._left -= num_tokens
@@ -118,7 +112,7 @@ class Scheduler:
     right away: a request whose pending token is its last by length gets no further part. A request that turns out to
     have ended by a stop id has a part too many, whose token `update` drops. Nothing is preempted while a step is in
     flight, so that only requests are preempted whose tokens are known and to whose blocks nothing writes: `has_work` is
-    False then if blocks are short. A request with drafts in flight waits for them.
+    False then if blocks are short.
 
     **Order.** Requests rank by priority (lower values first), those of equal priority by arrival. A step takes running
     requests first, in that order: each decoding request gets a token, and chunks of prompts get the rest of the budget.
@@ -128,7 +122,7 @@ class Scheduler:
     free.
 
     **Prefix cache.** Admission shares the cached blocks that hold the beginning of the request's tokens. At least one
-    token remains to be computed, from which the next is sampled. A full block becomes findable after the step that
+    token remains to be computed, from which the next is sampled. A full block is cached after the step that
     wrote it, or by `kv_ready`. It is never written again: a request writes only at positions without KV, which are in
     blocks of its own.
 
@@ -136,12 +130,6 @@ class Scheduler:
     request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
     something outside the engine reads them. A request that awaits KV gets its blocks as soon as its turn comes and they
     are free, between steps as well, and runs after `kv_ready`. Pinned blocks stay until `release` or an abort.
-
-    **Drafts.** The next part of a request can include drafts, which are guesses of its next tokens (`propose`).
-    `update` keeps the drafts that equal the tokens sampled. The KV of the others is overwritten later, because the
-    request continues after its last confirmed token. Drafts use only budget and blocks that the known tokens of the
-    step do not need, and leave the watermark free. Blocks allocated for drafts stay with the request, which never has
-    more blocks than it may need at its end.
 
     **Progress.** Every request finishes, for three reasons.
     (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
@@ -160,9 +148,9 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        """Create an idle scheduler. Without a ``connector`` there is no KV transfer (`NoTransfer`)."""
+        """Create an idle scheduler. Without a ``connector`` there is no KV transfer."""
         self.config = config
-        self.connector = NoTransfer() if connector is None else connector
+        self.connector = connector or KVConnector()
         self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
         self._token_budget = config.max_num_batched_tokens
@@ -252,16 +240,6 @@ class Scheduler:
             self.blocks.allocate(attempt_id, len(found) * size, found)  # no block is missing, so it never fails
         self.connector.prefix_pinned(attempt_id, found)
 
-    def propose(self, attempt_id: str, token_ids: list[int]) -> None:
-        """Set the drafts of a running request: guesses of its next tokens. They replace earlier drafts.
-
-        The next part that samples a token for it includes as many of them as the limits allow, and the rest is dropped.
-        Ignored while a step of the request is in flight, and unless it runs.
-        """
-        seq = self._seqs.get(attempt_id)
-        if seq is not None and seq.status is EngineStatus.RUNNING and not seq.num_running_steps:
-            seq.draft_token_ids = token_ids
-
     def release(self, attempt_id: str) -> None:
         """Unpin the blocks of a request or of `pin_prefix`, because nothing outside the engine reads them any more.
         Those of a request are freed when it has finished. Ignored for unknown ids."""
@@ -347,19 +325,12 @@ class Scheduler:
             self._start(head)
             parts.append((head, num_tokens))
             budget.spend(num_tokens, wanted)
-        return self._launch(
-            [(seq, n, self._grow_for_drafts(seq, n, budget) if seq.draft_token_ids else 0) for seq, n in parts],
-            *(started_s, preempted),
-        )
+        return self._launch(parts, started_s, preempted)
 
-    def update(
-        self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float
-    ) -> StepResult:
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, SampledToken], sampled_s: float) -> Step:
         """Apply the results of the oldest step in flight and return its tokens. AssertionError if it is not ``output``.
 
-        ``sampled`` holds the next tokens, at least one, of every part with ``sample`` (KeyError if they are missing);
-        exactly one of a part that the step after it goes on from (ValueError). Tokens after the last one of a request
-        (by stop id or length) are dropped, and drafts that the tokens do not confirm are taken back. ``sampled_s`` is
+        ``sampled`` holds the next token of every part with ``sample`` (KeyError if one is missing). ``sampled_s`` is
         the time at which the tokens were known, in seconds of the clock. Requests that have ended meanwhile are left
         out.
 
@@ -370,15 +341,13 @@ class Scheduler:
             raise AssertionError("update() was called for another step than the oldest in flight")
         started_s = max(output.started_s, self._updated_s)
         self._updated_s = sampled_s
-        step = StepResult(sampled_s, started_s)
+        step = Step(sampled_s, started_s)
         any_ended = False
         for part, seq in zip(output.seqs, seqs, strict=True):
-            num_tokens = len(part.token_ids) - part.num_drafts
+            num_tokens = len(part.token_ids)
             seq.num_running_steps -= 1
             seq.num_running_tokens -= num_tokens
             seq.num_pending_tokens -= part.sample
-            if part.num_drafts:  # another step of the request may be in flight that has them
-                seq.verifies_drafts = False
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = started_s
             if seq.status is not EngineStatus.RUNNING:  # it has ended meanwhile
@@ -389,26 +358,22 @@ class Scheduler:
             seq.num_computed_tokens += num_tokens
             reason = None
             if part.sample:
-                tokens = sampled[part.attempt_id]
-                if seq.num_running_steps and len(tokens) != 1:
-                    raise ValueError(f"{seq.attempt_id}: {len(tokens)} tokens, and the next step goes on from one")
-                for token in tokens:
-                    reason = seq.append(token.token_id)
-                    if seq.error:
-                        break
-                    finish_reason = reason.value if reason else ""
-                    cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
-                    scheduled_s = seq.first_scheduled_s
+                token = sampled[part.attempt_id]
+                reason = seq.append(token.token_id)
+                if not seq.error:
                     step.tokens.append(
-                        TokenOut(part.attempt_id, token.token_id, finish_reason, scheduled_s, token.logprobs, cached)
+                        TokenOut(
+                            part.attempt_id,
+                            token.token_id,
+                            reason.value if reason else "",
+                            seq.first_scheduled_s,
+                            token.logprobs,
+                            seq.num_cached_tokens if seq.num_output_tokens == 1 else 0,
+                        )
                     )
-                    if reason is not None:
-                        break
             if self._reject_mismatch(seq):
                 any_ended = True
                 continue
-            if part.num_drafts:
-                self._confirm_drafts(seq, part)
             self._publish(seq)
             if seq.pinned:
                 self.connector.computed(seq)
@@ -589,37 +554,8 @@ class Scheduler:
     def _to_compute(self, head: Sequence) -> int:
         return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
 
-    def _grow_for_drafts(self, seq: Sequence, num_tokens: int, budget: TokenBudget) -> int:
-        """Allocate blocks for the drafts of a part of ``num_tokens`` tokens, and return how many drafts it gets.
-
-        It gets none unless it samples a token, and at most one less than the tokens still wanted, because one token
-        needs no draft. Drafts preempt nothing.
-        """
-        num_known = len(seq.token_ids)
-        if seq.num_pending_tokens or seq.num_scheduled_tokens + num_tokens < num_known:
-            return 0
-        room = len(seq.block_ids) * self.config.block_size - num_known
-        wanted = min(len(seq.draft_token_ids), seq.remaining_tokens - 1)
-        missing = self.blocks.blocks_for(num_known + wanted) - len(seq.block_ids)
-        if missing + self._watermark > self.blocks.free_blocks:
-            wanted = min(wanted, room)
-        num_drafts = budget.take_drafts(wanted)
-        if num_drafts > room:
-            self.blocks.allocate(seq.arrival, num_known + num_drafts)
-        return num_drafts
-
-    @staticmethod
-    def _confirm_drafts(seq: Sequence, part: ScheduledSeq) -> None:
-        """Count the drafts of ``part`` as computed, up to the first that differs from the tokens of ``seq``. The last
-        token is never counted, so that the next step has a token to compute."""
-        last = len(seq.token_ids) - 1
-        for token_id in part.token_ids[-part.num_drafts :]:
-            if seq.num_computed_tokens == last or seq.token_ids[seq.num_computed_tokens] != token_id:
-                return
-            seq.num_computed_tokens += 1
-
     def _publish(self, seq: Sequence) -> None:
-        """Make the blocks findable that are full of computed tokens. Nothing may write to them any more."""
+        """Cache the blocks that are full of computed tokens. Nothing may write to them any more."""
         num_full = seq.num_computed_tokens // self.config.block_size
         if seq.prefix is None or num_full <= seq.num_published_blocks:
             return
@@ -653,34 +589,27 @@ class Scheduler:
         self._preemptions += 1
 
     def _launch(
-        self, parts: list[tuple[Sequence, int, int]], started_s: float, preempted: list[str] | None = None
+        self, parts: list[tuple[Sequence, int]], started_s: float, preempted: list[str] | None = None
     ) -> SchedulerOutput:
-        """The step of ``parts`` (requests, and how many of their tokens and of their drafts), which is in flight now
-        unless there are none."""
+        """The step of ``parts`` (requests, and how many of their tokens), which is in flight now unless there are
+        none."""
         output = SchedulerOutput([self._take(*part) for part in parts], started_s, preempted or [])
         if parts:
-            self._in_flight.append((output, [seq for seq, _, _ in parts]))
+            self._in_flight.append((output, [seq for seq, _ in parts]))
         return output
 
     @staticmethod
-    def _take(seq: Sequence, num_tokens: int, num_drafts: int = 0) -> ScheduledSeq:
-        start = seq.num_computed_tokens + seq.num_running_tokens
-        end = start + num_tokens
-        num_known = len(seq.token_ids)
-        sample = end == num_known + seq.num_pending_tokens
+    def _take(seq: Sequence, num_tokens: int) -> ScheduledSeq:
+        start = seq.num_scheduled_tokens
+        end, num_known = start + num_tokens, len(seq.token_ids)
+        sample = end == seq.num_tokens
         token_ids = seq.token_ids[start:end]
         if end > num_known:
-            token_ids += [PENDING] * (end - max(start, num_known))
-        if seq.draft_token_ids and sample:
-            token_ids += seq.draft_token_ids[:num_drafts]
-            seq.draft_token_ids = []
+            token_ids.append(PENDING)
         seq.num_running_steps += 1
         seq.num_running_tokens += num_tokens
         seq.num_pending_tokens += sample
-        seq.verifies_drafts = num_drafts > 0
-        return ScheduledSeq(
-            seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history, num_drafts
-        )
+        return ScheduledSeq(seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history)
 
     def _reject_mismatch(self, seq: Sequence) -> bool:
         """Whether the output of ``seq`` cannot go on; then it is dropped."""

@@ -78,15 +78,13 @@ class Sequence:
     ``token_ids``: prompt and outputs; the KV of the first ``num_computed_tokens`` is in ``block_ids``.
     ``num_running_steps``: steps in flight that it is part of. They compute ``num_running_tokens`` tokens more, and
     sample ``num_pending_tokens`` that are not known yet and come after ``token_ids``.
-    ``draft_token_ids``: guesses of the tokens that come after ``token_ids``.
     ``stop_token_ids``: include the model's end-of-sequence ids, unless the request ignores them.
     ``first_scheduled_s``: start of the first step that computed anything for it here.
-    ``verifies_drafts``: a step in flight has drafts of it, so how many tokens it samples is not known.
     ``kv_role``, ``num_prefix_tokens``: those of its `Submit`, which only the KV connector reads.
     ``num_remote_tokens``: how many of its first tokens await their KV from elsewhere.
     ``pinned``: something outside the engine reads its blocks, so it keeps them.
     ``history``: kept only for requests with penalties or structured outputs.
-    ``prefix``: the digests of its blocks, of which the first ``num_published_blocks`` are findable (None: no caching).
+    ``prefix``: the digests of its blocks, of which the first ``num_published_blocks`` are cached (None: no caching).
     ``num_cached_tokens``: its tokens that the prefix cache held at its first admission, or that came from elsewhere.
     """
 
@@ -107,11 +105,9 @@ class Sequence:
     num_running_steps: int = 0
     num_running_tokens: int = 0
     num_pending_tokens: int = 0
-    verifies_drafts: bool = False
     num_prefix_tokens: int = 0
     num_remote_tokens: int = 0
     pinned: bool = False
-    draft_token_ids: list[int] = field(default_factory=list)
     history: TokenHistory | None = None
     prefix: PrefixDigests | None = None
     num_published_blocks: int = 0
@@ -171,14 +167,13 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Known and pending tokens whose KV no step has computed or computes: 1 while it decodes, more while it
         prefills."""
-        known = len(self.token_ids) + self.num_pending_tokens
-        return known - self.num_computed_tokens - self.num_running_tokens
+        return self.num_tokens - self.num_scheduled_tokens
 
     @property
     def can_go_on(self) -> bool:
         """Whether a step may compute it before the steps in flight are known: not if they sample its last token by
-        length, or an unknown number of tokens."""
-        return not self.verifies_drafts and (not self.num_pending_tokens or self.remaining_tokens > 0)
+        length."""
+        return not self.num_pending_tokens or self.remaining_tokens > 0
 
     @property
     def computes_prompt(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 from engine.messages import Computed, KVEvent, KVRole, Progress, Reserved
 from engine.scheduling.batch import LayerHook, ScheduledSeq
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import Clock
 from pdserve.core.handoff import FirstToken, prefix_transfer_id
@@ -17,7 +18,7 @@ WORTH_BYTES = 256 * 2**10
 message."""
 
 
-class TransferConnector:
+class TransferConnector(KVConnector):
     """A `KVConnector` that turns what the scheduler does with blocks into `KVEvent` messages, by each request's
     `KVRole`.
 
@@ -29,8 +30,6 @@ class TransferConnector:
     ``layer_groups`` is the largest number of groups of layers of ``layout`` that a step announces separately (0: it
     announces all layers at its end).
     """
-
-    num_stored_blocks = 0
 
     def __init__(self, clock: Clock, layout: KVLayout | None = None, layer_groups: int = 0) -> None:
         self._clock = clock
@@ -102,9 +101,6 @@ class TransferConnector:
 
         return LayerHook(after, done)
 
-    def evicted(self, block: int, digest: bytes) -> None:
-        """Do nothing: no other engine asks for blocks of the cache."""
-
     def take_events(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
@@ -112,9 +108,6 @@ class TransferConnector:
             events.append(Computed(self._progress))
             self._progress = []
         return events
-
-    def close(self) -> None:
-        """Do nothing: it runs nothing of its own."""
 
 
 def group_ends(layout: KVLayout, most_groups: int, num_blocks: int) -> tuple[int, ...]:

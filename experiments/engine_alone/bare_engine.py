@@ -118,12 +118,12 @@ class BareEngine:
             end = min(len(prompt), start + self.chunk)
             part = ScheduledSeq("prompt", list(prompt[start:end]), start, table, end == len(prompt), _GREEDY)
             drawn = self._runner.execute([part])
-        return drawn["prompt"][0].token_id, time.perf_counter() - started_s
+        return drawn["prompt"].token_id, time.perf_counter() - started_s
 
     def _token(self, token_ids: list[int], start: int, table: list[int]) -> tuple[int, float]:
         started_s = time.perf_counter()
         drawn = self._runner.execute([ScheduledSeq("one", token_ids, start, table, True, _GREEDY)])
-        return drawn["one"][0].token_id, time.perf_counter() - started_s
+        return drawn["one"].token_id, time.perf_counter() - started_s
 
     def _step_s(self, seqs: list[ScheduledSeq]) -> float:
         started_s = time.perf_counter()

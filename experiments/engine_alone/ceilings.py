@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.model.linear import linear
+from engine.model.layers import linear
 from runtime.cuda import Cuda
 from runtime.torch_cuda import TorchCuda
 

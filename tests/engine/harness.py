@@ -172,7 +172,7 @@ def generate(
             state.computed = end
         if not seqs and step >= len(states) * stagger:
             return {rid: state.tokens[state.prompt :] for rid, state in states.items()}
-        for rid, (token,) in (runner.execute(seqs) if seqs else {}).items():
+        for rid, token in (runner.execute(seqs) if seqs else {}).items():
             state = states[rid]
             state.tokens.append(token.token_id)
             if state.history is not None:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler
 
 
-def check_cache(cache: PrefixCache) -> None:
-    """AssertionError unless digests and blocks match one to one, and all idle blocks are findable."""
-    if {block: digest for digest, block in cache._by_digest.items()} != cache._digest_of:
-        raise AssertionError("digests and blocks do not match")
-    if unknown := sorted(set(cache._idle) - set(cache._digest_of)):
-        raise AssertionError(f"blocks {unknown} are kept, but cannot be found")
-
-
 def check_blocks(manager: BlockManager) -> None:
-    """AssertionError unless every block is free, idle in the prefix cache, or owned by as many owners as were counted,
-    by none of them twice; only findable blocks may be shared."""
-    check_cache(manager._cache)
+    """AssertionError unless every block is free, idle in the cache, or owned by as many owners as were counted,
+    by none of them twice; only cached blocks may be shared."""
+    if {block: digest for digest, block in manager._by_digest.items()} != manager._digest_of:
+        raise AssertionError("digests and blocks do not match")
+    if unknown := sorted(set(manager._idle) - set(manager._digest_of)):
+        raise AssertionError(f"blocks {unknown} are kept, but cannot be found")
     seen: dict[int, str] = {}
-    for holder, kept in (("the free list", manager._free), ("the prefix cache", list(manager._cache._idle))):
+    for holder, kept in (("the free list", manager._free), ("the prefix cache", list(manager._idle))):
         for block in kept:
             _check_holder(manager, block, holder, seen)
             seen[block] = holder
@@ -28,7 +22,7 @@ def check_blocks(manager: BlockManager) -> None:
     for owner, blocks in manager._owned.items():
         holder = f"owner {owner!r}"
         for block in blocks:
-            shareable = manager._cache.knows(block)
+            shareable = block in manager._digest_of
             if not shareable or seen.get(block) in ("the free list", "the prefix cache", holder):
                 _check_holder(manager, block, holder, seen)
             seen[block] = holder

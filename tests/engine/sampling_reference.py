@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.uniforms import uniform
+from engine.model.token_draw import uniform
 from pdserve.core.sampling import SamplingParams
 
 

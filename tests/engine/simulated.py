@@ -40,7 +40,7 @@ class ModelledRunner:
         """Token 1, for each request that wants any."""
         self.num_steps += 1
         self.clock.advance(STEP_S + sum(len(seq.token_ids) - 1 for seq in seqs) * PREFILL_TOKEN_S)
-        return ComputedStep({seq.attempt_id: [SampledToken(1)] for seq in seqs if seq.sample})
+        return ComputedStep({seq.attempt_id: SampledToken(1) for seq in seqs if seq.sample})
 
 
 @dataclass

@@ -74,6 +74,8 @@ def test_the_empty_list_of_an_owner_of_nothing_is_not_shared() -> None:
         (lambda m: m._owned.update(b=[1]), "block 1 belongs to owner 'a' and to owner 'b'"),
         (lambda m: m._owned["a"].append(99), "has block 99, the pool ends at 3"),
         (lambda m: m._free.remove(3), "blocks \\[3\\] are neither free nor owned"),
+        (lambda m: m._idle.update({2: None}), "blocks \\[2\\] are kept, but cannot be found"),
+        (lambda m: m._by_digest.update({b"b": 1}), "do not match"),
     ],
 )
 def test_integrity_sees_each_kind_of_damage(corrupt: object, complaint: str) -> None:
@@ -122,7 +124,7 @@ def test_blocks_are_conserved(num_blocks: int, block_size: int, operations: list
 
 
 def published(num_blocks: int = 6) -> BlockManager:
-    """Owner "a" has blocks 0 to 2 of one token each, findable as b"0" to b"2"."""
+    """Owner "a" has blocks 0 to 2 of one token each, cached as b"0" to b"2"."""
     manager = BlockManager(num_blocks, 1)
     assert manager.allocate("a", 3)
     for block in manager.blocks("a"):
@@ -178,12 +180,6 @@ def test_too_few_blocks_beside_the_shared_ones_change_nothing() -> None:
     check_blocks(manager)
 
 
-def test_only_a_new_owner_shares() -> None:
-    manager = published()
-    with pytest.raises(ValueError, match="has blocks already"):
-        manager.allocate("a", 5, [0])
-
-
 def test_whose_blocks_would_be_free() -> None:
     manager = published()
     assert manager.allocate("b", 2, manager.find([b"0", b"1"]))
@@ -193,7 +189,7 @@ def test_whose_blocks_would_be_free() -> None:
     assert manager.owned_only_by(["b", "a"])
 
 
-def test_integrity_sees_a_wrong_count_and_a_shared_block_that_is_not_findable() -> None:
+def test_integrity_sees_a_wrong_count_and_a_shared_block_that_is_not_cached() -> None:
     manager = published()
     manager._owners[0] = 2
     with pytest.raises(AssertionError, match=r"blocks \[0\] have another number of owners"):

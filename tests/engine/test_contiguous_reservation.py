@@ -34,7 +34,7 @@ def step(engine: ContiguousReservation, ending: str = "") -> dict[str, list[int]
     check_scheduler(engine)
     assert not output.preempted
     blocks = {part.attempt_id: list(part.block_ids) for part in output.seqs}
-    tokens = {p.attempt_id: [SampledToken(EOS if p.attempt_id in ending else 2)] for p in output.seqs if p.sample}
+    tokens = {p.attempt_id: SampledToken(EOS if p.attempt_id in ending else 2) for p in output.seqs if p.sample}
     engine.update(output, tokens, 0.0)
     check_scheduler(engine)
     return blocks
@@ -104,7 +104,7 @@ def test_every_request_finishes_in_a_run_of_its_own(requests: list[tuple[int, in
         for part in output.seqs:
             if part.sample:
                 left[part.attempt_id] -= 1
-                tokens[part.attempt_id] = [SampledToken(2 if left[part.attempt_id] else EOS)]
+                tokens[part.attempt_id] = SampledToken(2 if left[part.attempt_id] else EOS)
         engine.update(output, tokens, 0.0)
         check_scheduler(engine)
     assert set(left.values()) == {0}

@@ -137,7 +137,7 @@ def test_strips_of_scores_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.randn(300, HEADS, HEAD_DIM)
     out = attention.plan(seqs).attend(query, pool.layers[LAYER], None, SCALE)
     torch.testing.assert_close(out, _written_out(query, pool, seqs, None), rtol=1e-4, atol=1e-4)
-    assert attention.scores.take(1).untyped_storage().nbytes() <= 1.5 * cpu_attention.SCORE_BYTES
+    assert attention._score_memory.take(1).untyped_storage().nbytes() <= 1.5 * cpu_attention.SCORE_BYTES
 
 
 def test_bfloat16_is_as_close_as_its_scores_allow() -> None:

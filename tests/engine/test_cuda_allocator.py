@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from engine.process.client import _environment
-from engine.process.cuda_allocator import shareable_allocator
+from engine.process.client import _environment, shareable_allocator
 from engine.spec import EngineSpec
 
 

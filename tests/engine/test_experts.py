@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from checkpoints.shape import Activation, Experts
-from engine.model.experts import GroupedExperts, LoopedExperts
+from engine.model.layers import GroupedExperts, LoopedExperts
 from engine.model.weights import ExpertWeights
 
 HIDDEN, INNER = 32, 24

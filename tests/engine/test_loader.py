@@ -19,8 +19,8 @@ import engine.process.build
 from checkpoints.folder import check_weight_files, tokenizer_note
 from checkpoints.source import ModelSource, resolve_model
 from engine.model.loader import check_weights, load_weights
-from engine.model.tensor_names import named_tensors as all_tensors
 from engine.model.weights import ModelWeights
+from engine.model.weights import named_tensors as all_tensors
 from engine.spec import EngineSpec
 from pdserve.core.errors import ModelError
 from tests.local_cluster import ROOT

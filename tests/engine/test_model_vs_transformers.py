@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from engine.model.kv_pool import TORCH_DTYPES
-from engine.model.linear import linear
+from engine.model.layers import linear
 from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import BLOCK, generate, make_runner, prompt_logits
 from tests.random_models import save_random

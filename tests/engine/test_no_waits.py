@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.model import upload as upload_module
 from engine.model.kv_pool import KVPool
 from engine.model.runner import LastTokens, ModelRunner
-from engine.model.sampler import draw_tokens
+from engine.model.sampler import draw_tokens, likeliest_by_key, logprobs_of
 from engine.model.token_draw import DrawRow
-from engine.model.token_logprobs import likeliest_by_key, logprob_tensors
 from engine.scheduling.batch import PENDING, ScheduledSeq
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.kv_layout import KVLayout
@@ -85,8 +84,8 @@ def test_sampling_never_waits(kinds: list[str], monkeypatch: pytest.MonkeyPatch)
     with a_gpu_without_numbers(monkeypatch) as device:
         logits = torch.empty(len(params), VOCABULARY, dtype=torch.bfloat16, device=device)
         drawn = draw_tokens(logits, params, list(range(len(params))), histories, one_launch)
-        assert drawn.token_ids.shape == (len(params),)
-        assert all(tensor.device.type == "meta" for tensor in drawn.tensors())
+        assert drawn.tensors[0].shape == (len(params),)
+        assert all(tensor.device.type == "meta" for tensor in drawn.tensors)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
@@ -129,7 +128,7 @@ def test_the_likeliest_tokens_by_key_are_those_of_the_plain_way() -> None:
     logits = torch.randn(6, VOCABULARY).mul_(4).round_()  # many ties
     logits[5, :4990] = -torch.inf
     logprobs = logits.log_softmax(dim=1, dtype=torch.float32)
-    plain = logprob_tensors(logits, torch.zeros(6, dtype=torch.int64), [9] * 6)
+    _, plain_ids, plain_values = logprobs_of(logits, torch.zeros(6, dtype=torch.int64), 9)
     ids, values = likeliest_by_key(logprobs, 9)
-    assert torch.equal(ids, plain.token_ids)
-    assert torch.equal(values, plain.values)
+    assert torch.equal(ids, plain_ids)
+    assert torch.equal(values, plain_values)

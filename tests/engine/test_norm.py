@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.norm import RMSNorm
+from engine.model.layers import RMSNorm
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 3e4])

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels.cuda_flashinfer import FlashInferPrefill
-from engine.kernels.prefill_choice import PrefillShape, Wanted, choose_prefill
+from engine.kernels.cuda_flashinfer import FlashInferPrefill, PrefillShape, Wanted, choose_prefill
 from engine.model.kv_pool import KVPool
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.errors import ConfigError
@@ -115,10 +114,10 @@ def test_steps_in_flight_do_not_share_a_wrapper(pool: KVPool) -> None:
     before = prefill.plan([seq])
     for _ in range(5):
         for wrapper in before.wrappers.values():
-            wrapper.in_flight = True  # type: ignore[attr-defined]
+            wrapper.in_flight = True
         after = prefill.plan([seq])
         for wrapper in before.wrappers.values():
-            wrapper.in_flight = False  # type: ignore[attr-defined]
+            wrapper.in_flight = False
         before = after
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.block_manager import BlockManager
 from pdserve.core.prefix_digests import PrefixDigests, block_hash
-from tests.engine.integrity import check_cache
+from tests.engine.integrity import check_blocks
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 
@@ -44,63 +43,49 @@ def test_only_what_is_asked_for_is_hashed() -> None:
     assert len(digests._digests) == 1
 
 
+def cache(*digests: bytes) -> BlockManager:
+    """A manager whose owners 0, 1, … have one block each, with these digests."""
+    manager = BlockManager(len(digests), 1)
+    for owner, digest in enumerate(digests):
+        assert manager.allocate(owner, 1)
+        manager.publish(owner, digest)
+    return manager
+
+
 def test_changes_are_told_once_and_as_they_ended() -> None:
-    cache = PrefixCache()
-    cache.publish(0, b"a")
-    cache.publish(1, b"a")
-    cache.publish(2, b"b")
-    assert cache.take_changes() == {b"a": True, b"b": True}
-    assert cache.take_changes() == {}
-    cache.retire(0)
-    cache.evict()
-    cache.publish(3, b"a")
-    cache.publish(4, b"c")
-    cache.retire(4)
-    cache.retire(2)
-    cache.evict()
-    assert cache.take_changes() == {b"a": True, b"c": False}
+    manager = cache(b"a", b"a", b"b")
+    assert manager.take_changes() == {b"a": True, b"b": True}
+    assert manager.take_changes() == {}
+    for owner in (2, 0):
+        manager.free(owner)
+        assert manager.allocate(f"new {owner}", 1)  # evicts it
+    manager.publish(2, b"c")
+    manager.publish(0, b"b")
+    assert manager.take_changes() == {b"a": False, b"b": True, b"c": True}
 
 
-def test_the_least_recently_used_is_forgotten_first() -> None:
-    cache = PrefixCache()
-    for block in range(3):
-        cache.publish(block, b"%d" % block)
-        assert cache.retire(block)
-    cache.revive(0)
-    assert cache.retire(0)
-    assert list(cache._idle) == [1, 2, 0]
-    assert [cache.evict() for _ in range(3)] == [(1, b"1"), (2, b"2"), (0, b"0")]
-    assert cache.find([b"0"]) == []
-    assert len(cache) == 0
-    with pytest.raises(KeyError, match="no block is idle"):
-        cache.evict()
+def test_the_least_recently_used_is_evicted_first() -> None:
+    manager = cache(b"0", b"1", b"2")
+    for owner in range(3):
+        manager.free(owner)
+    assert manager.allocate("again", 1, manager.find([b"0"]))
+    manager.free("again")
+    assert manager.allocate("all", 3)
+    assert manager.blocks("all") == [1, 2, 0]
+    assert (manager.find([b"0"]), manager.cached_blocks) == ([], 0)
 
 
 def test_a_second_copy_stays_unknown() -> None:
-    cache = PrefixCache()
-    cache.publish(4, b"x")
-    cache.publish(5, b"x")
-    cache.publish(4, b"y")
-    assert (cache.find([b"x"]), cache.find([b"y"])) == ([4], [])
-    assert (cache.knows(4), cache.knows(5)) == (True, False)
-    assert not cache.retire(5)
-    check_cache(cache)
+    manager = cache(b"x", b"x")
+    manager.publish(0, b"y")
+    assert (manager.find([b"x"]), manager.find([b"y"]), manager.cached_blocks) == ([0], [], 1)
+    manager.free(1)
+    assert manager.allocate("new", 1)
+    assert manager.find([b"x"]) == [0]
+    check_blocks(manager)
 
 
 def test_only_an_unbroken_run_from_the_first_is_found() -> None:
-    cache = PrefixCache()
-    for block, digest in ((7, b"a"), (3, b"c")):
-        cache.publish(block, digest)
-    assert cache.find([b"a", b"b", b"c"]) == [7]
-    assert cache.find([b"b", b"c"]) == []
-
-
-def test_integrity_sees_damage() -> None:
-    cache = PrefixCache()
-    cache.publish(1, b"a")
-    cache._idle[2] = None
-    with pytest.raises(AssertionError, match=r"blocks \[2\] are kept, but cannot be found"):
-        check_cache(cache)
-    cache._by_digest[b"b"] = 1
-    with pytest.raises(AssertionError, match="do not match"):
-        check_cache(cache)
+    manager = cache(b"a", b"c")
+    assert manager.find([b"a", b"b", b"c"]) == [0]
+    assert manager.find([b"b", b"c"]) == []

@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.source import resolve_model
-from engine.model.linear import PlainLinear
+from engine.model.layers import Linear
 from engine.model.loader import check_weights, load_weights
-from engine.model.quantized import QuantizedTensor
-from engine.model.tensor_names import named_tensors
+from engine.model.weights import QuantizedTensor, named_tensors
 from pdserve.core.errors import ModelError
 from tests.engine.harness import generate, make_runner
 from tests.random_models import greedy_tokens, save_random
@@ -138,7 +137,7 @@ def test_weights_that_stay_in_8_bits_mean_the_same(family: str, format_name: str
             assert tensor.values.element_size() == 1
             assert torch.equal(tensor.dequantized(torch.float32), matrix)
             x, residual = torch.randn(3, matrix.shape[1]), torch.randn(3, matrix.shape[0])
-            product = PlainLinear(tensor, None)
+            product = Linear(tensor, None)
             torch.testing.assert_close(product(x), x @ matrix.T)
             total = residual.clone()
             product.add_to(total, x)

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from engine.messages import KVRole, Rejected, Submit
 from engine.model.runner import ModelRunner
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
-from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import BLOCK, make_runner, submit
 from tests.engine.integrity import check_scheduler
 from tests.random_models import save_random_model
@@ -181,9 +179,3 @@ def test_what_an_overflowed_request_left_in_its_blocks_reaches_no_other(
     runner._pool.tensor.fill_(left_behind)
     tokens, _ = run(runner, config, plans)
     assert tokens == expected
-
-
-def test_a_part_with_drafts_is_refused(runner: ModelRunner) -> None:
-    part = ScheduledSeq("a", [1, 2, 3], 0, [0], True, SamplingParams(), num_drafts=1)
-    with pytest.raises(ValueError, match="no draft tokens"):
-        runner.execute([part])

@@ -16,7 +16,7 @@ from engine.core import EngineCore, RunningStep, Sampled
 from engine.messages import Abort, KVRole, TokenOut
 from engine.model.runner import ModelRunner
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
-from engine.scheduling.kv_connector import NoTransfer
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import FakeClock, MonotonicClock
 from tests.engine.harness import BLOCK, Outbox, make_runner, submit
@@ -157,10 +157,10 @@ class RecordedStep:
         self.recorder.calls.append(f"tokens {self.number}")
         clock = self.recorder.clock
         clock.advance(max(0.0, self.done_s - clock.now()))
-        return {seq.attempt_id: [SampledToken(1)] for seq in self.seqs if seq.sample}
+        return {seq.attempt_id: SampledToken(1) for seq in self.seqs if seq.sample}
 
 
-class Telling(NoTransfer):
+class Telling(KVConnector):
     """A connector that has layers told."""
 
     def layer_hook(self, parts: Any, send: Any) -> LayerHook | None:
@@ -168,7 +168,7 @@ class Telling(NoTransfer):
         return LayerHook(frozenset({1}), lambda n: None)
 
 
-def record(max_tokens: int, run_ahead: bool, connector: NoTransfer | None = None) -> tuple[list[str], Outbox]:
+def record(max_tokens: int, run_ahead: bool, connector: KVConnector | None = None) -> tuple[list[str], Outbox]:
     clock, outbox = FakeClock(), Outbox()
     recorder = Recorder(clock)
     scheduler = Scheduler(SchedulerConfig(64, 4, 64, 8, 32), clock, connector)

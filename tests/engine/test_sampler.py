@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.sampler import sample as sample_tokens
-from engine.model.uniforms import uniform
+from engine.model.token_draw import uniform
 from pdserve.core.sampling import SamplingParams
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.0, -9.0]])

@@ -23,7 +23,6 @@ from transformers import (
 from engine.model.logit_adjustments import adjust
 from engine.model.sampler import sample
 from engine.model.token_blocks import argmax, largest
-from engine.model.token_logprobs import token_logprobs
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.sampling import SamplingParams
 from tests.engine.sampling_reference import replayed, weights
@@ -285,6 +284,7 @@ def test_blocks_find_what_the_whole_row_has(vocabulary: int) -> None:
         assert torch.equal(values, scores[1:].topk(k, dim=1).values)
         assert torch.equal(scores[1:].gather(1, ids), values)
         assert all(len(set(row)) == k for row in ids.tolist())
-        told = token_logprobs(scores, torch.zeros(5, dtype=torch.int64), [0] + [k] * 4)
-        for row, found in zip(scores[1:].tolist(), told[1:], strict=True):
-            assert [i for i, _ in found.top] == sorted(range(vocabulary), key=lambda i: (-row[i], i))[:k]
+        for row, found in zip(scores[1:], sample(scores[1:], [replace(GREEDY, logprobs=k)] * 4, range(4)), strict=True):
+            assert found.logprobs is not None
+            likeliest = sorted(range(vocabulary), key=lambda i: (-row[i], i))[:k]
+            assert [i for i, _ in found.logprobs.top] == likeliest

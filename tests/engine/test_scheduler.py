@@ -15,16 +15,16 @@ from engine.messages import (
     Progress,
     Rejected,
     Reserved,
+    Step,
     TokenOut,
 )
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
-from engine.scheduling.batch import SampledToken, StepResult
+from engine.scheduling.batch import SampledToken
 from engine.scheduling.scheduler import SchedulerConfig, SchedulerEvent, SchedulerOutput
 from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
 from pdserve.core.handoff import FirstToken
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import AGED_S, EngineStatus
 from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import submit
@@ -102,13 +102,13 @@ class Rig:
         output = self.scheduler.schedule()
         return output, {part.attempt_id: len(part.token_ids) for part in output.seqs}
 
-    def finish(self, output: SchedulerOutput, token: int | None = None) -> StepResult:
+    def finish(self, output: SchedulerOutput, token: int | None = None) -> Step:
         """Bring a step to its end; all its parts sample ``token``."""
         self.clock.advance(1.0)
         if not output.seqs:
-            return StepResult(self.clock.now(), output.started_s)
+            return Step(self.clock.now(), output.started_s)
         sampled_token = SampledToken(self.next_token if token is None else token)
-        sampled = {part.attempt_id: [sampled_token] for part in output.seqs if part.sample}
+        sampled = {part.attempt_id: sampled_token for part in output.seqs if part.sample}
         self.next_token += 1
         self._events += self.scheduler.connector.take_events()
         step = self.scheduler.update(output, sampled, self.clock.now())
@@ -121,7 +121,7 @@ class Rig:
         check_scheduler(self.scheduler)
         return step
 
-    def step(self, token: int | None = None) -> tuple[dict[str, int], StepResult]:
+    def step(self, token: int | None = None) -> tuple[dict[str, int], Step]:
         """A whole step: its parts as ``{request: number of tokens}`` and what it did."""
         output, parts = self.schedule()
         return parts, self.finish(output, token)
@@ -148,12 +148,12 @@ def test_a_local_request_runs_to_completion() -> None:
     assert (part.token_ids, part.start, part.sample) == ([1000, 1001, 1002, 1003, 1004], 0, True)
     assert part.params == SamplingParams(max_tokens=3, temperature=0.5, top_k=3, top_p=0.9, seed=7)
     assert list(part.block_ids) == [0, 1]
-    assert rig.finish(output) == StepResult(11.0, 10.0, [TokenOut("a", 1, "", 10.0)])
+    assert rig.finish(output) == Step(11.0, 10.0, [TokenOut("a", 1, "", 10.0)])
     output, _ = rig.schedule()
     (part,) = output.seqs
     assert (part.token_ids, part.start, part.sample) == ([1], 5, True)
-    assert rig.finish(output) == StepResult(12.0, 11.0, [TokenOut("a", 2, "", 10.0)])
-    assert rig.step()[1] == StepResult(13.0, 12.0, [TokenOut("a", 3, "length", 10.0)])
+    assert rig.finish(output) == Step(12.0, 11.0, [TokenOut("a", 2, "", 10.0)])
+    assert rig.step()[1] == Step(13.0, 12.0, [TokenOut("a", 3, "length", 10.0)])
     assert rig.scheduler.load() == Load(32, 0, 0, 0)
     assert not rig.busy()
 
@@ -797,167 +797,6 @@ def test_a_missing_sample_is_a_bug_and_says_so() -> None:
     output, _ = rig.schedule()
     with pytest.raises(KeyError, match="a"):
         rig.scheduler.update(output, {}, 1.0)
-
-
-def test_a_step_may_make_several_tokens() -> None:
-    """They are all told, and the KV of those that were not part of the step is computed in the next."""
-    rig = Rig()
-    rig.submit("a", 4, 5)
-    output, _ = rig.schedule()
-    likely = TokenLogprobs(-0.5, ((7, -0.5),))
-    step = rig.scheduler.update(output, {"a": [SampledToken(7, likely), SampledToken(8)]}, 11.0)
-    assert step.tokens == [TokenOut("a", 7, "", 10.0, likely), TokenOut("a", 8, "", 10.0)]
-    output, parts = rig.schedule()
-    assert parts == {"a": 2}
-    assert (output.seqs[0].token_ids, output.seqs[0].start) == ([7, 8], 4)
-
-
-@pytest.mark.parametrize(
-    ("role", "max_tokens", "drawn", "kept"),
-    [
-        (LOCAL, 9, [7, EOS, 8], [(7, ""), (EOS, "stop")]),
-        (LOCAL, 2, [7, 8, 9], [(7, ""), (8, "length")]),
-        (PUSH, 9, [7, 8], [(7, "length")]),
-    ],
-)
-def test_tokens_after_the_last_are_dropped(
-    role: KVRole, max_tokens: int, drawn: list[int], kept: list[tuple[int, str]]
-) -> None:
-    rig = Rig()
-    rig.submit("a", 4, max_tokens, role)
-    output, _ = rig.schedule()
-    step = rig.scheduler.update(output, {"a": [SampledToken(token) for token in drawn]}, 11.0)
-    assert [(token.token_id, token.finish_reason) for token in step.tokens] == kept
-    assert not rig.busy()
-    rig.scheduler.release("a")
-    assert rig.free == 32
-    check_scheduler(rig.scheduler)
-
-
-def part_of(rig: Rig) -> tuple[SchedulerOutput, list[int], int]:
-    """The step of the only request that runs: its plan, tokens to compute and number of drafts."""
-    output, _ = rig.schedule()
-    (part,) = output.seqs
-    return output, list(part.token_ids), part.num_drafts
-
-
-def take(rig: Rig, output: SchedulerOutput, *tokens: int) -> list[tuple[int, str]]:
-    """Bring a step of one request to its end with ``tokens``; those that count, and why they are the last."""
-    sampled = {output.seqs[0].attempt_id: [SampledToken(token) for token in tokens]}
-    step = rig.scheduler.update(output, sampled, rig.clock.now())
-    check_scheduler(rig.scheduler)
-    return [(token.token_id, token.finish_reason) for token in step.tokens]
-
-
-def test_drafts_that_are_confirmed_are_computed_and_the_others_are_taken_back() -> None:
-    rig = Rig(prefix_caching=True)
-    rig.submit("a", 4, 20)
-    rig.step(50)
-    rig.scheduler.propose("a", [51, 52, 53, 54])
-    output, tokens, num_drafts = part_of(rig)
-    assert (tokens, num_drafts) == ([50, 51, 52, 53, 54], 4)
-    assert list(output.seqs[0].block_ids) == [0, 1, 2]
-    assert take(rig, output, 51, 52, 7) == [(51, ""), (52, ""), (7, "")]
-    assert rig.scheduler.load().cached_blocks == 1, "no block with a draft that was taken back is found"
-    output, tokens, num_drafts = part_of(rig)
-    assert (output.seqs[0].start, tokens, num_drafts) == (7, [7], 0)
-    assert list(output.seqs[0].block_ids) == [0, 1, 2]
-    take(rig, output, 8)
-    assert rig.scheduler.load().cached_blocks == 2
-    rig.submit("b", 4, 1)  # its own prompt is all it shares
-    rig.scheduler.abort("a")
-    assert rig.step()[0] == {"b": 4}
-    assert rig.free == 32
-
-
-def test_all_drafts_may_be_confirmed_and_the_last_token_is_still_to_be_computed() -> None:
-    for tokens in ((51, 52, 53), (51, 52)):  # a runner may leave out the token after the drafts
-        rig = Rig(prefix_caching=True, block_size=1)
-        rig.submit("a", 4, 20)
-        rig.step(50)
-        rig.scheduler.propose("a", [51, 52])
-        output, _, _ = part_of(rig)
-        take(rig, output, *tokens)
-        output, computed, _ = part_of(rig)
-        assert (output.seqs[0].start, computed) == (3 + len(tokens) + 1, [tokens[-1]])
-        assert rig.scheduler.load().cached_blocks == output.seqs[0].start
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "drawn", "kept"),
-    [
-        (9, [51, EOS, 53, 54], [(51, ""), (EOS, "stop")]),
-        (4, [51, 52, 53], [(51, ""), (52, ""), (53, "length")]),
-        (9, [EOS], [(EOS, "stop")]),
-    ],
-)
-def test_a_request_ends_within_its_drafts(max_tokens: int, drawn: list[int], kept: list[tuple[int, str]]) -> None:
-    rig = Rig(prefix_caching=True)
-    rig.submit("a", 4, max_tokens)
-    rig.step(50)
-    rig.scheduler.propose("a", drawn)
-    output, _, num_drafts = part_of(rig)
-    assert num_drafts == min(len(drawn), max_tokens - 2), "one token comes without a draft"
-    assert take(rig, output, *drawn) == kept
-    assert not rig.busy()
-    assert rig.free == 32
-
-
-def test_drafts_wait_for_the_end_of_a_prompt_and_the_last_guess_counts() -> None:
-    rig = Rig(budget=4)
-    rig.submit("a", 6, 9)
-    rig.step()
-    rig.scheduler.propose("a", [70])
-    rig.scheduler.propose("a", [60, 61])
-    _, tokens, num_drafts = part_of(rig)
-    assert (tokens, num_drafts) == ([1004, 1005, 60, 61], 2)
-
-
-def test_drafts_get_what_the_budget_has_beside_decodes() -> None:
-    rig = Rig(budget=5)
-    for name in "ab":
-        rig.submit(name, 2, 12)
-    rig.step()
-    for name in "ab":
-        rig.scheduler.propose(name, [60] * 8)
-    assert rig.step()[0] == {"a": 4, "b": 1}
-    assert rig.step()[0] == {"a": 1, "b": 1}, "what was left out is dropped"
-
-
-def test_prompts_come_before_drafts() -> None:
-    rig = Rig(budget=8)
-    rig.submit("a", 2, 12)
-    rig.step()
-    rig.submit("b", 5, 12)
-    rig.scheduler.propose("a", [60] * 8)
-    assert rig.step()[0] == {"a": 3, "b": 5}
-
-
-def test_drafts_preempt_nothing_and_leave_the_watermark() -> None:
-    rig = Rig(num_blocks=4)
-    rig.submit("a", 4, 12)
-    rig.submit("b", 4, 8)
-    rig.step()
-    rig.scheduler.propose("a", [60] * 8)
-    output, parts = rig.schedule()
-    assert parts == {"a": 4, "b": 1}, "as many as its new block has room for"
-    assert (output.preempted, rig.free) == ([], 0)
-    rig.finish(output)
-
-
-def test_guesses_for_what_does_not_run_are_ignored() -> None:
-    rig = Rig()
-    rig.scheduler.propose("nobody", [1])
-    rig.submit("r", 4, 9, RECEIVE)
-    rig.scheduler.propose("r", [1])
-    rig.scheduler.kv_ready("r", 50)
-    rig.submit("p", 4, 9, PUSH)
-    rig.scheduler.propose("p", [1])
-    output, parts = rig.schedule()
-    assert parts == {"r": 1, "p": 4}
-    rig.scheduler.propose("r", [1])
-    rig.finish(output)
-    assert rig.step()[0] == {"r": 1}
 
 
 def test_a_resumed_request_knows_its_outputs() -> None:

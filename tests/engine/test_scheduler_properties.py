@@ -9,7 +9,6 @@ tenant's, is noticed at once.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,27 +94,15 @@ class Live:
 
 
 class World:
-    """A scheduler with everything around it, one tick at a time; a step makes ``burst`` tokens per request. With
-    ``guesses``, requests get drafts that are wrong now and then, and the runner confirms some of those that are right.
-    With ``run_ahead`` a step is scheduled before the tokens of the one before are told.
-    """
+    """A scheduler with everything around it, one tick at a time. With ``run_ahead`` a step is scheduled before the
+    tokens of the one before are told."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        burst: int = 1,
-        kind: type[Scheduler] = Scheduler,
-        guesses: random.Random | None = None,
-        run_ahead: bool = False,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, kind: type[Scheduler] = Scheduler, run_ahead: bool = False) -> None:
         self.config = config
         self.run_ahead = run_ahead
-        self.in_flight: deque[tuple[SchedulerOutput, dict[str, list[SampledToken]], set[int]]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, dict[str, SampledToken], set[int]]] = deque()
         self.num_ahead = self.num_dropped = 0
         self._told_s = 0.0
-        self.burst = burst
-        self.guesses = guesses
-        self.num_drafts = self.num_confirmed = 0
         self.clock = FakeClock(100.0)
         self.scheduler = kind(config, self.clock, TransferConnector(self.clock))
         self.pool: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (block, slot) → salt, tokens up to there
@@ -167,8 +154,6 @@ class World:
         self.ticks += 1
         self.clock.advance(1.0)
         acted = self._peers_act()
-        if self.guesses is not None:
-            self._propose(self.guesses)
         had_work = self.scheduler.has_work
         if self.in_flight and not had_work:
             for attempt_id in abort_in_step:
@@ -177,16 +162,13 @@ class World:
             return True
         output = self.scheduler.schedule()
         self._hear()
-        # After several tokens at once, more blocks may be wanted than there are: then a step may be foretold in vain.
-        vainly = self.burst > 1 or self.in_flight
-        assert bool(output.seqs) == had_work or (had_work and vainly), "has_work must foretell schedule()"
+        # With a step in flight, more blocks may be wanted than there are: then a step may be foretold in vain.
+        assert bool(output.seqs) == had_work or (had_work and self.in_flight), "has_work must foretell schedule()"
         assert not (output.preempted and self.in_flight)
         self._check_limits(output)
         self.num_ahead += bool(self.in_flight and output.seqs)
-        sampled = {part.attempt_id: self._compute(part) for part in output.seqs if part.sample}
-        for part in output.seqs:
-            if not part.sample:
-                self._compute(part)
+        computed = {part.attempt_id: self._compute(part) for part in output.seqs}
+        sampled = {part.attempt_id: computed[part.attempt_id] for part in output.seqs if part.sample}
         if output.seqs:
             self.in_flight.append((output, sampled, {block for part in output.seqs for block in part.block_ids}))
         for attempt_id in abort_in_step:
@@ -202,16 +184,16 @@ class World:
     def _finish_step(self) -> None:
         """Tell the tokens of the oldest step in flight."""
         output, sampled, _ = self.in_flight.popleft()
-        for name, tokens in sampled.items():
-            del self.live[name].unseen[: len(tokens)]
+        for name in sampled:
+            del self.live[name].unseen[0]
         step = self.scheduler.update(output, sampled, self.clock.now())
-        assert step.started_s == max(output.started_s, self._told_s)
+        assert step.step_started_s == max(output.started_s, self._told_s)
         self._told_s = step.sampled_s
         self.num_dropped += len(set(sampled) - {token.attempt_id for token in step.tokens})
         for token in step.tokens:
             request = self.live[token.attempt_id]
             assert not request.over, "no token after the end"
-            assert token.first_scheduled_s <= step.started_s
+            assert token.first_scheduled_s <= step.step_started_s
             request.tokens.append(token.token_id)
             request.finish_reason = token.finish_reason
             if token.finish_reason and request.plan.role is not KVRole.PUSH:
@@ -220,20 +202,10 @@ class World:
         check_scheduler(self.scheduler)
         self._check_findable()
 
-    def _propose(self, guesses: random.Random) -> None:
-        for attempt_id, request in self.live.items():
-            tokens = request.prompt + request.tokens
-            drafts: list[int] = []
-            for _ in range(guesses.choice([0, 1, 2, 3, 8])):
-                drafts.append(draw(request.plan.topic, tokens + drafts))
-                if guesses.random() < 0.2:
-                    drafts[-1] = (drafts[-1] + 1) % VOCABULARY
-            self.scheduler.propose(attempt_id, drafts)
-
     def _check_findable(self) -> None:
         """Findable blocks hold what they are found by."""
         size = self.config.block_size
-        for block, digest in self.scheduler.blocks._cache._digest_of.items():
+        for block, digest in self.scheduler.blocks._digest_of.items():
             salt, tokens = self.pool[block, size - 1]
             assert PrefixDigests(salt, size).first(len(tokens) // size, tokens)[-1] == digest
 
@@ -357,7 +329,7 @@ class World:
         else:
             assert num_tokens <= config.max_num_batched_tokens
             most = config.chunk_tokens or num_tokens
-            assert all(len(part.token_ids) - part.num_drafts <= most for part in output.seqs)
+            assert all(len(part.token_ids) <= most for part in output.seqs)
         assert all(part.token_ids for part in output.seqs)
         names = [part.attempt_id for part in output.seqs]
         assert len(set(names)) == len(names)
@@ -370,32 +342,18 @@ class World:
             assert batch <= self.batch or not batch & self.batch, "somebody joined a running batch"
             self.batch = batch
 
-    def _compute(self, part: ScheduledSeq) -> list[SampledToken]:
+    def _compute(self, part: ScheduledSeq) -> SampledToken:
         request = self.live[part.attempt_id]
         told = request.prompt + request.tokens
         known = told + request.unseen
-        end = part.end - part.num_drafts
-        drafts = list(part.token_ids[end - part.start :])
-        pending = [PENDING] * (end - max(part.start, len(told)))
-        assert list(part.token_ids) == told[part.start : end] + pending + drafts
-        assert part.sample == (end == len(known))
-        self._write(request.plan, part.start, known[:end] + drafts, part.block_ids)
-        self._check_content(request.plan, known[:end], part.block_ids)
-        tokens = known[:end]
-        if drafts:
-            assert self.guesses is not None
-            assert part.sample
-            assert len(request.tokens) + len(drafts) < request.plan.max_tokens, "a draft that can never be confirmed"
-            self.num_drafts += len(drafts)
-            for draft in drafts[: self.guesses.randint(0, len(drafts))]:
-                if draft != draw(request.plan.topic, tokens):
-                    break
-                tokens.append(draft)
-                self.num_confirmed += 1
-        for _ in range(self.burst):
-            tokens.append(draw(request.plan.topic, tokens))
-        request.unseen += tokens[end:] if part.sample else []
-        return [SampledToken(token) for token in tokens[end:]]
+        pending = [PENDING] * (part.end - max(part.start, len(told)))
+        assert list(part.token_ids) == told[part.start : part.end] + pending
+        assert part.sample == (part.end == len(known))
+        self._write(request.plan, part.start, known[: part.end], part.block_ids)
+        self._check_content(request.plan, known[: part.end], part.block_ids)
+        token = draw(request.plan.topic, known[: part.end])
+        request.unseen += [token] if part.sample else []
+        return SampledToken(token)
 
     def _write(self, plan: Plan, start: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """The KV of ``tokens`` from position ``start`` on."""
@@ -405,7 +363,7 @@ class World:
 
     def _put(self, block: int, slot: int, content: tuple[str, tuple[int, ...]]) -> None:
         blocks = self.scheduler.blocks
-        assert not blocks._cache.knows(block), "a findable block is written"
+        assert block not in blocks._digest_of, "a findable block is written"
         assert blocks._owners[block] == 1, "a block that nobody or several own is written"
         self.pool[block, slot] = content
 
@@ -498,11 +456,11 @@ def check_end(world: World) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), st.integers(1, 3), KINDS)
+@given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), KINDS)
 def test_everyone_finishes_with_exactly_their_tokens(
-    config: SchedulerConfig, arrivals: list[tuple[Plan, int]], burst: int, kind: type[Scheduler]
+    config: SchedulerConfig, arrivals: list[tuple[Plan, int]], kind: type[Scheduler]
 ) -> None:
-    world = World(config, burst, kind)
+    world = World(config, kind)
     for plan, pause in arrivals:
         world.submit(plan)
         for _ in range(pause):
@@ -517,16 +475,14 @@ def test_everyone_finishes_with_exactly_their_tokens(
     st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12),
     KINDS,
     st.lists(st.integers(0, 9), max_size=6),
-    st.one_of(st.none(), st.randoms(use_true_random=False)),
 )
 def test_steps_that_run_ahead_change_no_token(
     config: SchedulerConfig,
     arrivals: list[tuple[Plan, int]],
     kind: type[Scheduler],
     victims: list[int],
-    guesses: random.Random | None,
 ) -> None:
-    world = World(config, kind=kind, guesses=guesses, run_ahead=True)
+    world = World(config, kind, run_ahead=True)
     for plan, pause in arrivals:
         world.submit(plan)
         for _ in range(pause):
@@ -564,45 +520,6 @@ def test_steps_do_run_ahead_and_drop_what_is_beyond_the_end() -> None:
     ended = sum(request.finish_reason == "stop" for request in world.live.values())
     assert world.num_dropped == ended > 0
     assert world.num_ahead == world.ticks - 2, "all but the first step; the last tick only tells"
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    CONFIGS,
-    st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=2, max_size=10),
-    st.integers(1, 2),
-    KINDS,
-    st.randoms(use_true_random=False),
-)
-def test_drafts_change_no_token(
-    config: SchedulerConfig,
-    arrivals: list[tuple[Plan, int]],
-    burst: int,
-    kind: type[Scheduler],
-    guesses: random.Random,
-) -> None:
-    world = World(config, burst, kind, guesses)
-    for plan, pause in arrivals:
-        world.submit(plan)
-        for _ in range(pause):
-            world.tick()
-    drain(world)
-    check_end(world)
-
-
-def test_drafts_save_steps() -> None:
-    """Else the test above would show nothing."""
-    config = SchedulerConfig(32, 4, 64, 4, 32, (EOS,))
-    ticks: list[int] = []
-    for guesses in (None, random.Random(5)):
-        world = World(config, guesses=guesses)
-        for topic in range(4):
-            world.submit(Plan(KVRole.LOCAL, 5, 40, True, (), 0, None, topic))
-        drain(world)
-        check_end(world)
-        ticks.append(world.ticks)
-    assert world.num_drafts > world.num_confirmed > 40
-    assert ticks[1] < ticks[0]
 
 
 @settings(max_examples=200, deadline=None)

@@ -105,9 +105,7 @@ def test_after_a_heartbeat_the_index_finds_what_the_engines_find(
     for number, engine in enumerate(engines):
         engine.report()
         engine.beat(f"w{number}", index)
-        assert set(index._workers[f"w{number}"].blocks) == {
-            block_hash(digest) for digest in engine.blocks._cache._by_digest
-        }
+        assert set(index._workers[f"w{number}"].blocks) == {block_hash(digest) for digest in engine.blocks._by_digest}
     for prompt in prompts:
         found = index.cached(PrefixDigests("", SIZE).hashes(prompt))
         assert {name: count * SIZE for name, count in found.items()} == {

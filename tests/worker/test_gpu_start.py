@@ -14,12 +14,10 @@ from engine.core import EngineCore
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import KVRole
 from engine.model.attention import Attention
-from engine.model.decoder import Decoder
+from engine.model.decoder import Decoder, DecoderLayer
 from engine.model.kv_pool import KVPool
-from engine.model.weights import ModelWeights
 from engine.process.build import BuiltEngine, build_engine
-from engine.process.cuda_build import CudaParts
-from engine.process.pool_size import CONTEXT_BYTES, ProfiledMemory, default_pool_bytes
+from engine.process.cuda_build import CONTEXT_BYTES, CudaParts, default_pool_bytes
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.transfer_connector import TransferConnector
@@ -82,10 +80,7 @@ class Engine:
         def attention(pool: KVPool, model: Decoder) -> Attention:
             return Attending(pool, model.shape.num_heads, model.windows)
 
-        def decoder(weights: ModelWeights, positions: int, long_rope: bool) -> Decoder:
-            return Decoder(weights, positions, long_rope=long_rope)
-
-        return CudaParts(decoder, attention, lambda *_: self.graphs)
+        return CudaParts(DecoderLayer, attention, lambda *_: self.graphs)
 
 
 @pytest.fixture(autouse=True)
@@ -177,23 +172,23 @@ def test_engines_that_start_together_get_equal_pools() -> None:
     sizes = {engine.built.ready.num_blocks for engine in (first, second, alone)}
     assert len(sizes) == 1
     layout = alone.built.ready.layout
-    needed = ProfiledMemory(0, STEP_BYTES + layout.block_bytes, STEP_BYTES // 5 + layout.block_bytes)
-    assert sizes == {default_pool_bytes(GPU_BYTES * 2, 0.5, needed) // layout.block_bytes}
+    needed = (0, STEP_BYTES + layout.block_bytes, STEP_BYTES // 5 + layout.block_bytes)
+    assert sizes == {default_pool_bytes(GPU_BYTES * 2, 0.5, *needed) // layout.block_bytes}
     assert alone.built.ready.num_blocks > 4
 
 
 def test_the_pool_is_what_the_rest_leaves() -> None:
     gib = 2**30
-    plain = default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib))
+    plain = default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib)
     assert 54 * gib < plain < 57 * gib
-    assert default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib, gib)) < plain - gib
-    half = default_pool_bytes(80 * gib, 0.5, ProfiledMemory(16 * gib, 4 * gib))
+    assert default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib, gib) < plain - gib
+    half = default_pool_bytes(80 * gib, 0.5, 16 * gib, 4 * gib)
     total = 2 * (half + 20 * gib + 2 * CONTEXT_BYTES)
     assert total < 80 * gib, "two engines with half a GPU each fit onto it"
-    assert default_pool_bytes(16 * gib, 1.0, ProfiledMemory(16 * gib, gib)) == 0
-    limited = default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib), 40 * gib)
+    assert default_pool_bytes(16 * gib, 1.0, 16 * gib, gib) == 0
+    limited = default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib, limit_bytes=40 * gib)
     assert 0 < limited < 20 * gib
-    assert default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib), 100 * gib) == plain
+    assert default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib, limit_bytes=100 * gib) == plain
 
 
 def test_a_gpu_that_is_too_small_or_missing_is_an_error_of_the_configuration() -> None:

@@ -17,8 +17,8 @@ from engine.kernels.cuda_graphs import DecodeGraphs, ladder
 from engine.kernels.cuda_layer import CUDALayer
 from engine.messages import KVRole
 from engine.model.decoder import Decoder
-from engine.model.experts import groups_natively
 from engine.model.kv_pool import KVPool
+from engine.model.layers import groups_natively
 from engine.model.loader import load_weights
 from engine.model.runner import LastTokens, ModelRunner
 from engine.scheduling.batch import ScheduledSeq

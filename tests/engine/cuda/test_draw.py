@@ -61,4 +61,4 @@ def test_rows_that_are_no_numbers_end(device: torch.device) -> None:
     logits[1] = float("nan")
     logits[2, 5] = float("inf")
     drawn = draw_tokens(logits.to(device), [row.params for row in rows], [0, 1, 2], None, draw_rows)
-    assert all(0 <= token_id < 700 for token_id in drawn.token_ids.tolist())
+    assert all(0 <= token_id < 700 for token_id in drawn.tensors[0].tolist())

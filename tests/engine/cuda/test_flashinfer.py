@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kernels import cuda_flashinfer
 from engine.kernels.cuda_attention import CUDAAttention
-from engine.kernels.cuda_flashinfer import FlashInferPrefill, MakeWrapper, installed_version, make_wrappers
-from engine.kernels.cuda_prefill_attention import capability_of
-from engine.kernels.prefill_choice import PrefillShape, choose_prefill
+from engine.kernels.cuda_flashinfer import (
+    FlashInferPrefill,
+    MakeWrapper,
+    PrefillAttention,
+    PrefillShape,
+    capability_of,
+    choose_prefill,
+    installed_version,
+    make_wrappers,
+)
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
-from engine.process import prefill_attention
-from engine.process.prefill_attention import PrefillAttention
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
@@ -79,18 +85,18 @@ def test_the_choice_is_tried_and_told(device: torch.device, monkeypatch: pytest.
     def broken(device: torch.device) -> MakeWrapper:
         raise RuntimeError("ninja: nvcc not found")
 
-    monkeypatch.setattr(prefill_attention, "installed_version", lambda: "0.7.2")
-    monkeypatch.setattr(prefill_attention, "make_wrappers", lambda device: StrictWrapper)
+    monkeypatch.setattr(cuda_flashinfer, "installed_version", lambda: "0.7.2")
+    monkeypatch.setattr(cuda_flashinfer, "make_wrappers", lambda device: StrictWrapper)
     working = PrefillAttention("auto")
     assert working.planner(pool, model) is not None
     assert working.notes() == ["prefill attention by flashinfer: flashinfer-python 0.7.2"]
-    monkeypatch.setattr(prefill_attention, "make_wrappers", broken)
+    monkeypatch.setattr(cuda_flashinfer, "make_wrappers", broken)
     left = PrefillAttention("auto")
     assert left.planner(pool, model) is None
     assert left.notes() == ["prefill attention by triton: FlashInfer failed: RuntimeError: ninja: nvcc not found"]
     with pytest.raises(ConfigError, match=r"engine\.prefill_attention: FlashInfer failed.*nvcc"):
         PrefillAttention("flashinfer").planner(pool, model)
-    monkeypatch.setattr(prefill_attention, "installed_version", lambda: None)
+    monkeypatch.setattr(cuda_flashinfer, "installed_version", lambda: None)
     missing = PrefillAttention("auto")
     assert missing.planner(pool, model) is None
     assert "not installed" in missing.notes()[0]

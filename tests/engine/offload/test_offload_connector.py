@@ -12,15 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import KVReady, KVRole
-from engine.offload.block_store import BlockStore
-from engine.offload.disk_store import DiskStore
-from engine.offload.memory_store import MemoryStore
-from engine.offload.offload_connector import OffloadConnector
+from engine.offload.connector import OffloadConnector
+from engine.offload.stores import BlockStore, DiskStore, MemoryStore
 from engine.scheduling.batch import SampledToken
-from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
+from pdserve.core.kv_layout import KVLayout
 from pdserve.core.prefix_digests import PrefixDigests
 from tests.engine.harness import submit
 from tests.engine.integrity import check_scheduler
@@ -49,9 +46,8 @@ class Engine:
         self.memory = FakeBlocks()
         self.done: deque[KVReady] = deque()
         self.arrived = threading.Condition()
-        self.connector: KVConnector = OffloadConnector(
-            TransferConnector(FakeClock()), store, self.memory, SIZE, self._done
-        )
+        layout = KVLayout.uniform("m", "float32", SIZE, 1, 1, 2)
+        self.connector = OffloadConnector(FakeClock(), layout, 0, store, self.memory, self._done)
         config = SchedulerConfig(16, 4, NUM_BLOCKS * SIZE, SIZE, NUM_BLOCKS)
         self.scheduler = Scheduler(config, FakeClock(), self.connector)
         self.salts: dict[str, str] = {}
@@ -86,7 +82,7 @@ class Engine:
             assert [self.memory.content[block] for block in part.block_ids[:before]] == list(digests[:before])
             for index in range(before, -(-part.end // SIZE)):
                 self.memory.content[part.block_ids[index]] = digests[index] if index < part.end // SIZE else b""
-        sampled = {part.attempt_id: [SampledToken(7)] for part in output.seqs if part.sample}
+        sampled = {part.attempt_id: SampledToken(7) for part in output.seqs if part.sample}
         for token in self.scheduler.update(output, sampled, 0.0).tokens:
             self.cached.setdefault(token.attempt_id, token.cached_tokens)
         check_scheduler(self.scheduler)

@@ -1,9 +1,4 @@
-"""A store in a folder: one file per block, written by a thread of its own.
-
-A file is a header (`_HEADER`) and the block's bytes, with a checksum of both. It gets its name when it is complete, and
-is checked when it is read, so that a crash at any moment leaves nothing that could be taken for a block. Files of an
-engine's folder belong to it alone: it holds a lock while it lives.
-"""
+"""Where the KV of cold blocks goes: stores outside of the pool, keyed by the digests of the prefix cache."""
 
 from __future__ import annotations
 
@@ -32,8 +27,83 @@ _LOCK, _TEMPORARY = "lock", ".new"
 _DIGEST_CHARS = 32
 
 
-class DiskStore:
-    """A `BlockStore` of at most ``max_bytes`` in ``folder``, which is made if it is missing.
+class BlockStore:
+    """Keeps the bytes of full blocks, up to a limit; the least recently used are dropped. A store is a cache: it may
+    drop any block at any time. Thread-safe. This one drops all of them."""
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether the block of ``digest`` is here, as far as is known without reading it."""
+        return False
+
+    def put(self, digest: bytes, data: bytes) -> None:
+        """Keep a block, without waiting. No effect if it is here."""
+
+    def get(self, digest: bytes) -> bytes | None:
+        """The bytes of a block; None if it is not here, or damaged. May read a file."""
+        return None
+
+    def close(self) -> None:
+        """Finish what is being written."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks here."""
+        return 0
+
+
+class MemoryStore(BlockStore):
+    """A store of at most ``max_bytes`` in the memory of the host, for engines whose pool is on a GPU. Blocks that it
+    drops go to ``colder``."""
+
+    def __init__(self, max_bytes: int, colder: BlockStore | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._colder = colder or BlockStore()
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        self._held = 0
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._blocks or digest in self._colder
+
+    def put(self, digest: bytes, data: bytes) -> None:
+        dropped: list[tuple[bytes, bytes]] = []
+        with self._lock:
+            if digest in self._blocks:
+                self._blocks.move_to_end(digest)
+                return
+            self._blocks[digest] = data
+            self._held += len(data)
+            while self._held > self._max_bytes:
+                dropped.append(self._blocks.popitem(last=False))
+                self._held -= len(dropped[-1][1])
+        for each in dropped:
+            self._colder.put(*each)
+
+    def get(self, digest: bytes) -> bytes | None:
+        with self._lock:
+            data = self._blocks.get(digest)
+            if data is not None:
+                self._blocks.move_to_end(digest)
+                return data
+        return self._colder.get(digest)
+
+    def close(self) -> None:
+        """Close the colder store. What is in memory is lost."""
+        self._colder.close()
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks here and in the colder store; a block in both counts twice."""
+        return len(self._blocks) + self._colder.num_blocks
+
+
+class DiskStore(BlockStore):
+    """A store of at most ``max_bytes`` in ``folder``, which is made if it is missing.
+
+    There is one file per block, written by a thread: a header (`_HEADER`) and the block's bytes, with a checksum of
+    both. It gets its name when it is complete, and is checked when it is read, so that a crash at any moment leaves
+    nothing that could be taken for a block. Files of an engine's folder belong to it alone: it holds a lock while it
+    lives.
 
     ``kind`` identifies model and layout: blocks of another kind that an earlier engine left in the folder are deleted.
     `ConfigError` if the folder cannot be used: another engine uses it, it belongs to another user, or others may enter
@@ -55,7 +125,6 @@ class DiskStore:
         self._writer.start()
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether the block has a file, or will have one."""
         return digest in self._sizes or digest in self._unwritten
 
     def put(self, digest: bytes, data: bytes) -> None:
@@ -105,7 +174,6 @@ class DiskStore:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks with a file."""
         return len(self._sizes)
 
     # --- the folder --------------------------------------------------------------------------------------------------

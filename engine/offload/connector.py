@@ -7,21 +7,21 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.messages import Computed, KVEvent, KVReady
-from engine.offload.block_store import BlockStore
-from engine.scheduling.batch import LayerHook, ScheduledSeq
-from engine.scheduling.kv_connector import KVConnector
+from engine.messages import KVReady
+from engine.offload.stores import BlockStore
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.transfer_connector import TransferConnector
+from pdserve.core.clock import Clock
+from pdserve.core.kv_layout import KVLayout
 
 _log = logging.getLogger(__name__)
 
 
 class BlockMemory(Protocol):
-    """The bytes of the pool's blocks (`engine.model.block_memory.BlockMemory`)."""
+    """The bytes of the pool's blocks (`engine.model.kv_pool.KVPool`)."""
 
     def read(self, block: int) -> bytes:
         """A copy of a block."""
@@ -35,7 +35,7 @@ class BlockMemory(Protocol):
 @dataclass(slots=True, eq=False)
 class _Reading:
     """Blocks of a request that are being read: digests and blocks. ``num_blocks`` are in place, cached ones included.
-    Whoever holds ``lock`` may write to them; nobody does once it is ``cancelled``."""
+    They are written with ``lock`` held, and no more once it is ``cancelled``."""
 
     attempt_id: str
     num_blocks: int
@@ -44,8 +44,8 @@ class _Reading:
     cancelled: bool = False
 
 
-class OffloadConnector:
-    """A `KVConnector` that does what ``inner`` does, and keeps cold blocks in ``store``.
+class OffloadConnector(TransferConnector):
+    """A `TransferConnector` that also keeps cold blocks in ``store``.
 
     A block that the prefix cache forgets is copied from the pool at once, and the store keeps it. A request whose KV
     does not come from another worker, and whose beginning continues in the store where the prefix cache ends, awaits
@@ -55,16 +55,17 @@ class OffloadConnector:
 
     def __init__(
         self,
-        inner: KVConnector,
+        clock: Clock,
+        layout: KVLayout,
+        layer_groups: int,
         store: BlockStore,
         memory: BlockMemory,
-        block_size: int,
         done: Callable[[KVReady], None],
     ) -> None:
-        self._inner = inner
+        super().__init__(clock, layout, layer_groups)
+        self._block_size = layout.block_size
         self._store = store
         self._memory = memory
-        self._block_size = block_size
         self._done = done
         self._planned: set[str] = set()
         self._readings: dict[str, _Reading] = {}
@@ -74,7 +75,7 @@ class OffloadConnector:
 
     def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
         """The tokens of the run of blocks that are in the cache or in the store, if the store has the last of them."""
-        if num_tokens := self._inner.remote_tokens(seq, num_cached_blocks):
+        if num_tokens := super().remote_tokens(seq, num_cached_blocks):
             return num_tokens
         if seq.prefix is None:
             return 0
@@ -90,7 +91,7 @@ class OffloadConnector:
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
         """Begin to read the blocks of a request that awaits them."""
-        pinned = self._inner.allocate(seq, num_cached_blocks)
+        pinned = super().allocate(seq, num_cached_blocks)
         if seq.attempt_id in self._planned and seq.prefix is not None:
             self._planned.remove(seq.attempt_id)
             end = seq.num_remote_tokens // self._block_size
@@ -100,36 +101,19 @@ class OffloadConnector:
             self._queue.put(reading)
         return pinned
 
-    def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
-        """Tell the inner connector."""
-        self._inner.prefix_pinned(attempt_id, block_ids)
-
-    def computed(self, seq: Sequence) -> None:
-        """Tell the inner connector."""
-        self._inner.computed(seq)
-
     def release(self, seq: Sequence) -> bool:
-        """Stop reading for the request, then ask the inner connector."""
+        """Stop reading for the request as well."""
         self._planned.discard(seq.attempt_id)
         reading = self._readings.pop(seq.attempt_id, None)
         if reading is not None:
             with reading.lock:  # waits for the block that is being written
                 reading.cancelled = True
-        return self._inner.release(seq)
-
-    def layer_hook(self, parts: Seq[ScheduledSeq], send: Callable[[Computed], None]) -> LayerHook | None:
-        """The inner connector's."""
-        return self._inner.layer_hook(parts, send)
+        return super().release(seq)
 
     def evicted(self, block: int, digest: bytes) -> None:
         """Keep a block that the prefix cache has forgotten."""
         if digest not in self._store:
             self._store.put(digest, self._memory.read(block))
-        self._inner.evicted(block, digest)
-
-    def take_events(self) -> list[KVEvent]:
-        """The inner connector's."""
-        return self._inner.take_events()
 
     @property
     def num_stored_blocks(self) -> int:
@@ -137,11 +121,10 @@ class OffloadConnector:
         return self._store.num_blocks
 
     def close(self) -> None:
-        """End the reader, and close the store and the inner connector."""
+        """End the reader, and close the store."""
         self._queue.put(None)
         self._reader.join()
         self._store.close()
-        self._inner.close()
 
     def _read_all(self) -> None:
         while (reading := self._queue.get()) is not None:

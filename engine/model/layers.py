@@ -1,0 +1,222 @@
+"""The parts of a decoder layer: linear layers, norms, MLPs and mixtures of experts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from checkpoints.shape import Activation, Experts
+from engine.model.weights import ExpertWeights, Matrix, MLPWeights, unbind
+
+_NATIVE = (9, 10)
+"""The compute capabilities (major numbers) whose grouped products are native."""
+
+
+class Linear:
+    """The product of ``x`` (``[rows, in]``) and a weight, plus a bias if there is one: ``[rows, out]``. This one is
+    PyTorch's, for any device and dtype. A quantized weight is dequantized for each product."""
+
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def _plain(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._weight if isinstance(self._weight, torch.Tensor) else self._weight.dequantized(dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        return functional.linear(x, self._plain(x.dtype), self._bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """SiLU of the product."""
+        return functional.silu(self(x), inplace=True)
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU of the product, by its approximation with tanh."""
+        return functional.gelu(self(x), approximate="tanh")
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The product times ``factor`` (``[rows, out]``), element by element."""
+        return self(x).mul_(factor)
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus ``residual`` (``[rows, out]``)."""
+        return self(x).add_(residual)
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the product to ``total`` (``[rows, out]``) in place, in the same kernel on GPUs."""
+        total.addmm_(x, self._plain(x.dtype).t())
+        if self._bias is not None:
+            total.add_(self._bias)
+
+
+class PackedLinear(Linear):
+    """oneDNN's product with a bfloat16 weight that is copied into oneDNN's order once. Otherwise every call would
+    reorder it, which takes most of a decode step. SiLU, factor and residual are applied before the result is rounded.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
+        self._unary: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+        self._binary: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._unary(x, self._weight, self._bias, "none", [], "")
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return self._unary(x, self._weight, self._bias, "swish", [], "")
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return self._unary(x, self._weight, self._bias, "gelu", [], "tanh")
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self._binary(x, factor, self._weight, self._bias, "mul")
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._binary(x, residual, self._weight, self._bias, "add")
+
+
+def linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+    """Return the fastest product with ``weight`` (``[out, in]``) and ``bias`` (``[out]``) on their device. It may copy
+    the weight, so the caller should drop it."""
+    if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _packs():
+        return PackedLinear(weight, bias)
+    return Linear(weight, bias)
+
+
+def _packs() -> bool:
+    return bool(torch._C._has_mkldnn) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class RMSNorm:
+    """Divides each row of ``x`` (``[rows, hidden]``) by its root mean square and multiplies it by ``weight``
+    (``[hidden]``) plus ``offset``. With an offset the sum is kept in float32, as it would lose digits of the weight.
+
+    In bfloat16 the arithmetic is in float32 and the result is rounded once, in as few passes as possible:
+    ``x / hypot(|x|, sqrt(hidden * eps)) * (weight * sqrt(hidden))`` is the same number. For a single row on a CPU the
+    number of calls dominates, so it uses a layer norm: ``(x, -x)`` has mean 0 and the mean square of ``x``.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
+        self._dtype = weight.dtype
+        self.weight = weight if offset == 0.0 else weight.float() + offset
+        self.eps = eps
+        if self._dtype is torch.bfloat16:
+            hidden = weight.shape[0]
+            self._weight_twice = torch.cat((self.weight, self.weight))
+            self._scaled_weight = self.weight.float() * hidden**0.5
+            self._least = torch.tensor((hidden * eps) ** 0.5, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not torch.bfloat16:
+            if self.weight.dtype is x.dtype:
+                return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        if x.shape[0] == 1 and x.device.type == "cpu":
+            twice = torch.cat((x, -x), dim=-1)
+            return functional.layer_norm(twice, self._weight_twice.shape, self._weight_twice, None, self.eps)[
+                :, : x.shape[1]
+            ]
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return wide.div_(torch.hypot(length, self._least)).mul_(self._scaled_weight).to(x.dtype)
+
+
+class MLP(ABC):
+    """What a layer computes after attention, of rows ``x`` (``[rows, hidden]``)."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP of ``x``: ``[rows, hidden]``."""
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The MLP of ``x`` plus ``residual`` (``[rows, hidden]``), which it may overwrite."""
+        return residual.add_(self(x))
+
+
+class GatedMLP(MLP):
+    """The product of an activated gate and a second projection, projected back, with the device's fastest products."""
+
+    def __init__(self, weights: MLPWeights, activation: Activation) -> None:
+        gate, up = weights.gate_up.chunk(2)
+        gate_bias, up_bias = (None, None) if weights.gate_up_bias is None else weights.gate_up_bias.chunk(2)
+        self._gate, self._up = linear(gate, gate_bias), linear(up, up_bias)
+        self._down = linear(weights.down, weights.down_bias)
+        self._activated = self._gate.silu if activation == "silu" else self._gate.gelu_tanh
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(self._up.times(x, self._activated(x)))
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._down.plus(self._up.times(x, self._activated(x)), residual)
+
+
+class RoutedExperts(MLP):
+    """A mixture of experts: each token is computed by a few of many MLPs, which a router chooses."""
+
+    def __init__(self, weights: ExpertWeights, experts: Experts) -> None:
+        self._router = linear(weights.router)
+        self._experts = experts
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights (float32) and the numbers of the experts of ``x`` (``[rows, hidden]``), each
+        ``[rows, per_token]``."""
+        probabilities = self._router(x).float().softmax(-1)
+        weights, chosen = probabilities.topk(self._experts.per_token, dim=-1)
+        if self._experts.normalized:
+            weights /= weights.sum(-1, keepdim=True)
+        return weights, chosen
+
+
+def groups_natively(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether PyTorch has a native grouped product there. The others read the groups' sizes back from the device, which
+    a CUDA graph cannot record."""
+    return dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _NATIVE
+
+
+class LoopedExperts(RoutedExperts):
+    """One MLP after the other, each over the rows that chose it. Reads the weights of the chosen experts only."""
+
+    def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation) -> None:
+        super().__init__(weights, experts)
+        self._mlps = [
+            GatedMLP(MLPWeights(gate_up, down, None, None), activation)
+            for gate_up, down in zip(unbind(weights.gate_up), unbind(weights.down), strict=True)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self._route(x)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, places = torch.where(chosen == expert)
+            total.index_add_(0, rows, self._mlps[expert](x[rows]) * weights[rows, places, None])
+        return total.to(x.dtype)
+
+
+class GroupedExperts(RoutedExperts):
+    """Two grouped products over the rows of all experts, sorted by expert. No shape depends on the choice, and nothing
+    is read back from the device, so that a CUDA graph can record it where PyTorch has a native grouped product."""
+
+    def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation) -> None:
+        super().__init__(weights, experts)
+        assert isinstance(weights.gate_up, torch.Tensor)
+        assert isinstance(weights.down, torch.Tensor)
+        self._gate_up, self._down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)
+        self._numbers = torch.arange(experts.count, device=weights.router.device)
+        self._silu = activation == "silu"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self._route(x)
+        per_token = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        ends = (chosen.flatten()[:, None] == self._numbers).sum(0).cumsum(0).to(torch.int32)
+        gate, up = torch._grouped_mm(x[order // per_token], self._gate_up, offs=ends).chunk(2, dim=-1)
+        gate = functional.silu(gate) if self._silu else functional.gelu(gate, approximate="tanh")
+        sorted_results = torch._grouped_mm(gate * up, self._down, offs=ends)
+        results = torch.empty_like(sorted_results)
+        results[order] = sorted_results
+        summed = (results.view(x.shape[0], per_token, -1) * weights[..., None]).sum(1)
+        return summed.to(x.dtype)
