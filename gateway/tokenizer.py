@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import functools
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from gateway.client_turns import ClientTurns
+from gateway.shared_threads import SharedThreads
 from pdserve.core.errors import InvalidRequest, ModelError
 
 REPLACEMENT = "�"
@@ -133,8 +131,7 @@ class Tokenizer:
         self._alphabet = byte_of_character()
         decoder = _read_json(path).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
-        self._turns = ClientTurns(NUM_THREADS)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._threads = SharedThreads(NUM_THREADS, "tokenizer")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Byte-level BPE writes each byte as one character.
         self.longest_token_bytes = max(
@@ -185,8 +182,7 @@ class Tokenizer:
         encode = functools.partial(self.encode, text, max_tokens, special_tokens=special_tokens)
         if len(text) < IN_THREAD_CHARACTERS:
             return encode()
-        async with self._turns.turn(client):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return await self._threads.run(client, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gateway.http_api.authentication import OPEN_PATHS
+from gateway.http_api.access import OPEN_PATHS
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdserve.core.sampling import FinishReason
 

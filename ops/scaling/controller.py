@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from gateway.load_meter import SHARES
+from gateway.scaling_report import SHARES
 from pdserve.core.config import ScalingConfig
 from pdserve.core.worker import Role
 
