@@ -122,7 +122,7 @@ class Inference:
         self.in_progress = 0
         """Calls that have been admitted and have not ended."""
         self._router = router
-        self._limits = limits
+        self.known_limits = limits
         self._callers = callers
         self._clock = clock
         self._cache_key = cache_key
@@ -198,11 +198,6 @@ class Inference:
     def within(self, arrival: Arrival, timeout_s: float) -> None:
         """Set the deadline that the client has given, ``timeout_s`` after the call came."""
         arrival.deadline.move(arrival.received_s + timeout_s, self._clock)
-
-    @property
-    def known_limits(self) -> Limits | None:
-        """The workers' limits; None if no worker has registered yet."""
-        return self._limits()
 
     async def limits(self, arrival: Arrival, mode: Mode = Mode.AUTO) -> Limits:
         """The workers' limits. If no worker has registered yet, waits for one within the call's deadline if the service
@@ -284,7 +279,7 @@ class Inference:
             observer.failed(error, arrival)
 
     async def _await_limits(self, mode: Mode) -> Limits:
-        if (limits := self._limits()) is not None:
+        if (limits := self.known_limits()) is not None:
             return limits
         registry, changed = self._router.registry, asyncio.Event()
         run_mode = self._router.auto_mode if mode is Mode.AUTO else mode
@@ -292,7 +287,7 @@ class Inference:
             raise registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
         unsubscribe = registry.subscribe_workers(changed.set)
         try:
-            while (limits := self._limits()) is None:
+            while (limits := self.known_limits()) is None:
                 await changed.wait()
                 changed.clear()
             return limits
@@ -325,7 +320,7 @@ class Inference:
             output.add(token_id)
             if count % _RESUMED_AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have a turn
-        limits = self._limits()
+        limits = self.known_limits()
         if not record.output_token_ids or limits is None:
             return None
         ended = (

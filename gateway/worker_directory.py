@@ -57,16 +57,7 @@ class WorkerDirectory:
     async def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
         """Wait until these workers have the roles that they should have, and the links that follow from them. Returns
         those that do not after ``timeout_s``."""
-        changed = asyncio.Event()
-        unsubscribe = self._registry.subscribe(changed.set)
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    while any(not self._has_its_role(worker_id) for worker_id in worker_ids):
-                        changed.clear()
-                        await changed.wait()
-        finally:
-            unsubscribe()
+        await self._wait(lambda: all(map(self._has_its_role, worker_ids)), timeout_s)
         return [worker_id for worker_id in worker_ids if not self._has_its_role(worker_id)]
 
     def _has_its_role(self, worker_id: str) -> bool:
@@ -135,7 +126,6 @@ class WorkerDirectory:
         after ``drain_s``."""
         leaving = [worker for worker_id in worker_ids if (worker := self._registry.get(worker_id)) is not None]
         beats = {worker: worker.heartbeat_s for worker in leaving}
-        changed = asyncio.Event()
 
         def is_done(worker: RegisteredWorker) -> bool:
             if worker.lost:
@@ -147,13 +137,18 @@ class WorkerDirectory:
             is_idle = load.free_blocks >= worker.info.num_blocks and not load.outstanding_tokens
             return worker.heartbeat_s > beats[worker] and is_idle
 
+        for worker in leaving:
+            self._registry.retire(worker.worker_id)
+        await self._wait(lambda: all([is_done(worker) for worker in leaving]), drain_s)
+
+    async def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Return when ``is_done`` after a change of the workers, or after ``timeout_s``."""
+        changed = asyncio.Event()
         unsubscribe = self._registry.subscribe(changed.set)
         try:
-            for worker in leaving:
-                self._registry.retire(worker.worker_id)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_s):
-                    while not all([is_done(worker) for worker in leaving]):
+                async with asyncio.timeout(timeout_s):
+                    while not is_done():
                         changed.clear()
                         await changed.wait()
         finally:

@@ -17,8 +17,7 @@ from gateway.failures import http_failure
 from gateway.http_api.access import Access, caller_of
 from gateway.http_api.calls import detokenization, generation, tokenization
 from gateway.http_api.exchange import Served
-from gateway.http_api.manual import manual
-from gateway.http_api.openapi import DescribedApp, answers, failures, generates, takes
+from gateway.http_api.openapi import DescribedApp, answers, failures, generates, manual, takes
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.metrics import CONTENT_TYPE
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -154,7 +153,7 @@ def make_app(
 
 
 def _model(served: Served, created_s: int) -> dict[str, Any]:
-    limits = served.inference.known_limits
+    limits = served.inference.known_limits()
     return {
         "id": served.model,
         "object": "model",
