@@ -4,15 +4,17 @@ can enter, it gives the status with all addresses and processes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import sys
 import threading
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
+
+from gateway.gateway import Gateway
 from gateway.gateway_thread import GatewayThread
-from gateway.grpc_api.operator_view import serve_operators
+from gateway.grpc_api.operator_view import operator_view
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from runtime.logs import set_up_logging
@@ -35,10 +37,13 @@ def main() -> None:
         gateway.start()
     except PdserveError as error:
         sys.exit(f"error: {error}")
-    with contextlib.ExitStack() as serving:
-        for socket in sockets:
-            serving.callback(serve_operators(gateway.status, Path(socket)).stop, None)
-        stop.wait()
+    operators = grpc.server(ThreadPoolExecutor(1, "operators"))
+    operators.add_generic_rpc_handlers((operator_view(lambda: gateway.ask(Gateway.status)),))
+    for socket in sockets:
+        operators.add_insecure_port(f"unix:{socket}")
+    operators.start()
+    stop.wait()
+    operators.stop(None)
     gateway.stop()
 
 

@@ -9,6 +9,12 @@ from gateway.inference import Completion
 from pdserve.core.timeline import EventKind, Figure, Timeline
 from router.request_record import RoutingResult
 
+_PROOF = (
+    "transport", "kv_bytes", "kv_bytes_retried", "blocks_skipped", "messages", "checksum", "wire_ms",
+    "request_to_ready_ms", "export_ms", "import_ms", "span_ms", "gbs", "ceiling_gbs",
+)  # fmt: skip
+"""Fields of a `TransferProof` that have the same name in the account."""
+
 
 def account_of(completion: Completion) -> dict[str, Any]:
     """Plain values under the names of the message ``Completion`` in proto/pdserve/pb/inference.proto, which documents
@@ -45,22 +51,8 @@ def _transfer(timeline: Timeline, result: RoutingResult) -> dict[str, Any]:
     proof = result.proof
     transfer: dict[str, Any] = {"kv_bytes_expected": result.kv_bytes_expected, "block_size": result.block_size}
     if proof is not None:
-        transfer |= {
-            "transport": proof.transport,
-            "kv_bytes": proof.kv_bytes,
-            "kv_bytes_retried": proof.kv_bytes_retried,
-            "blocks_sent": proof.blocks_received,
-            "blocks_skipped": proof.blocks_skipped,
-            "messages": proof.messages,
-            "checksum": proof.checksum,
-            "wire_ms": proof.wire_ms,
-            "request_to_ready_ms": proof.request_to_ready_ms,
-            "export_ms": proof.export_ms,
-            "import_ms": proof.import_ms,
-            "span_ms": proof.span_ms,
-            "gbs": proof.gbs,
-            "ceiling_gbs": proof.ceiling_gbs,
-        }
+        transfer |= {name: getattr(proof, name) for name in _PROOF}
+        transfer["blocks_sent"] = proof.blocks_received
     sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
     if timeline.has(sampled) and timeline.has(verified):
         exposed_s = timeline.gateway_time(verified) - timeline.gateway_time(sampled)

@@ -1,4 +1,4 @@
-"""Who makes a call: the bearer of a token, or anyone if the service has no tokens."""
+"""Who makes a call, and what that caller may use: the bearer of a token, or anyone if the service has no tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.quota import Quota, TokenLimits
-from gateway.token_file import TokenEntry, digest_of, read_token_file
+from gateway.token_file import TokenEntry, TokenLimits, digest_of, read_token_file
 from pdserve.core.clock import Clock
-from pdserve.core.errors import ConfigError, Unauthenticated
-from pdserve.core.request import MAX_PRIORITY
+from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, Unauthenticated
+from pdserve.core.request import MAX_PRIORITY, check_priority, counted_requests
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +23,103 @@ _MISSING = (
 )
 _UNKNOWN = "authorization: the token is unknown or has expired"
 
+STREAM_RETRY_S = 1.0
+"""When to come back after a refusal for too many requests at once, whose ends cannot be predicted."""
+_MINUTE_S = 60.0
+_ROUNDING_S = 1e-6
+
+
+class _Meter:
+    """What was spent, less what a constant rate has made up for since. So a minute's allowance may be spent at once,
+    and is there again a minute later."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spent = 0.0
+        self._settled_s = clock.now()
+
+    def spend(self, amount: int, per_minute: int) -> None:
+        """Spend ``amount``, even if it is more than there is left."""
+        self._settle(per_minute)
+        self._spent += amount
+
+    def wait_s(self, amount: int, per_minute: int) -> float:
+        """Time until ``amount`` is left; 0 if it is."""
+        self._settle(per_minute)
+        wait_s = (self._spent + amount - per_minute) / per_minute * _MINUTE_S
+        return wait_s if wait_s > _ROUNDING_S else 0.0
+
+    def _settle(self, per_minute: int) -> None:
+        now_s = self._clock.now()
+        self._spent = max(0.0, self._spent - (now_s - self._settled_s) / _MINUTE_S * per_minute)
+        self._settled_s = now_s
+
+
+class Quota:
+    """The limits of one token, which may be changed at any time, and what was used of them. Tokens are counted when
+    they are known, so a request may exceed what is left; the next one waits until that is made up for."""
+
+    def __init__(self, limits: TokenLimits, clock: Clock) -> None:
+        self.limits = limits
+        self.running = 0
+        """Requests that run now."""
+        self._requests = _Meter(clock)
+        self._tokens = _Meter(clock)
+
+    def take(self, requests: int, held: int = 0) -> None:
+        """Count the beginning of ``requests`` of a call that has ``held`` others. `CapacityExceeded`, which names the
+        limit, if they exceed it; nothing is counted then."""
+        limits = self.limits
+        if (most := limits.concurrent) is not None and self.running + requests > most:
+            retry_after_s = STREAM_RETRY_S if held + requests <= most else None
+            raise self._exceeded("concurrent", f"{counted_requests(most)} at the same time", retry_after_s)
+        most = limits.requests_per_minute
+        if most is not None and (wait_s := self._requests.wait_s(requests, most)):
+            retry_after_s = wait_s if held + requests <= most else None
+            raise self._exceeded("requests_per_minute", f"{counted_requests(most)} per minute", retry_after_s)
+        self._check_tokens()
+        if limits.requests_per_minute is not None:
+            self._requests.spend(requests, limits.requests_per_minute)
+        self.running += requests
+
+    def give_back(self, requests: int) -> None:
+        """Count the end of ``requests``."""
+        self.running -= requests
+
+    def spend_prompt(self, tokens: int) -> None:
+        """Count the tokens of a prompt. `CapacityExceeded` if nothing is left for it by now."""
+        self._check_tokens()
+        self.spend(tokens)
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens that were read or generated."""
+        if self.limits.tokens_per_minute is not None:
+            self._tokens.spend(tokens, self.limits.tokens_per_minute)
+
+    def check_priority(self, priority: int) -> None:
+        """`InvalidRequest` if the token does not allow this priority."""
+        check_priority(priority)
+        if priority < (lowest := self.limits.min_priority):
+            raise InvalidRequest(f"priority: {priority} is below {lowest}, the lowest that the token allows; raise it")
+
+    def _check_tokens(self) -> None:
+        most = self.limits.tokens_per_minute
+        if most is not None and (wait_s := self._tokens.wait_s(1, most)):
+            raise self._exceeded("tokens_per_minute", f"{most} tokens per minute", wait_s)
+
+    def _exceeded(self, limit: str, what: str, retry_after_s: float | None) -> CapacityExceeded:
+        remedy = "ask for less at a time" if retry_after_s is None else "come back later"
+        return CapacityExceeded(f"{limit}: the token allows {what}; {remedy}", retry_after_s=retry_after_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who made a call, what that caller may still use, and how to find the KV that others of the same name have cached.
-    Without tokens all callers have the empty name. ``sees_all``: an operator, who sees the requests of all callers."""
+    """Who made a call. Without tokens all callers have the empty name."""
 
     name: str
     quota: Quota
     shares_cache: bool = True
-    sees_all: bool = False
+    sees_all: bool = False  # an operator, who sees the requests of all callers
 
     def salt_of(self, salt: str) -> str:
         """The salt under which KV of a request with ``salt`` is cached. Names have no slash, so that two callers never

@@ -13,6 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.tokenizer import read_json
 from gateway.tool_calls import format_of
 from pdserve.core.errors import InvalidRequest, ModelError
 
@@ -87,7 +88,7 @@ def load_chat_template(folder: Path | None, path: Path | None = None) -> ChatTem
     """The template at ``path``, else that of the model's folder: ``chat_template.jinja``, or ``chat_template`` in
     ``tokenizer_config.json`` (one template, or a list of named ones). None if there is none. `ModelError` if it cannot
     be read."""
-    config = {} if folder is None else _read_config(folder / "tokenizer_config.json")
+    config = {} if folder is None else read_json(folder / "tokenizer_config.json")
     own = None if folder is None else folder / "chat_template.jinja"
     chosen = path or (own if own is not None and own.is_file() else None)
     if chosen is not None:
@@ -136,13 +137,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"chat template: {path} cannot be read: {error}") from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(_read(path))
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from None
-    return data if isinstance(data, dict) else {}

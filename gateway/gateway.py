@@ -6,32 +6,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Metric
+from router.needs import WaitMode
 
 from checkpoints.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
-from gateway.grpc_api.authentication import Authentication
-from gateway.grpc_api.connection_guard import MAX_STREAMS, ConnectionGuard, bounds_options
+from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
-from gateway.grpc_api.keepalive import keepalive_options
-from gateway.grpc_api.malformed import RefuseMalformed
+from gateway.grpc_api.interceptor import Interceptor
+from gateway.grpc_api.server_options import server_options
 from gateway.http_api.app import make_app
 from gateway.http_api.bodies import Bodies
-from gateway.http_api.generation import Served
+from gateway.http_api.exchange import Served
 from gateway.http_api.server import HttpServer
 from gateway.inference import Inference, Observer
 from gateway.live import LastRequests, live_view
-from gateway.load_meter import GatewayLoad, LoadMeter
-from gateway.metrics import Metrics, ScalingState, ServiceState
-from gateway.registry_service import RegistryService
-from gateway.scaling_report import ScalingReport
+from gateway.load_meter import LoadMeter
+from gateway.metrics import Metrics, scaling_metrics, service_metrics
+from gateway.scaling_report import GatewayLoad, ScalingReport
 from gateway.security import security_of
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
@@ -46,7 +45,6 @@ from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from router.registry import WorkerRegistry
 from router.router import Router
-from router.view import WaitMode
 from runtime.awake_clock import RunningAwakeClock
 from runtime.grpc_tls import server_credentials
 from runtime.plane_tls import PlaneTls
@@ -64,26 +62,6 @@ LOOK_EVERY_S = 0.1
 """How often the load of the workers is sampled for a controller."""
 DRAIN_S = 5.0  # time for running requests when the gateway stops
 STOPPING = "the service is being stopped; send the request to another one"
-
-MAX_PENDING_CALLS = 4 * MAX_STREAMS
-"""Limit: calls of all clients that wait for a handler. Then: RESOURCE_EXHAUSTED by gRPC.
-
-They take up to 30 KB of gRPC's memory each, also when their client has left."""
-MAX_PENDING_S = 3600
-
-
-def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", 0),  # a second gateway must not silently share the port
-        ("grpc.max_send_message_length", 64 * 2**20),
-        ("grpc.max_receive_message_length", max_receive_bytes),
-        # By default gRPC drops calls at random once 1000 wait for a handler, and those that wait for 30 s. Here the
-        # router's queue refuses the requests of an honest burst.
-        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
-        *bounds_options(),
-    ]
 
 
 class Gateway:
@@ -115,7 +93,7 @@ class Gateway:
     ) -> None:
         clock = self._clock = clock or MonotonicClock()
         self._config = config
-        self._service, self._secret = service, secret
+        self._secret = secret
         self._security = security = security_of(config.gateway, clock)
         self._tls = tls
         self._registry_host, _, registry_port = registry_address.rpartition(":")
@@ -127,7 +105,7 @@ class Gateway:
             self.registry.expect_workers(list(Mode) if both_roles else [Mode.COLOCATED])
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
-        self._directory = WorkerDirectory(self.registry, connect)
+        self.directory = WorkerDirectory(self.registry, connect, service)
         note = tokenizer_note(model_folder)
         if note:
             log.warning("%s", note)
@@ -147,17 +125,9 @@ class Gateway:
         tokenizer = load_tokenizer(model_folder)
         self._context_length = config.engine.max_model_len or context_length
         self._max_message_bytes = max_message_bytes(self._context_length, tokenizer)
-        self._metrics = Metrics(
-            ServiceState(
-                lambda: self.registry.workers,
-                lambda: (self.router.queued, self.router.running),
-                lambda: self.problem is None,
-                {"version": version, "model": self._model},
-            )
-        )
+        self._metrics = Metrics(self._state)
         self._last = LastRequests()
         self._meter = LoadMeter(config.objectives, clock, lambda: self._inference.running.values())
-        self._metrics.registry.register(ScalingState(self._meter.load, lambda: self._report.scaling))
         observers: list[Observer] = [self._metrics, self._last]
         if config.objectives.ttft_ms or config.objectives.itl_ms:  # without one there is nothing to compare with
             observers.append(self._meter)
@@ -212,21 +182,17 @@ class Gateway:
         """Listen on all ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
         guard = ConnectionGuard(self._max_message_bytes, self._clock)
-        public = grpc.aio.server(
-            options=[*_options(self._max_message_bytes), *keepalive_options()],
-            interceptors=[Authentication(self._inference.identify, guard), RefuseMalformed()],
-        )
+        interceptor = Interceptor(self._inference.identify, guard)
+        public = grpc.aio.server(options=server_options(self._max_message_bytes), interceptors=[interceptor])
         proofs = StreamListener(self._secret, REGISTRY.purpose, "")
-        registry = RegistryService(self._directory, uuid.uuid4().hex, self._service)
-        internal = proven_server(REGISTRY, proofs, registry.serve, MAX_BEAT_BYTES)
+        internal = proven_server(REGISTRY, proofs, self.directory.serve, MAX_BEAT_BYTES)
         # The type stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
-        tls = self._security.tls
-        credentials = None if tls is None else tls.grpc_credentials()
+        credentials = self._security.tls
         self._port = _listen(public, config.host, config.port, "gateway.port", credentials)
         guard.port = self._port
         InferenceServicer(self._inference, self._report.public, guard).add_to(public)
@@ -245,13 +211,18 @@ class Gateway:
         if self._http is not None:
             await self._http.start()
         self.registry.subscribe_workers(self._changed.set)
+        heartbeats_s = min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4)
         self._tasks = [
             asyncio.create_task(self._maintain_health(checks)),
-            asyncio.create_task(self._watch_heartbeats()),
-            asyncio.create_task(self._guard_connections(guard)),
+            _repeating("watching heartbeats", lambda: heartbeats_s, self.directory.expire),
+            _repeating("looking at the connections", lambda: guard.pause_s, guard.look),
         ]
         if self._config.scaling.controller != "off":
-            self._tasks.append(asyncio.create_task(self._watch_load()))
+            look = _repeating("looking at the workers' load", lambda: LOOK_EVERY_S, self._look_at_load)
+            self._tasks.append(look)
+
+    def _look_at_load(self) -> None:
+        self._meter.look(self.registry.view().workers, self.router.short_of)
 
     async def wait_serving(self, timeout_s: float) -> None:
         """Return once requests can be served. After ``timeout_s``, raise the reason why not."""
@@ -271,26 +242,16 @@ class Gateway:
         """Set the members of the service and the roles that they should have, unless a later ``version`` of them is
         known. Those that have not registered are shown as awaited. ``notes`` are shown with the status, and so is
         ``scaling``."""
-        if self._directory.expect(members, version):
+        if self.directory.expect(members, version):
             self._report.expected = dict(members)
             self._report.notes = tuple(notes)
             self._report.scaling = scaling
-
-    async def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
-        """Wait until these workers have the roles that they should have, and the links that follow from them. Returns
-        those that do not after ``timeout_s``."""
-        return await self._directory.wait_roles(worker_ids, timeout_s)
-
-    async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
-        """Send these workers no more requests. Returns when they have finished those of all gateways, at the latest
-        after ``drain_s``."""
-        await self._directory.retire(worker_ids, drain_s)
 
     async def dismiss(self, worker_ids: Collection[str]) -> None:
         """Remove these workers, which end. Remaining requests continue on other workers."""
         for worker_id in worker_ids:
             self._report.expected.pop(worker_id, None)
-        await self._directory.dismiss(worker_ids)
+        await self.directory.dismiss(worker_ids)
 
     def status(self) -> pb.GetStatusResponse:
         """The status for operators, with the addresses and processes of the service."""
@@ -321,7 +282,7 @@ class Gateway:
             await asyncio.gather(public.stop(grace_s), http)
             await internal.stop(None)
             self._servers = []
-        await self._directory.close()
+        await self.directory.close()
         if self._tracing is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._tracing.close)
 
@@ -340,44 +301,25 @@ class Gateway:
             self._security.host_names,
             config.report,
         )
-        return HttpServer(app, config.host, config.served_http_port, self._security.tls)
+        return HttpServer(app, config)
+
+    def _state(self) -> Iterator[Metric]:
+        about = {"version": self._version, "model": self._model}
+        workers, router = self.registry.workers, self.router
+        yield from service_metrics(workers, router.queued, router.running, self.problem is None, about)
+        yield from scaling_metrics(self._meter.load(), self._report.scaling)
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:
             self._changed.clear()
             with _logging_failures("updating the service's health"):
-                await self._update_health(checks)
+                ready = self.problem is None
+                if ready != self._serving.is_set():
+                    serving = health_pb2.HealthCheckResponse.SERVING
+                    for name in ("", SERVICE):
+                        await checks.set(name, serving if ready else health_pb2.HealthCheckResponse.NOT_SERVING)
+                    (self._serving.set if ready else self._serving.clear)()
             await self._changed.wait()
-
-    async def _update_health(self, checks: Any) -> None:
-        serving = health_pb2.HealthCheckResponse
-        ready = self.problem is None
-        if ready == self._serving.is_set():
-            return
-        for name in ("", SERVICE):
-            await checks.set(name, serving.SERVING if ready else serving.NOT_SERVING)
-        if ready:
-            self._serving.set()
-        else:
-            self._serving.clear()
-
-    async def _watch_heartbeats(self) -> None:
-        while True:
-            await asyncio.sleep(min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4))
-            with _logging_failures("watching heartbeats"):
-                self._directory.expire()
-
-    async def _guard_connections(self, guard: ConnectionGuard) -> None:
-        while True:
-            await asyncio.sleep(guard.pause_s)
-            with _logging_failures("looking at the connections"):
-                guard.look()
-
-    async def _watch_load(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            with _logging_failures("looking at the workers' load"):
-                self._meter.look(self.registry.view().workers, self.router.short_of)
 
 
 @contextlib.contextmanager
@@ -387,6 +329,16 @@ def _logging_failures(doing: str) -> Iterator[None]:
         yield
     except Exception:
         log.exception("unexpected error while %s", doing)
+
+
+def _repeating(doing: str, pause_s: Callable[[], float], step: Callable[[], None]) -> asyncio.Task[None]:
+    async def repeat() -> None:
+        while True:
+            await asyncio.sleep(pause_s())
+            with _logging_failures(doing):
+                step()
+
+    return asyncio.create_task(repeat())
 
 
 def _tracing_to(endpoint: str, clock: Clock, version: str) -> Tracing:

@@ -8,18 +8,14 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 from checkpoints.source import resolve_model
 from gateway.gateway import Gateway
-from gateway.load_meter import GatewayLoad
-from gateway.scaling_report import ScalingReport
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
-from pdserve.core.worker import Role
-from pdserve.pb import inference_pb2 as pb
 from runtime.plane_tls import plane_tls
 from runtime.process import freeze_heap
 from runtime.secret import ServiceSecret
@@ -27,7 +23,7 @@ from worker.client import WorkerClient
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 25.0
 ANSWER_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
@@ -71,69 +67,31 @@ class GatewayThread:
     def start(self) -> None:
         """Start the thread. Returns when both servers listen; LaunchError if a port is in use."""
         self._thread.start()
-        self._on_loop(self._gateway.start(), START_TIMEOUT_S)
+        self.run(Gateway.start, START_TIMEOUT_S)
         freeze_heap()
 
-    def wait_serving(self, timeout_s: float) -> None:
-        """See `Gateway.wait_serving`."""
-        self._on_loop(self._gateway.wait_serving(timeout_s), timeout_s + 5.0)
+    def run(self, work: Callable[[Gateway], Coroutine[Any, Any, T]], timeout_s: float = 0.0) -> T:
+        """What ``work`` with the gateway, on its thread, comes to within about ``timeout_s``."""
+        future = asyncio.run_coroutine_threadsafe(work(self._gateway), self._loop)
+        try:
+            return future.result(timeout_s + ANSWER_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise LaunchError(f"the gateway did not answer within {timeout_s + ANSWER_TIMEOUT_S:.0f} s") from None
 
-    def expect(
-        self,
-        members: Mapping[str, Role],
-        notes: Sequence[str] = (),
-        version: int = 0,
-        scaling: ScalingReport | None = None,
-    ) -> None:
-        """See `Gateway.expect`."""
-        self._loop.call_soon_threadsafe(self._gateway.expect, members, notes, version, scaling)
+    def ask(self, question: Callable[[Gateway], T]) -> T:
+        """The answer of the gateway to a question that needs no time."""
 
-    def load(self) -> GatewayLoad:
-        """See `Gateway.load`."""
-        return self._ask(self._gateway.load)
+        async def answer(gateway: Gateway) -> T:
+            return question(gateway)
 
-    def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
-        """See `Gateway.wait_roles`."""
-        return self._on_loop(self._gateway.wait_roles(worker_ids, timeout_s), timeout_s + ANSWER_TIMEOUT_S)
-
-    def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
-        """See `Gateway.retire`."""
-        self._on_loop(self._gateway.retire(worker_ids, drain_s), drain_s + 5.0)
-
-    def dismiss(self, worker_ids: Collection[str]) -> None:
-        """See `Gateway.dismiss`."""
-        self._on_loop(self._gateway.dismiss(worker_ids), ANSWER_TIMEOUT_S)
-
-    def drain(self) -> int:
-        """See `Gateway.drain`."""
-        return self._ask(self._gateway.drain)
-
-    def status(self) -> pb.GetStatusResponse:
-        """See `Gateway.status`."""
-        return self._ask(self._gateway.status)
+        return self.run(answer)
 
     def stop(self, grace_s: float = 1.0) -> None:
         """See `Gateway.stop`."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(LaunchError):
-            self._on_loop(self._gateway.stop(grace_s), grace_s + 5.0)
+            self.run(lambda gateway: gateway.stop(grace_s), grace_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        """The answer of the gateway, which is asked on its thread."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(lambda: future.set_result(question()))
-        try:
-            return future.result(ANSWER_TIMEOUT_S)
-        except concurrent.futures.TimeoutError:
-            raise LaunchError(f"the gateway did not answer within {ANSWER_TIMEOUT_S:.0f} s") from None
-
-    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise LaunchError(f"the gateway did not answer within {timeout_s:.0f} s") from None
+        self._thread.join(ANSWER_TIMEOUT_S)

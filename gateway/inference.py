@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
+from gateway.arrival import Arrival, Claim
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
-from gateway.quota import Permit
-from gateway.request_ids import Claim, RequestIds
-from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
     Limits,
-    check_logit_bias,
+    Submission,
+    check_request_id,
     check_resume,
-    check_salt,
     check_sampling,
-    check_session_id,
-    check_stop_token_ids,
+    check_short,
+    check_token_options,
     end_of,
     fit_max_tokens,
     prompt_of,
     seeded,
 )
 from pdserve.core.clock import Clock
-from pdserve.core.errors import NotReady, PdserveError
+from pdserve.core.errors import DuplicateRequest, NotReady, PdserveError
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
@@ -40,31 +39,10 @@ from router.request_record import Deadline, RequestRecord, RoutingResult
 from router.router import Router
 from runtime.logs import bind_request
 
-MAX_USER_CHARACTERS = 256  # of a user's name, as far as it tells users apart
 _RESUMED_AT_ONCE = 256
 """Tokens of a resumed request that are detokenized without a pause."""
 _FIGURES = tuple(Figure)
 _EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A call that was admitted: whose it is, when it came, on the gateway's clock, by when it has to end, the client's
-    ``traceparent`` (W3C Trace Context; empty without one), and the ``host`` it came from."""
-
-    caller: Caller
-    permit: Permit
-    received_s: float
-    deadline: Deadline
-    traceparent: str = ""
-    host: str = ""
-    claims: list[Claim] = field(default_factory=list)
-    """The request ids that it uses or has used."""
-
-    def client(self, user: str = "") -> str:
-        """Who takes turns with others: the bearer of the token. Where calls need none, the ``user`` that the call names
-        or the host that it came from."""
-        return self.caller.name or user[:MAX_USER_CHARACTERS] or self.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +79,24 @@ class ClientLeft(Exception):
     """The client closed the connection of a call."""
 
 
-class Observer(Protocol):
+class Observer:
     """Is told of every request, for metrics or traces. Must not raise."""
 
     def first(self, record: RequestRecord, seconds: float) -> None:
         """Token 1 of a request came ``seconds`` after its call."""
-        ...
 
     def gap(self, seconds: float, index: int) -> None:
         """Token number ``index`` of a request (from 0) reached the gateway ``seconds`` after the one before, which says
         nothing about how quickly its client reads."""
-        ...
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
         """A request ended with an answer."""
-        ...
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         """A call ended with ``error``. Without an ``arrival``, it was not admitted."""
-        ...
 
     def cancelled(self) -> None:
         """A call's client cancelled it."""
-        ...
 
 
 class Inference:
@@ -149,7 +122,7 @@ class Inference:
         self.in_progress = 0
         """Calls that have been admitted and have not ended."""
         self._router = router
-        self._limits = limits
+        self.known_limits = limits
         self._callers = callers
         self._clock = clock
         self._cache_key = cache_key
@@ -157,7 +130,8 @@ class Inference:
         self.running: dict[tuple[str, str], RequestRecord] = {}
         """Requests whose prompt has been read and that have not ended, by their caller's name and their id, the oldest
         first."""
-        self._ids = RequestIds()
+        self._claims: dict[tuple[str, str], Claim] = {}
+        """By the caller's name and the id: callers neither see nor block each other's requests."""
         self._being_read = Counter[str]()  # requests whose prompt is being tokenized or waits for it, by client
 
     def identify(self, authorization: str) -> Caller:
@@ -171,7 +145,7 @@ class Inference:
 
     def refused(self, error: PdserveError) -> None:
         """Tell the observers of a call that was refused with ``error`` before it was admitted."""
-        self._note_failure(error, None)
+        self._failed(error, None)
 
     @contextmanager
     def admission(
@@ -182,58 +156,48 @@ class Inference:
         ends the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
         limit."""
         received_s = self._clock.now()
-        permit = Permit(caller.quota)
+        timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
+        deadline = Deadline(received_s + timeout_s, self._clock)
+        arrival = Arrival(caller, received_s, deadline, traceparent, host)
         try:
             if self.draining is not None:
                 raise NotReady(*self.draining.args)
             # Its limits come first: a call that exceeds them must not count as an arrival, which can pause streams.
-            permit.take(1)
+            arrival.take(1)
             self._router.arrived(caller.name or host, self._being_read)
         except PdserveError as error:
-            permit.end()
+            caller.quota.give_back(arrival.requests)
             self.refused(error)
             raise
-        timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
-        arrival = Arrival(caller, permit, received_s, Deadline(received_s + timeout_s, self._clock), traceparent, host)
         self.in_progress += 1
         try:
             yield arrival
         except PdserveError as error:
-            self._note_failure(error, arrival)
+            self._failed(error, arrival)
             raise
         except asyncio.CancelledError:
             # It may have reached the call anywhere, also while an answer was being written.
             taken_over = next((each for claim in arrival.claims if (each := claim.error())), None)
             if taken_over is None:
-                self._note_cancelled()
+                self._cancelled()
                 raise
-            self._note_failure(taken_over, arrival)
+            self._failed(taken_over, arrival)
             raise taken_over from None
         except ClientLeft:
-            self._note_cancelled()
+            self._cancelled()
             raise
         finally:
             self.in_progress -= 1
-            permit.end()
-            arrival.deadline.close()
+            caller.quota.give_back(arrival.requests)
+            deadline.close()
 
     def was_read(self) -> None:
         """Note that the message of an admitted call was read. Many in a short time pause running requests."""
         self._router.was_read()
 
-    def admit_outputs(self, arrival: Arrival, count: int) -> None:
-        """Have the ``count`` outputs of a call count as so many requests of its caller. `CapacityExceeded` if they
-        exceed a limit."""
-        arrival.permit.take(count - 1)  # the call itself counts as the first
-
     def within(self, arrival: Arrival, timeout_s: float) -> None:
         """Set the deadline that the client has given, ``timeout_s`` after the call came."""
         arrival.deadline.move(arrival.received_s + timeout_s, self._clock)
-
-    @property
-    def known_limits(self) -> Limits | None:
-        """The workers' limits; None if no worker has registered yet."""
-        return self._limits()
 
     async def limits(self, arrival: Arrival, mode: Mode = Mode.AUTO) -> Limits:
         """The workers' limits. If no worker has registered yet, waits for one within the call's deadline if the service
@@ -248,16 +212,18 @@ class Inference:
         later call with its id cancels ``task`` (default: the one that iterates).
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
-        claim = await self._ids.claim(submission, arrival.caller.name, arrival.deadline, task)
-        arrival.claims.append(claim)
-        request_id = claim.request_id
+        request_id = submission.request_id or f"req-{os.urandom(16).hex()}"
         key = arrival.caller.name, request_id
+        claim = await self._claim(key, submission, arrival, task or asyncio.current_task())
         bind_request(request_id)
         try:
             client = arrival.client()
             self._being_read[client] += 1
             try:
-                self._check(submission, arrival)
+                check_short("salt", submission.salt)
+                check_short("session_id", submission.session_id)
+                arrival.caller.quota.check_priority(submission.priority)
+                check_sampling(submission.sampling, self.tokenizer)
                 limits = await self.limits(arrival, submission.mode)
                 reading = self._read(submission, request_id, arrival, limits)
                 request = await arrival.deadline.bound(reading, "its prompt was tokenized")
@@ -284,18 +250,36 @@ class Inference:
                     yield output
         finally:
             self.running.pop(key, None)
-            claim.end()
+            del self._claims[key]
+            claim.ended.set()
 
-    def _note_cancelled(self) -> None:
+    async def _claim(
+        self, key: tuple[str, str], submission: Submission, arrival: Arrival, task: asyncio.Task[Any] | None
+    ) -> Claim:
+        """Use a request id. If a call uses it and asks for the same, that call ends first: a client whose connection
+        broke need not wait until the gateway has noticed. `DuplicateRequest` if it asks for something else."""
+        _, request_id = key
+        check_request_id(request_id)
+        while (earlier := self._claims.get(key)) is not None:
+            if not submission.asks_the_same(earlier.submission):
+                raise DuplicateRequest(
+                    f"request_id: {request_id!r} is in use by another request; choose another or leave it out"
+                )
+            await arrival.deadline.bound(earlier.take_over(), "an earlier call with its request_id ended")
+        claim = self._claims[key] = Claim(request_id, submission, task)
+        arrival.claims.append(claim)
+        return claim
+
+    def _cancelled(self) -> None:
         for observer in self._observers:
             observer.cancelled()
 
-    def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
+    def _failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         for observer in self._observers:
             observer.failed(error, arrival)
 
     async def _await_limits(self, mode: Mode) -> Limits:
-        if (limits := self._limits()) is not None:
+        if (limits := self.known_limits()) is not None:
             return limits
         registry, changed = self._router.registry, asyncio.Event()
         run_mode = self._router.auto_mode if mode is Mode.AUTO else mode
@@ -303,23 +287,15 @@ class Inference:
             raise registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
         unsubscribe = registry.subscribe_workers(changed.set)
         try:
-            while (limits := self._limits()) is None:
+            while (limits := self.known_limits()) is None:
                 await changed.wait()
                 changed.clear()
             return limits
         finally:
             unsubscribe()
 
-    def _check(self, submission: Submission, arrival: Arrival) -> None:
-        """Check what does not depend on the workers."""
-        check_salt(submission.salt)
-        arrival.caller.quota.check_priority(submission.priority)
-        check_session_id(submission.session_id)
-        check_sampling(submission.sampling, self.tokenizer)
-
     async def _read(self, submission: Submission, request_id: str, arrival: Arrival, limits: Limits) -> Request:
-        check_stop_token_ids(submission.sampling, limits.vocab_size)
-        check_logit_bias(submission.sampling, limits.vocab_size)
+        check_token_options(submission.sampling, limits.vocab_size)
         prompt = await prompt_of(submission, self.tokenizer, limits, arrival.client())
         fitted = fit_max_tokens(submission, len(prompt), limits)
         resume = check_resume(submission.resume, fitted, limits)
@@ -344,7 +320,7 @@ class Inference:
             output.add(token_id)
             if count % _RESUMED_AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have a turn
-        limits = self._limits()
+        limits = self.known_limits()
         if not record.output_token_ids or limits is None:
             return None
         ended = (

@@ -12,9 +12,9 @@ from operator import itemgetter
 from typing import Any
 
 from gateway.account import account_of
+from gateway.arrival import Arrival
 from gateway.callers import Caller
-from gateway.inference import Arrival, Completion, Inference
-from pdserve.core.errors import PdserveError
+from gateway.inference import Completion, Inference, Observer
 from pdserve.core.timeline import Figure
 from pdserve.pb import inference_pb2 as pb
 from router.request_record import RequestRecord
@@ -25,7 +25,7 @@ RUNNING = 50
 """Running requests that are shown, the oldest first."""
 
 
-class LastRequests:
+class LastRequests(Observer):
     """Keeps what the page shows of the last finished requests of each caller, which has no text, and ``counts`` of all:
     first tokens, later tokens with a known gap, and the sums of TTFT and of gaps in seconds."""
 
@@ -43,12 +43,6 @@ class LastRequests:
         """Count it."""
         self.counts["gaps"] += 1
         self.counts["itl_s"] += seconds
-
-    def cancelled(self) -> None:
-        """Not shown."""
-
-    def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        """Not shown."""
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
         """Keep a finished request, unless it was resumed: its first tokens were not made here."""

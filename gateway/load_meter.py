@@ -1,4 +1,4 @@
-"""What a gateway knows of the load: how its requests meet their objectives, and how much each role has to do."""
+"""Measures the load: how requests meet their objectives, and how much each role has to do."""
 
 from __future__ import annotations
 
@@ -6,64 +6,19 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-import msgspec
-
+from gateway.inference import Observer
+from gateway.scaling_report import SHARES, GatewayLoad, RoleSamples
 from pdserve.core.clock import Clock
 from pdserve.core.config import SloConfig
-from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.request_record import RequestRecord
 from router.view import WorkerView
 
-if TYPE_CHECKING:
-    from gateway.inference import Arrival, Completion  # the supervisor imports this module alone
 
-SHARES = (0.25, 1 / 3, 0.4, 0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 1.0)
-"""Shares of an objective up to which durations are counted apart."""
-
-
-class RoleSamples(msgspec.Struct):
-    """Sums over all looks at the workers of a role. ``load``: the mean share of their capacity in use. ``running``: the
-    mean number of requests in a batch. ``short``: 1 if the next request waited for a worker of this role. ``ready``:
-    the number of workers that were ready."""
-
-    load: float = 0.0
-    running: float = 0.0
-    short: int = 0
-    ready: int = 0
-
-
-class GatewayLoad(msgspec.Struct):
-    """Counts since the gateway's start, and its state now.
-
-    ``ttft``, ``itl``: first tokens, and gaps between tokens after token 2: for each of `SHARES` those that took longer
-    than the share before and at most this one of the objective, then those beyond it. Empty without an objective.
-    ``first_tokens``, ``prompt_tokens``: first tokens, and the tokens of their prompts. ``gaps``: further tokens.
-    ``looks``: looks at the workers; ``samples`` is what they saw, by role.
-    Now: requests that are ``waiting`` for their first token, ``overdue`` ones of them, which have missed its objective
-    already, and those that are ``decoding``.
-
-    Times are between events at the gateway that the client has no part in: a first token counts from when the prompt
-    had been read, and a gap until the token reached the gateway.
-    """
-
-    ttft: list[int] = []
-    itl: list[int] = []
-    first_tokens: int = 0
-    prompt_tokens: int = 0
-    gaps: int = 0
-    looks: int = 0
-    samples: dict[Role, RoleSamples] = {}
-    waiting: int = 0
-    overdue: int = 0
-    decoding: int = 0
-
-
-class LoadMeter:
-    """Observes requests (`gateway.inference.Observer`), and the workers at each `look`. ``running`` gives the requests
+class LoadMeter(Observer):
+    """Observes requests, and the workers at each `look`. ``running`` gives the requests
     that have not ended."""
 
     def __init__(self, objectives: SloConfig, clock: Clock, running: Callable[[], Iterable[RequestRecord]]) -> None:
@@ -92,15 +47,6 @@ class LoadMeter:
         if self._itl and index > 1:
             self._load.itl[bisect_left(self._itl, seconds)] += 1
 
-    def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        """Not counted."""
-
-    def cancelled(self) -> None:
-        """Not counted."""
-
-    def finished(self, completion: Completion, arrival: Arrival) -> None:
-        """Not counted."""
-
     def look(self, workers: Sequence[WorkerView], short_of: Role | None) -> None:
         """Note what the ready workers have to do now, and which role's workers the next request waits for."""
         self._load.looks += 1
@@ -124,11 +70,6 @@ class LoadMeter:
         load.waiting = len(waits_s)
         load.overdue = sum([wait_s > self._ttft[-1] for wait_s in waits_s]) if self._ttft else 0
         return copy.deepcopy(load)
-
-
-def within_objective(counts: Sequence[int]) -> tuple[int, int]:
-    """Of `GatewayLoad.ttft` or `itl`: how many met the objective, and how many missed it."""
-    return sum(counts[: len(SHARES)]), sum(counts[len(SHARES) :])
 
 
 def _bounds_s(objective_ms: float | None) -> list[float]:

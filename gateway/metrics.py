@@ -1,28 +1,34 @@
 """Prometheus metrics of the service: what the gateway sees of every request, and what workers report.
 
 One scrape of the gateway has everything. Names end in their unit; ``_total`` marks counters. Histograms have buckets
-from 100 µs, because the stages of a small model are that short. `make reference` writes the texts that metrics have
-here into docs/operations.md."""
+from 100 µs, because the stages of a small model are that short. docs/operations.md explains each metric."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from gateway.histogram import LatencyHistogram
-from gateway.inference import Arrival, Completion
-from gateway.load_meter import GatewayLoad, within_objective
-from gateway.scaling_report import ScalingReport
+from gateway.arrival import Arrival
+from gateway.inference import Completion, Observer
+from gateway.scaling_report import GatewayLoad, ScalingReport, within_objective
 from pdserve.core.errors import PdserveError
-from pdserve.core.handoff import PrefixFetch, TransferProof
+from pdserve.core.handoff import TransferProof
 from pdserve.core.timeline import EventKind, Figure
 from router.breaker import BreakerState
 from router.registered_worker import RegisteredWorker
-from router.request_record import RequestRecord
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time series beside every counter that nobody reads
 
@@ -34,13 +40,61 @@ _LATENCIES_S = (
 _PAIR = ("prefill_worker", "decode_worker", "transport")
 
 
-class Metrics:
-    """``pdserve_…`` metrics in a registry of their own. `observe` and its neighbours are called by the service;
-    ``state`` gives the metrics that are read at a scrape."""
+class Series:
+    """The values of one combination of labels."""
 
-    def __init__(self, state: Collector) -> None:
-        self.registry = registry = CollectorRegistry()
-        registry.register(state)
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+
+class LatencyHistogram(Collector):
+    """Costs little where it is observed. `prometheus_client.Histogram` takes a lock and searches its buckets one by one
+    for every value; a gateway observes a value for each token, and some twenty for each request, all on one thread.
+
+    A histogram in ``registry``, observed on one thread. ``bounds`` are the upper bounds of its buckets in seconds,
+    ascending. A value equal to a bound is within it."""
+
+    def __init__(
+        self, name: str, what: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name, self._what, self._labels, self._bounds = name, what, tuple(labels), tuple(bounds)
+        self._series: dict[tuple[str, ...], Series] = {}
+        if not labels:
+            self.of()
+        registry.register(self)
+
+    def of(self, *values: str) -> Series:
+        """The series with these values of the labels."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Series(self._bounds)
+        return series
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """The metric as it is now."""
+        family = HistogramMetricFamily(self._name, self._what, labels=self._labels)
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for values, series in self._series.items():
+            buckets = list(zip(names, accumulate(series.counts), strict=True))
+            family.add_metric(values, buckets, series.total)
+        yield family
+
+
+class Metrics(Observer):
+    """``pdserve_…`` metrics in a registry of their own. ``state`` gives those that are read at a scrape."""
+
+    def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_Families(state))
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"pdserve_{name}", what, labels, registry=registry)
@@ -81,9 +135,6 @@ class Metrics:
         )  # fmt: skip
         self._fetched_bytes = of_labels("prefix_fetch_bytes", "KV bytes of fetched prefixes", "source", "worker")
 
-    def first(self, record: RequestRecord, seconds: float) -> None:
-        """Counted with `finished`."""
-
     def gap(self, seconds: float, index: int) -> None:
         """A token came ``seconds`` after the one before."""
         self._gaps.observe(seconds)
@@ -116,17 +167,15 @@ class Metrics:
         if (proof := result.proof) is not None:
             self._moved(completion, proof)
         if (fetch := result.prefix_fetch) is not None:
-            self._fetched(fetch, result.prefill_worker)
-
-    def _fetched(self, fetch: PrefixFetch, worker_id: str) -> None:
-        outcome = "failed" if fetch.failure else "complete" if fetch.tokens == fetch.tokens_wanted else "partial"
-        self._fetches(fetch.source, worker_id, outcome).inc()
-        if fetch.proof is not None:
-            self._fetched_bytes(fetch.source, worker_id).inc(fetch.proof.kv_bytes)
+            between = fetch.source, result.prefill_worker
+            outcome = "failed" if fetch.failure else "complete" if fetch.tokens == fetch.tokens_wanted else "partial"
+            self._fetches(*between, outcome).inc()
+            if fetch.proof is not None:
+                self._fetched_bytes(*between).inc(fetch.proof.kv_bytes)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
     def _moved(self, completion: Completion, proof: TransferProof) -> None:
         result, timeline = completion.result, completion.record.timeline
@@ -143,123 +192,86 @@ class Metrics:
         self._kv_blocks(*pair, "skipped").inc(proof.blocks_skipped)
 
 
-class ServiceState(Collector):
-    """Metrics that are read at a scrape: queue, workers, blocks, caches and links. ``workers`` gives the registered
-    workers, ``load`` the queued and running requests, ``ready`` whether the service takes requests, and ``about``
-    its version and model."""
-
-    def __init__(
-        self,
-        workers: Callable[[], Sequence[RegisteredWorker]],
-        load: Callable[[], tuple[int, int]],
-        ready: Callable[[], bool],
-        about: dict[str, str],
-    ) -> None:
-        self._workers, self._load, self._ready, self._about = workers, load, ready, about
+class _Families(Collector):
+    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now."""
-        queued, running = self._load()
-        yield InfoMetricFamily("pdserve", "Always 1", value=self._about)
-        yield GaugeMetricFamily("pdserve_ready", "1 if requests are served", value=float(self._ready()))
-        yield GaugeMetricFamily("pdserve_requests_queued", "Requests that wait for a worker", value=queued)
-        yield GaugeMetricFamily("pdserve_requests_running", "Requests that are on workers", value=running)
-        yield from self._of_workers()
-        yield self._links()
+        return self._families()
 
-    def _of_workers(self) -> Iterator[Metric]:
-        workers = self._workers()
-        labels = ("worker", "role")
 
-        def gauge(name: str, what: str, value: Callable[[RegisteredWorker], float]) -> Metric:
-            family = GaugeMetricFamily(f"pdserve_worker_{name}", what, labels=labels)
-            for worker in workers:
-                family.add_metric([worker.worker_id, worker.role.value], value(worker))
-            return family
+_OF_WORKERS: tuple[tuple[type[Metric], str, str, Callable[[RegisteredWorker], float]], ...] = (
+    (GaugeMetricFamily, "ready", "1 if the worker takes requests", lambda w: w.is_ready),
+    (GaugeMetricFamily, "blocks", "KV blocks of the worker's pool", lambda w: w.info.num_blocks),
+    (GaugeMetricFamily, "blocks_free", "KV blocks that are free or only cached", lambda w: w.load.free_blocks),
+    (GaugeMetricFamily, "blocks_cached", "KV blocks that prompts can find", lambda w: w.load.cached_blocks),
+    (GaugeMetricFamily, "blocks_stored", "Cold KV blocks kept outside of the pool", lambda w: w.load.stored_blocks),
+    (GaugeMetricFamily, "requests_running", "Requests in the engine's batch", lambda w: w.load.running),
+    (GaugeMetricFamily, "requests_waiting", "Requests waiting in the engine", lambda w: w.load.waiting),
+    (GaugeMetricFamily, "tokens_outstanding", "Tokens still to be computed",
+     lambda w: w.outstanding_tokens + w.others_tokens),
+    (CounterMetricFamily, "preemptions", "Requests that lost their blocks to others", lambda w: w.load.preemptions),
+    (CounterMetricFamily, "engine_restarts", "Restarts of the worker's engine", lambda w: w.info.engine_restarts),
+    (CounterMetricFamily, "prompt_tokens_looked_up", "Prompt tokens looked up in the prefix cache",
+     lambda w: w.load.prompt_tokens_looked_up),
+    (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens that were found there",
+     lambda w: w.load.prompt_tokens_cached),
+    (GaugeMetricFamily, "paused", "1 if it gets no request but probes, because it failed the last ones",
+     lambda w: w.breaker.state is not BreakerState.CLOSED),
+)  # fmt: skip
+_OF_REASONS: tuple[tuple[str, str, Callable[[RegisteredWorker], Mapping[str, int]]], ...] = (
+    ("requests_failed", "Requests that it failed, by error", lambda w: w.breaker.total),
+    ("kv_refused", "KV messages that it refused", lambda w: w.load.kv_refused),
+)
 
-        def counter(name: str, what: str, value: Callable[[RegisteredWorker], float]) -> Metric:
-            family = CounterMetricFamily(f"pdserve_worker_{name}", what, labels=labels)
-            for worker in workers:
-                family.add_metric([worker.worker_id, worker.role.value], value(worker))
-            return family
 
-        yield gauge("ready", "1 if the worker takes requests", lambda w: w.is_ready)
-        yield gauge("blocks", "KV blocks of the worker's pool", lambda w: w.info.num_blocks)
-        yield gauge("blocks_free", "KV blocks that are free or only cached", lambda w: w.load.free_blocks)
-        yield gauge("blocks_cached", "KV blocks that prompts can find", lambda w: w.load.cached_blocks)
-        yield gauge("blocks_stored", "Cold KV blocks kept outside of the pool", lambda w: w.load.stored_blocks)
-        yield gauge("requests_running", "Requests in the engine's batch", lambda w: w.load.running)
-        yield gauge("requests_waiting", "Requests waiting in the engine", lambda w: w.load.waiting)
-        yield gauge(
-            "tokens_outstanding",
-            "Tokens still to be computed",
-            lambda w: w.outstanding_tokens + w.others_tokens,
-        )
-        yield counter("preemptions", "Requests that lost their blocks to others", lambda w: w.load.preemptions)
-        yield counter("engine_restarts", "Restarts of the worker's engine", lambda w: w.info.engine_restarts)
-        yield counter(
-            "prompt_tokens_looked_up", "Prompt tokens looked up in the prefix cache",
-            lambda w: w.load.prompt_tokens_looked_up,
-        )  # fmt: skip
-        yield counter(
-            "prompt_tokens_cached", "Prompt tokens that were found there", lambda w: w.load.prompt_tokens_cached
-        )
-        yield gauge(
-            "paused", "1 if it gets no request but probes, because it failed the last ones",
-            lambda w: w.breaker.state is not BreakerState.CLOSED,
-        )  # fmt: skip
-        failed = CounterMetricFamily(
-            "pdserve_worker_requests_failed",
-            "Requests that it failed, by error",
-            labels=(*labels, "reason"),
-        )
+def service_metrics(
+    workers: Sequence[RegisteredWorker], queued: int, running: int, ready: bool, about: dict[str, str]
+) -> Iterator[Metric]:
+    """Metrics that are read at a scrape: queue, workers, blocks, caches and links. ``about``: version and model."""
+    yield InfoMetricFamily("pdserve", "Always 1", value=about)
+    yield GaugeMetricFamily("pdserve_ready", "1 if requests are served", value=float(ready))
+    yield GaugeMetricFamily("pdserve_requests_queued", "Requests that wait for a worker", value=queued)
+    yield GaugeMetricFamily("pdserve_requests_running", "Requests that are on workers", value=running)
+    labels = ("worker", "role")
+    for kind, name, what, value in _OF_WORKERS:
+        family: Any = kind(f"pdserve_worker_{name}", what, labels=labels)  # type: ignore[call-arg]
         for worker in workers:
-            for reason, count in worker.breaker.total.items():
-                failed.add_metric([worker.worker_id, worker.role.value, reason], count)
-        yield failed
-        refused = CounterMetricFamily(
-            "pdserve_worker_kv_refused", "KV messages that it refused", labels=(*labels, "reason")
-        )
+            family.add_metric([worker.worker_id, worker.role.value], value(worker))
+        yield family
+    for name, what, counts in _OF_REASONS:
+        family = CounterMetricFamily(f"pdserve_worker_{name}", what, labels=(*labels, "reason"))
         for worker in workers:
-            for reason, count in worker.load.kv_refused.items():
-                refused.add_metric([worker.worker_id, worker.role.value, reason], count)
-        yield refused
-
-    def _links(self) -> Metric:
-        ceilings = GaugeMetricFamily(
-            "pdserve_link_ceiling_bytes_per_second", "The best rate of a KV link so far", labels=_PAIR
-        )
-        for worker in self._workers():
-            for (peer, _), link in worker.linked.items():
-                ceilings.add_metric([worker.worker_id, peer, link.transport], link.ceiling_gbs * 1e9)
-        return ceilings
+            for reason, count in counts(worker).items():
+                family.add_metric([worker.worker_id, worker.role.value, reason], count)
+        yield family
+    ceilings = GaugeMetricFamily(
+        "pdserve_link_ceiling_bytes_per_second", "The best rate of a KV link so far", labels=_PAIR
+    )
+    for worker in workers:
+        for (peer, _), link in worker.linked.items():
+            ceilings.add_metric([worker.worker_id, peer, link.transport], link.ceiling_gbs * 1e9)
+    yield ceilings
 
 
-class ScalingState(Collector):
+def scaling_metrics(load: GatewayLoad, scaling: ScalingReport | None) -> Iterator[Metric]:
     """How requests meet their objectives (without an objective there is no metric), and what the controller of roles
     and workers has done (None: there is no controller)."""
-
-    def __init__(self, load: Callable[[], GatewayLoad], scaling: Callable[[], ScalingReport | None]) -> None:
-        self._load, self._scaling = load, scaling
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
-        load = self._load()
-        objectives = CounterMetricFamily(
-            "pdserve_objective",
-            "First tokens (ttft) and gaps after token 2 (itl) that met their objective, or did not",
-            labels=("figure", "met"),
+    objectives = CounterMetricFamily(
+        "pdserve_objective",
+        "First tokens (ttft) and gaps after token 2 (itl) that met their objective, or did not",
+        labels=("figure", "met"),
+    )
+    for figure, counts in (("ttft", load.ttft), ("itl", load.itl)):
+        if counts:
+            for label, count in zip(("yes", "no"), within_objective(counts), strict=True):
+                objectives.add_metric([figure, label], count)
+    yield objectives
+    if scaling is not None:
+        actions = CounterMetricFamily(
+            "pdserve_scaling_actions", "Actions of the controller, such as `flip prefill`", labels=("action",)
         )
-        for figure, counts in (("ttft", load.ttft), ("itl", load.itl)):
-            if counts:
-                met, missed = within_objective(counts)
-                objectives.add_metric([figure, "yes"], met)
-                objectives.add_metric([figure, "no"], missed)
-        yield objectives
-        if (scaling := self._scaling()) is not None:
-            actions = CounterMetricFamily(
-                "pdserve_scaling_actions", "Actions of the controller, such as `flip prefill`", labels=("action",)
-            )
-            for kind, count in scaling.actions.items():
-                actions.add_metric([kind], count)
-            yield actions
+        for kind, count in scaling.actions.items():
+            actions.add_metric([kind], count)
+        yield actions

@@ -11,57 +11,44 @@ class StopStrings:
     """Finds stop strings in text that arrives in pieces. The first stop string that is complete ends the text; of
     several that are complete at the same character, the longest. The result does not depend on how the text is divided.
 
-    Uses one Knuth-Morris-Pratt automaton per string, so the cost per character does not grow with their length."""
+    Each string resumes from the prefix of it that the text ended with, so the cost of a piece does not grow with the
+    length of the strings."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.hit: str | None = None
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._fallbacks = [_fallback(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)
+        self._begun = dict.fromkeys(stops, 0)
+        """Of each stop string, how many of its characters the text ends with."""
         self._held = ""
 
     def feed(self, text: str) -> str:
         """The text that may be shown now. Empty after a `hit`."""
         if self.hit is not None:
             return ""
-        if not self._stops:
+        if not self._begun:
             return text
+        before = len(self._held)
         text = self._held + text
-        for position in range(len(self._held), len(text)):
-            for index, stop in enumerate(self._stops):
-                if self._advance(index, text[position]) == len(stop):
-                    self.hit, self._held = stop, ""
-                    return text[: position + 1 - len(stop)]
-        keep = max(self._matched)
-        self._held = text[len(text) - keep :] if keep else ""
+        end = len(text) + 1
+        for stop, begun in self._begun.items():
+            found = text.find(stop, before - begun)
+            if found >= 0 and (found + len(stop), -len(stop)) < (end, -len(self.hit or "")):
+                self.hit, end = stop, found + len(stop)
+        if self.hit is not None:
+            self._held = ""
+            return text[: end - len(self.hit)]
+        for stop, begun in self._begun.items():
+            count = min(begun + len(text) - before, len(stop) - 1)
+            while not text.endswith(stop[:count]):
+                count -= 1
+            self._begun[stop] = count
+        keep = max(self._begun.values())
+        self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
         """The text that was held back as a possible stop string, at the end of the text."""
         held, self._held = self._held, ""
         return held
-
-    def _advance(self, index: int, character: str) -> int:
-        stop, fallback, matched = self._stops[index], self._fallbacks[index], self._matched[index]
-        while matched and stop[matched] != character:
-            matched = fallback[matched - 1]
-        if stop[matched] == character:
-            matched += 1
-        self._matched[index] = matched
-        return matched
-
-
-def _fallback(stop: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
-    table = [0] * len(stop)
-    matched = 0
-    for i in range(1, len(stop)):
-        while matched and stop[i] != stop[matched]:
-            matched = table[matched - 1]
-        if stop[i] == stop[matched]:
-            matched += 1
-        table[i] = matched
-    return table
 
 
 class OutputText:

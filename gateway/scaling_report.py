@@ -1,25 +1,71 @@
-"""What the scaling controller of a service has done, as its gateways show it."""
+"""What gateways and the scaling controller of a service tell each other: the load, and what was done about it. The
+supervisor imports this module without the gateway."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
+from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+
+SHARES = (0.25, 1 / 3, 0.4, 0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 1.0)
+"""Shares of an objective up to which durations are counted apart."""
+
+
+class RoleSamples(msgspec.Struct):
+    """Sums over all looks at the workers of a role."""
+
+    load: float = 0.0  # the mean share of their capacity in use
+    running: float = 0.0  # the mean number of requests in a batch
+    short: int = 0  # 1 if the next request waited for a worker of this role
+    ready: int = 0  # the number of workers that were ready
+
+
+class GatewayLoad(msgspec.Struct):
+    """Counts since the gateway's start, and its state now.
+
+    ``ttft``, ``itl``: first tokens, and gaps between tokens after token 2: for each of `SHARES` those that took longer
+    than the share before and at most this one of the objective, then those beyond it. Empty without an objective.
+    ``first_tokens``, ``prompt_tokens``: first tokens, and the tokens of their prompts. ``gaps``: further tokens.
+    ``looks``: looks at the workers; ``samples`` is what they saw, by role.
+    Now: requests that are ``waiting`` for their first token, ``overdue`` ones of them, which have missed its objective
+    already, and those that are ``decoding``.
+
+    Times are between events at the gateway that the client has no part in: a first token counts from when the prompt
+    had been read, and a gap until the token reached the gateway.
+    """
+
+    ttft: list[int] = []
+    itl: list[int] = []
+    first_tokens: int = 0
+    prompt_tokens: int = 0
+    gaps: int = 0
+    looks: int = 0
+    samples: dict[Role, RoleSamples] = {}
+    waiting: int = 0
+    overdue: int = 0
+    decoding: int = 0
+
+
+def within_objective(counts: Sequence[int]) -> tuple[int, int]:
+    """Of `GatewayLoad.ttft` or `itl`: how many met the objective, and how many missed it."""
+    return sum(counts[: len(SHARES)]), sum(counts[len(SHARES) :])
 
 
 @dataclass(frozen=True)
 class ScalingReport:
-    """``controller``: `ScalingConfig.controller`. ``last``: the last action, ``reason`` and ``last_s`` why and when it
-    was taken (seconds since 1970). ``actions``: how many there were, by kind (``flip prefill``). ``verdict``: what it
-    saw lately, and why it did nothing."""
+    """What the scaling controller has done, as the gateways show it."""
 
-    controller: str = "off"
-    last: str = ""
-    reason: str = ""
-    last_s: float = 0.0
-    actions: dict[str, int] = field(default_factory=dict)
-    verdict: str = ""
+    controller: str = "off"  # `ScalingConfig.controller`
+    last: str = ""  # action
+    reason: str = ""  # of the last action
+    last_s: float = 0.0  # when it was taken, in seconds since 1970
+    actions: dict[str, int] = field(default_factory=dict)  # how many there were, by kind (``flip prefill``)
+    verdict: str = ""  # what the controller saw lately, and why it did nothing
 
     def after(self, last: str, kind: str, reason: str, now_s: float) -> ScalingReport:
         """The report after a further action."""

@@ -23,7 +23,6 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gateway.quota import TokenLimits
 from pdserve.core.errors import ConfigError
 
 KEY = "gateway.tokens"
@@ -50,6 +49,22 @@ def _not_of_nothing(digest: str) -> str:
 
 def _aware(time: datetime) -> datetime:
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+_Limit = Annotated[int, Field(ge=1, strict=True)]
+
+
+class TokenLimits(BaseModel):
+    """Limits of one token; None is unlimited."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None  # of prompts and outputs
+    concurrent: _Limit | None = None
+    min_priority: Annotated[int, Field(strict=True)] = 0
+    """The lowest, hence earliest, priority of requests: by default that of requests without one, so that only tokens
+    that name a lower value may go before others."""
 
 
 class TokenEntry(BaseModel):

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import functools
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from gateway.client_turns import ClientTurns
+from gateway.shared_threads import SharedThreads
 from pdserve.core.errors import InvalidRequest, ModelError
 
 REPLACEMENT = "�"
-
-
-class Detokenizer(Protocol):
-    """Turns the tokens of one output into text, one at a time. A character spread over several tokens is emitted when
-    it is complete, never as U+FFFD before. `flush` gives what is still incomplete at the end, as decoding the whole
-    output would."""
-
-    def add(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
-        ...
-
-    def flush(self) -> str:
-        """The text that was held back, at the end of the output."""
-        ...
 
 
 def byte_of_character() -> dict[str, int]:
@@ -41,7 +25,9 @@ def byte_of_character() -> dict[str, int]:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE, where every token is a run of bytes and an incremental UTF-8 decoder suffices."""
+    """Turns the tokens of one output into text, one at a time. A character spread over several tokens is emitted when
+    it is complete, never as U+FFFD before. `flush` gives what is still incomplete at the end, as decoding the whole
+    output would. For byte-level BPE, where every token is a run of bytes and an incremental UTF-8 decoder suffices."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -57,8 +43,8 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For other tokenizers, such as sentencepiece, where a token's text depends on its predecessors: decodes a short
-    window with and without the new tokens and emits the difference."""
+    """As `ByteLevelDetokenizer`, for other tokenizers, such as sentencepiece, where a token's text depends on its
+    predecessors: decodes a short window with and without the new tokens and emits the difference."""
 
     MAX_HELD = 4  # a character has at most 4 bytes, so older tokens cannot become complete
     MAX_WINDOW = 32
@@ -101,6 +87,8 @@ class WindowDetokenizer:
         return min(len(text) - len(text.rstrip(REPLACEMENT)), cls.MAX_HELD - 1)
 
 
+Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
+
 IN_THREAD_CHARACTERS = 2048
 """Shorter texts are encoded on the event loop, which blocks it for about 2 ms at most."""
 NUM_THREADS = 2
@@ -122,7 +110,7 @@ class Tokenizer:
             self._tokenizer: Any = HFTokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises plain Exception
             raise ModelError(f"{path}: not a readable tokenizer: {error}") from None
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         bos = config.get("bos_token")
         bos_text = bos.get("content") if isinstance(bos, dict) else bos
         self._add_bos: bool | None = config.get("add_bos_token")
@@ -131,10 +119,9 @@ class Tokenizer:
         self._special_ids = {token_id for token_id, token in special.items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self._alphabet = byte_of_character()
-        decoder = _read_json(path).get("decoder") or {}
+        decoder = read_json(path).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
-        self._turns = ClientTurns(NUM_THREADS)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._threads = SharedThreads(NUM_THREADS, "tokenizer")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Byte-level BPE writes each byte as one character.
         self.longest_token_bytes = max(
@@ -185,8 +172,7 @@ class Tokenizer:
         encode = functools.partial(self.encode, text, max_tokens, special_tokens=special_tokens)
         if len(text) < IN_THREAD_CHARACTERS:
             return encode()
-        async with self._turns.turn(client):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return await self._threads.run(client, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
@@ -209,18 +195,12 @@ class Tokenizer:
         return token.replace(WORD_BEGIN, " ")
 
     def _token_bytes(self, token_id: int) -> bytes:
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._make_bytes(token_id)
+        if (known := self._bytes.get(token_id)) is None:
+            token = "" if token_id in self._special_ids else self._tokenizer.id_to_token(token_id) or ""
+            is_bytes = all(character in self._alphabet for character in token)
+            known = bytes(self._alphabet[character] for character in token) if is_bytes else token.encode()
+            self._bytes[token_id] = known
         return known
-
-    def _make_bytes(self, token_id: int) -> bytes:
-        token: str | None = self._tokenizer.id_to_token(token_id)
-        if token is None or token_id in self._special_ids:
-            return b""
-        if all(character in self._alphabet for character in token):
-            return bytes(self._alphabet[character] for character in token)
-        return token.encode()
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
@@ -231,7 +211,8 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
     return Tokenizer(folder)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a model's folder; empty without the file. `ModelError` if it is no object."""
     if not path.is_file():
         return {}
     try:

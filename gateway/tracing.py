@@ -6,8 +6,7 @@ token waits for them, and a span is exactly as long as the stage in the breakdow
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -19,11 +18,11 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.inference import Arrival, Completion
+from gateway.arrival import Arrival
+from gateway.inference import Completion, Observer
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import EventKind, Figure
-from router.request_record import RequestRecord
 
 Attributes = Mapping[str, str | int | float]
 
@@ -32,19 +31,7 @@ _DECODE = "decode"
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """Now, on the gateway's clock in seconds and in nanoseconds since the epoch."""
-
-    clock_s: float
-    epoch_ns: int
-
-    def nanoseconds(self, at_s: float) -> int:
-        """A time of the gateway's clock, in nanoseconds since the epoch."""
-        return self.epoch_ns - round((self.clock_s - at_s) * 1e9)
-
-
-class Tracing:
+class Tracing(Observer):
     """Sends spans to ``exporter``. A request's ``traceparent`` makes its span part of the client's trace; a client that
     does not sample its trace gets none.
 
@@ -57,31 +44,22 @@ class Tracing:
         self._ids = RandomIdGenerator()
         self._clock = clock
 
-    def first(self, record: RequestRecord, seconds: float) -> None:
-        """Spans are made with `finished`."""
-
-    def gap(self, seconds: float, index: int) -> None:
-        """Not traced."""
-
-    def cancelled(self) -> None:
-        """Not traced."""
-
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         """Make the span of a request that failed. One that was not admitted has none."""
         if arrival is None or (ends := self._ends(arrival)) is None:
             return
-        now = self._now()
-        begun_ns = now.nanoseconds(arrival.received_s)
+        epoch_ns = self._epoch()
         attributes = {"error.type": type(error).__name__}
         status = Status(StatusCode.ERROR, str(error))
-        self._send("request", *ends, begun_ns, now.epoch_ns, attributes, SpanKind.SERVER, status)
+        now_s = self._clock.now()
+        self._send("request", *ends, epoch_ns(arrival.received_s), epoch_ns(now_s), attributes, SpanKind.SERVER, status)
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
         """Make the spans of a request that ended with an answer."""
         if (ends := self._ends(arrival)) is None:
             return
-        now, timeline = self._now(), completion.record.timeline
-        times = {kind: now.nanoseconds(timeline.gateway_time(kind)) for kind in timeline.events}
+        epoch_ns, timeline = self._epoch(), completion.record.timeline
+        times = {kind: epoch_ns(timeline.gateway_time(kind)) for kind in timeline.events}
         figure = Figure.TTFT_DECODE if EventKind.TOKEN_2_EMITTED in times else Figure.TTFT
         parts = [(stage.name, start, end) for stage, start, end in timeline.spans(figure)]
         if figure is Figure.TTFT_DECODE:
@@ -92,7 +70,7 @@ class Tracing:
             # Clocks of two hosts are compared with an error, so an end may seem to lie before its start.
             ended_ns = max(times[start], times[end])
             self._send(name, self._context(request.trace_id), request, times[start], ended_ns, attributes)
-        begun_ns = now.nanoseconds(arrival.received_s)
+        begun_ns = epoch_ns(arrival.received_s)
         self._send(
             "request", request, parent, begun_ns, times[EventKind.FINISHED], _attributes(completion), SpanKind.SERVER
         )
@@ -141,8 +119,10 @@ class Tracing:
             )
         )
 
-    def _now(self) -> _Moment:
-        return _Moment(self._clock.now(), time.time_ns())
+    def _epoch(self) -> Callable[[float], int]:
+        """Converts times of the gateway's clock to nanoseconds since 1970."""
+        now_s, now_ns = self._clock.now(), time.time_ns()
+        return lambda at_s: now_ns - round((now_s - at_s) * 1e9)
 
 
 def tracing_to(endpoint: str, clock: Clock, version: str) -> Tracing:

@@ -1,18 +1,18 @@
-"""Validation of requests of both APIs. Every refusal names the field, the problem, and the remedy."""
+"""Requests as clients submit them, and their validation, for both APIs. Every refusal names the field, the problem, and
+the remedy."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
+from pdserve.core.request import Mode
 from pdserve.core.sampling import (
     MAX_BIAS,
     MAX_BIASES,
@@ -25,25 +25,55 @@ from pdserve.core.sampling import (
 
 MAX_STOP_CHARACTERS = 1024
 """Limit: characters of each string of `Sampling.stop`."""
-MAX_SALT_CHARACTERS = 256
-"""Limit: characters of `GenerateRequest.salt`."""
-MAX_SESSION_CHARACTERS = 256
-"""Limit: characters of `GenerateRequest.session_id`."""
+MAX_SHORT_CHARACTERS = 256
+"""Limit: characters of `GenerateRequest.salt` and `GenerateRequest.session_id`."""
 MAX_ID_BYTES = 5  # of a token id on the wire
 MIN_MESSAGE_BYTES = 2**20
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What a client asks for, whichever API it came by, before it is checked."""
+
+    prompt: str | Sequence[int] | None
+    """Text, token ids, or None if it is missing."""
+    sampling: SamplingParams
+    request_id: str = ""
+    """Empty: the request gets a new one. A seed that is missing is made from the id."""
+    mode: Mode = Mode.AUTO
+    salt: str = ""
+    session_id: str = ""
+    shorten: bool = False
+    """``sampling.max_tokens`` is a default, and is reduced to what fits."""
+    special_tokens: bool = True
+    """A text gets the special tokens that the model expects at the beginning of a prompt."""
+    priority: int = 0
+    """Lower values are served earlier."""
+    user: str = ""
+    """Whom the client names as the one it asks for."""
+    resume: Sequence[int] = ()
+    """The tokens that the client already has; the output goes on after them."""
+
+    def asks_the_same(self, other: Submission) -> bool:
+        """Whether both ask for the same output, wherever they resume it."""
+        return (
+            self.sampling == other.sampling
+            and (self.mode, self.salt, self.shorten) == (other.mode, other.salt, other.shorten)
+            and self.special_tokens == other.special_tokens
+            and self.prompt == other.prompt
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the workers, from the worker that takes the most: prompt plus output (``context_length``), what a KV
-    pool holds (``pool_tokens``), and the bound of token ids (``vocab_size``). ``eos_token_ids`` are the model's."""
+    """Limits of the workers, from the worker that takes the most."""
 
-    context_length: int
-    pool_tokens: int
-    vocab_size: int
-    eos_token_ids: frozenset[int] = frozenset()
+    context_length: int  # prompt plus output
+    pool_tokens: int  # in a KV pool
+    vocab_size: int  # above all token ids
+    eos_token_ids: frozenset[int] = frozenset()  # of the model
 
 
 def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
@@ -55,14 +85,6 @@ def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
     return max(MIN_MESSAGE_BYTES, 2 * (context_length * token_bytes + others))
 
 
-def new_request_id(asked: str) -> str:
-    """The client's request id, or a new one if it is empty."""
-    if not asked:
-        return f"req-{os.urandom(16).hex()}"
-    check_request_id(asked)
-    return asked
-
-
 def check_request_id(asked: str) -> None:
     """Refuse ids that cannot stand in headers, logs and attempt ids."""
     if not _REQUEST_ID.fullmatch(asked):
@@ -71,20 +93,11 @@ def check_request_id(asked: str) -> None:
         )
 
 
-def check_salt(salt: str) -> None:
-    """Refuse a salt that is too long. An empty one is valid."""
-    if len(salt) > MAX_SALT_CHARACTERS:
+def check_short(field: str, text: str) -> None:
+    """Refuse a salt or session id that is too long. An empty one is valid."""
+    if len(text) > MAX_SHORT_CHARACTERS:
         raise InvalidRequest(
-            f"salt: {len(salt)} characters are more than {MAX_SALT_CHARACTERS}; send a digest of it instead"
-        )
-
-
-def check_session_id(session_id: str) -> None:
-    """Refuse a session id that is too long. An empty one is valid."""
-    if len(session_id) > MAX_SESSION_CHARACTERS:
-        raise InvalidRequest(
-            f"session_id: {len(session_id)} characters are more than {MAX_SESSION_CHARACTERS}; send a digest of it "
-            "instead"
+            f"{field}: {len(text)} characters are more than {MAX_SHORT_CHARACTERS}; send a digest of it instead"
         )
 
 
@@ -206,19 +219,13 @@ def end_of(output: Sequence[int], sampling: SamplingParams, limits: Limits) -> F
     return FinishReason.LENGTH if len(output) >= sampling.max_tokens else None
 
 
-def check_stop_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary."""
-    for token_id in sampling.stop_token_ids:
-        if token_id >= vocab_size:
-            raise InvalidRequest(f"stop_token_ids: {token_id} is not below the vocabulary's {vocab_size}; leave it out")
-
-
-def check_logit_bias(sampling: SamplingParams, vocab_size: int) -> None:
+def check_token_options(sampling: SamplingParams, vocab_size: int) -> None:
     """Refuse ids outside the vocabulary, and biases that forbid every token."""
-    for token_id in sampling.logit_bias:
-        if token_id >= vocab_size:
-            raise InvalidRequest(
-                f"logit_bias: token id {token_id} is not below the vocabulary's {vocab_size}; leave it out"
-            )
+    for field, token_ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise InvalidRequest(
+                    f"{field}: token id {token_id} is not below the vocabulary's {vocab_size}; leave it out"
+                )
     if sum(bias <= -MAX_BIAS for bias in sampling.logit_bias.values()) >= vocab_size:
         raise InvalidRequest(f"logit_bias: all {vocab_size} tokens are forbidden; leave at least one")

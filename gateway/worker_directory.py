@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
+
+import grpc
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
@@ -15,7 +18,8 @@ from pdserve.core.worker import Role, WorkerEpoch, WorkerInfo
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
-from worker.messages import Beat
+from worker.authentication import Context
+from worker.messages import BEATS, Beat, BeatAnswer, encode
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +28,13 @@ Connect = Callable[[WorkerInfo], Awaitable[WorkerHandle]]
 
 
 class WorkerDirectory:
-    """Keeps the router's registry up to date. Failures are retried with the next heartbeat, and logged once."""
+    """Keeps the router's registry up to date, with the workers of ``service``. Failures are retried with the next
+    heartbeat, and logged once."""
 
-    def __init__(self, registry: WorkerRegistry, connect: Connect) -> None:
+    def __init__(self, registry: WorkerRegistry, connect: Connect, service: str = "") -> None:
         self._registry = registry
+        self._service = service
+        self._gateway_epoch = uuid.uuid4().hex
         self._connect = connect
         self._joining: dict[str, Beat] = {}  # the last heartbeats of workers being connected, by worker id
         self._logged: dict[tuple[str, ...], str] = {}
@@ -47,24 +54,10 @@ class WorkerDirectory:
                 worker.handle.request_heartbeat()
         return True
 
-    def wanted_role(self, worker_id: str) -> tuple[Role | None, int]:
-        """The role that a worker should have, and the version of the members that says so. No role if the members are
-        not known."""
-        return self._members.get(worker_id), self._version
-
     async def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
         """Wait until these workers have the roles that they should have, and the links that follow from them. Returns
         those that do not after ``timeout_s``."""
-        changed = asyncio.Event()
-        unsubscribe = self._registry.subscribe(changed.set)
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    while any(not self._has_its_role(worker_id) for worker_id in worker_ids):
-                        changed.clear()
-                        await changed.wait()
-        finally:
-            unsubscribe()
+        await self._wait(lambda: all(map(self._has_its_role, worker_ids)), timeout_s)
         return [worker_id for worker_id in worker_ids if not self._has_its_role(worker_id)]
 
     def _has_its_role(self, worker_id: str) -> bool:
@@ -76,7 +69,39 @@ class WorkerDirectory:
             for prefill in self._registry.workers
         )
 
-    def heard(self, beat: Beat) -> bool:
+    async def serve(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes, None]:
+        """Serve one worker's stream: each heartbeat registers the worker, or renews its registration, and is answered
+        with the role and the links that the worker should have. INVALID_ARGUMENT if a message is unreadable."""
+        async for data in requests:
+            try:
+                beat = BEATS.decode(data)
+            except PdserveError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            yield encode(self._answer(beat))
+
+    def _answer(self, beat: Beat) -> BeatAnswer:
+        info = beat.info
+        # A worker of an earlier service at this address, or of a misconfigured one, may serve another model.
+        is_ours = info.service == self._service
+        if not is_ours:
+            log.warning("worker %s belongs to another service and is told to end", info.worker_id)
+        if not (is_ours and self._heard(beat)):
+            return BeatAnswer(self._gateway_epoch, superseded=True)
+        return BeatAnswer(
+            self._gateway_epoch,
+            superseded=False,
+            peers=self._decode_peers() if info.role is Role.PREFILL else [],
+            blocks_after=self._registry.blocks_after(info.worker_id),
+            role=self._members.get(info.worker_id),
+            version=self._version,
+        )
+
+    def _decode_peers(self) -> list[KVPeer]:
+        """The workers that a prefill worker should have KV links to: all live decode workers."""
+        live = (worker for worker in self._registry.workers if not worker.lost)
+        return [worker.info.peer for worker in live if worker.role is Role.DECODE]
+
+    def _heard(self, beat: Beat) -> bool:
         """Take a heartbeat; the first one of an incarnation registers it. False if the worker is superseded and has to
         end."""
         info = beat.info
@@ -96,24 +121,11 @@ class WorkerDirectory:
             self._spawn(self._join(info))
         return True
 
-    def wanted_links(self, role: Role) -> tuple[KVPeer, ...]:
-        """The workers that a worker of ``role`` should have KV links to: all live decode workers for a prefill
-        worker."""
-        if role is not Role.PREFILL:
-            return ()
-        live = (worker for worker in self._registry.workers if not worker.lost)
-        return tuple(worker.info.peer for worker in live if worker.role is Role.DECODE)
-
-    def blocks_after(self, worker_id: str) -> int | None:
-        """Up to where the changes of the worker's prefix cache are known; None if it need not announce them."""
-        return self._registry.blocks_after(worker_id)
-
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """Send these workers no more requests. Returns when they have finished those of all gateways, at the latest
         after ``drain_s``."""
         leaving = [worker for worker_id in worker_ids if (worker := self._registry.get(worker_id)) is not None]
         beats = {worker: worker.heartbeat_s for worker in leaving}
-        changed = asyncio.Event()
 
         def is_done(worker: RegisteredWorker) -> bool:
             if worker.lost:
@@ -125,13 +137,18 @@ class WorkerDirectory:
             is_idle = load.free_blocks >= worker.info.num_blocks and not load.outstanding_tokens
             return worker.heartbeat_s > beats[worker] and is_idle
 
+        for worker in leaving:
+            self._registry.retire(worker.worker_id)
+        await self._wait(lambda: all([is_done(worker) for worker in leaving]), drain_s)
+
+    async def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Return when ``is_done`` after a change of the workers, or after ``timeout_s``."""
+        changed = asyncio.Event()
         unsubscribe = self._registry.subscribe(changed.set)
         try:
-            for worker in leaving:
-                self._registry.retire(worker.worker_id)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_s):
-                    while not all([is_done(worker) for worker in leaving]):
+                async with asyncio.timeout(timeout_s):
+                    while not is_done():
                         changed.clear()
                         await changed.wait()
         finally:
@@ -200,7 +217,7 @@ class WorkerDirectory:
 
     def _missing_links(self, prefill: RegisteredWorker) -> set[WorkerEpoch]:
         """The live decode workers of which a prefill worker has reported neither a link nor why there is none."""
-        wanted = {(peer.worker_id, peer.epoch) for peer in self.wanted_links(Role.PREFILL)}
+        wanted = {(peer.worker_id, peer.epoch) for peer in self._decode_peers()}
         return wanted - prefill.linked.keys() - prefill.failed.keys()
 
     def _log_failures(self, worker_id: str) -> None:

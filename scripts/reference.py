@@ -10,12 +10,12 @@ import ast
 import importlib
 import re
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.load_meter import GatewayLoad
-from gateway.metrics import Metrics, ScalingState, ServiceState
+from gateway.metrics import Metrics, scaling_metrics, service_metrics
 from gateway.scaling_report import ScalingReport
 from ops.cli.config import documented_defaults
 from ops.launch.ports import DEFAULT_BASE, PORTS_PER_WORKER, first_port
@@ -83,9 +83,11 @@ def keys(pattern: str) -> Iterator[tuple[str, ...]]:
 
 def metrics(pattern: str) -> Iterator[tuple[str, ...]]:
     """The metrics whose names match ``pattern``, with the labels that not all of them have."""
-    exported = Metrics(ServiceState(list, lambda: (0, 0), lambda: True, {"version": "", "model": ""}))
-    exported.registry.register(ScalingState(GatewayLoad, ScalingReport))
-    collectors: list[Any] = list(exported.registry._collector_to_names)
+    about = {"version": "", "model": ""}
+    exported = Metrics(
+        lambda: chain(service_metrics([], 0, 0, True, about), scaling_metrics(GatewayLoad(), ScalingReport()))
+    )
+    collectors: list[Any] = list(exported._registry._collector_to_names)
     found: dict[str, tuple[list[str], str]] = {}
     for collector in collectors:
         for metric in collector.collect():

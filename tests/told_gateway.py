@@ -7,9 +7,11 @@ import json
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import gateway.__main__
+from gateway.gateway import Gateway
 from gateway.gateway_thread import GatewayThread
 from pdserve.core.worker import Role
 
@@ -30,7 +32,8 @@ class ToldGateway(GatewayThread):
         while True:
             if path.exists() and (told := json.loads(path.read_text()))["version"] != version:
                 version = told["version"]
-                self.expect({worker_id: Role(role) for worker_id, role in told["members"].items()}, (), version)
+                members = {worker_id: Role(role) for worker_id, role in told["members"].items()}
+                self.ask(partial(Gateway.expect, members=members, version=version))
             time.sleep(LOOK_EVERY_S)
 
 

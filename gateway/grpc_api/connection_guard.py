@@ -1,6 +1,6 @@
 """Bounds what connections of the public gRPC server may do besides requests.
 
-gRPC's core bounds the streams of a connection, and drops or delays those that exceed them (`bounds_options`). It does
+gRPC's core bounds the streams of a connection, and drops or delays those that exceed them (`server_options`). It does
 not bound the frames that a client sends without a request (SETTINGS, WINDOW_UPDATE, PRIORITY, headers without end,
 streams that are reset at once) nor the connections of a host, and it has no hook for that. So the guard looks at the
 connections of the port several times per second, compares the bytes that the kernel has received on each with those
@@ -76,15 +76,6 @@ _SENT_RECEIVED_AT = 120  # in Linux's struct tcp_info: bytes_acked, bytes_receiv
 _TCP_INFO_BYTES = _SENT_RECEIVED_AT + _SENT_RECEIVED.size
 
 Peer = tuple[str, int]
-
-
-def bounds_options() -> list[tuple[str, int]]:
-    """gRPC's own bounds, for the public server."""
-    return [
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
-        # Else gRPC would take up to 4 MiB of a stream that nothing reads, and more of clients that ignore flow control.
-        ("grpc.http2.bdp_probe", 0),
-    ]
 
 
 @dataclass(slots=True)

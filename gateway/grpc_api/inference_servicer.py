@@ -10,11 +10,12 @@ from typing import Any
 
 import grpc
 
-from gateway.grpc_api.authentication import CALLER
+from gateway.arrival import Arrival
+from gateway.failures import end_call
 from gateway.grpc_api.connection_guard import ConnectionGuard
-from gateway.grpc_api.failures import failure_of
+from gateway.grpc_api.interceptor import CALLER
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
-from gateway.inference import Arrival, Completion, Inference
+from gateway.inference import Completion, Inference
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.pb import inference_pb2 as pb
 from runtime.awake_clock import wait_awake
@@ -108,12 +109,12 @@ class InferenceServicer:
             log.exception("unexpected error in a request")
             failure = error
         if beginning is None:
-            await failure_of(failure).end(context)
+            await end_call(context, failure)
         else:
             # If the client does not read, this ends when gRPC cancels this task: at the client's deadline, or when the
             # connection ends.
             await asyncio.wait({beginning})
-            sending = asyncio.create_task(failure_of(failure).end(context))
+            sending = asyncio.create_task(end_call(context, failure))
             if await wait_awake(sending, SEND_FAILURE_S):
                 sending.result()
             else:  # the client does not read

@@ -7,8 +7,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.account import account_of
 from gateway.inference import Completion, OutputToken
-from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
+from gateway.validation import Submission
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
 from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams, StructuredOutputs

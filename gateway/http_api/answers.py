@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gateway.account import account_of
+from gateway.http_api.requests import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from gateway.inference import Completion, OutputToken
 from gateway.tokenizer import Tokenizer
 from gateway.tool_calls import ToolCallParser
 from pdserve.core.sampling import FinishReason
-from router.request_record import RequestRecord
 
 Object = dict[str, Any]
 
@@ -28,77 +28,62 @@ def _usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | N
 
 
 class Answer(ABC):
-    """The answer of one call. ``count``: outputs of it; each prompt has ``per_prompt`` of them. ``token_ids``: with the
-    token ids of prompts and outputs. ``account``: with the account of each request as ``pdserve``."""
+    """The answer of one call, in the form that its ``body`` asks for."""
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(
-        self,
-        answer_id: str,
-        model: str,
-        tokenizer: Tokenizer | None,
-        *,
-        per_prompt: int = 1,
-        token_ids: bool = False,
-        account: bool = False,
-    ) -> None:
+    def __init__(self, body: GenerationBody, answer_id: str, model: str, tokenizer: Tokenizer | None) -> None:
+        # The body itself is not kept: it may be large.
+        options = body.stream_options or StreamOptions()
+        self.id = answer_id
+        self.streams = body.stream
+        self.ends_with_usage = options.include_usage
+        self._counts = options.continuous_usage_stats
+        self._per_prompt = body.n or 1
+        self._token_ids = body.return_token_ids
+        self._account = body.pdserve.breakdown
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
-        self._per_prompt = per_prompt
-        self._token_ids = token_ids
-        self._account = account
 
     @abstractmethod
-    def whole_choice(self, completion: Completion, tokens: Sequence[OutputToken]) -> Object:
-        """What a whole output adds to its choice."""
-
-    @abstractmethod
-    def first(self, index: int) -> Object:
-        """What the first chunk of an output has besides its token."""
-
-    @abstractmethod
-    def token_choice(self, token: OutputToken) -> Object:
-        """What a token adds to the choice of its chunk."""
+    def choice(self, index: int, text: str, tokens: Sequence[OutputToken], completion: Completion | None) -> Object:
+        """What the choice of output ``index`` says of ``text`` and its ``tokens``: those of a whole output with this
+        ``completion``, or one of a stream."""
 
     def whole(self, outputs: Sequence[tuple[Completion, Sequence[OutputToken]]]) -> Object:
         """The answer that is no stream."""
         choices = []
         for index, (completion, tokens) in enumerate(outputs):
-            choice = {"index": index, **self.whole_choice(completion, tokens), **self._end(completion)}
+            token_ids = list(completion.output.token_ids)
+            content = self.choice(index, completion.output.text, tokens[: len(token_ids)], completion)
+            choice = {"index": index, **content, **self._end(completion)}
             if self._token_ids:
-                choice["token_ids"] = list(completion.output.token_ids)
-                choice["prompt_token_ids"] = list(completion.record.request.prompt_token_ids)
+                choice["token_ids"] = token_ids
             choices.append(choice)
         completions = [completion for completion, _ in outputs]
-        return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(completions),
+        return {**self._head, "object": self.object, "choices": choices, "usage": self._usage(completions),
                 **self._accounts(completions)}  # fmt: skip
 
-    def chunk(
-        self, index: int, token: OutputToken, completion: Completion | None = None, counts: bool = False
-    ) -> Object:
+    def chunk(self, index: int, token: OutputToken, completion: Completion | None = None) -> Object:
         """The chunk of a token of output ``index``; that of the last token has the finish reason and the account of
-        its ``completion``. ``counts``: with the output's usage so far."""
-        choice = {"index": index, **self.token_choice(token), "finish_reason": None}
-        if token.index == 0:
-            choice = _merged(self.first(index), choice)
+        its ``completion``."""
+        choice = {"index": index, **self.choice(index, token.text, [token], None), "finish_reason": None}
         if self._token_ids:
             choice["token_ids"] = [token.token_id]
-        prompt = token.record.request.prompt_token_ids
-        usage = _usage_of(len(prompt), token.index + 1, None) if counts else None
-        if completion is None:
-            return self._chunk([choice], usage)
-        choice |= self._end(completion)
-        if self._token_ids:
-            choice["prompt_token_ids"] = list(prompt)
-        return {**self._chunk([choice], usage), **self._accounts([completion])}
+        chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        if self._counts:
+            chunk["usage"] = _usage_of(len(token.record.request.prompt_token_ids), token.index + 1, None)
+        if completion is not None:
+            choice |= self._end(completion)
+            chunk |= self._accounts([completion])
+        return chunk
 
-    def usage_chunk(self, usage: Object) -> Object:
+    def usage_chunk(self, completions: Sequence[Completion]) -> Object:
         """The chunk without choices at the end of a stream."""
-        return self._chunk([], usage)
+        return {**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(completions)}
 
-    def usage(self, completions: Sequence[Completion]) -> Object:
+    def _usage(self, completions: Sequence[Completion]) -> Object:
         """The usage of a call. A prompt with several outputs counts once."""
         prompts = completions[:: self._per_prompt]
         return _usage_of(
@@ -107,15 +92,11 @@ class Answer(ABC):
             sum(each.result.prefill_cached_tokens for each in prompts),
         )
 
-    def _chunk(self, choices: list[Object], usage: Object | None) -> Object:
-        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
-        if usage is not None:
-            chunk["usage"] = usage
-        return chunk
-
     def _end(self, completion: Completion) -> Object:
-        hit = completion.output.stop_string
-        return {"finish_reason": completion.finish_reason.value, "stop_reason": hit}
+        end: Object = {"finish_reason": completion.finish_reason.value, "stop_reason": completion.output.stop_string}
+        if self._token_ids:
+            end["prompt_token_ids"] = list(completion.record.request.prompt_token_ids)
+        return end
 
     def _accounts(self, completions: Sequence[Completion]) -> Object:
         if not self._account:
@@ -133,29 +114,15 @@ class CompletionAnswer(Answer):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, *args: Any, echoes: Mapping[int, str] | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._echoes = echoes or {}
+    def __init__(self, body: CompletionBody, *args: Any, echoes: Mapping[int, str]) -> None:
+        super().__init__(body, *args)
+        self._echoes = echoes
 
-    def whole(self, outputs: Sequence[tuple[Completion, Sequence[OutputToken]]]) -> Object:
-        """As in `Answer`, with the prompts' texts."""
-        answer = super().whole(outputs)
-        for choice in answer["choices"]:
-            choice["text"] = self._echoes.get(choice["index"], "") + choice["text"]
-        return answer
-
-    def whole_choice(self, completion: Completion, tokens: Sequence[OutputToken]) -> Object:
+    def choice(self, index: int, text: str, tokens: Sequence[OutputToken], completion: Completion | None) -> Object:
         """Text and log-probabilities."""
-        kept = tokens[: len(completion.output.token_ids)]
-        return {"text": completion.output.text, "logprobs": self._logprobs(kept)}
-
-    def first(self, index: int) -> Object:
-        """The prompt's text."""
-        return {"text": self._echoes.get(index, "")}
-
-    def token_choice(self, token: OutputToken) -> Object:
-        """Text and log-probabilities."""
-        return {"text": token.text, "logprobs": self._logprobs([token])}
+        if self._echoes and (completion is not None or tokens[0].index == 0):
+            text = self._echoes[index] + text
+        return {"text": text, "logprobs": self._logprobs(tokens)}
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> Object | None:
         if not tokens or tokens[0].logprobs is None:
@@ -174,42 +141,38 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of ``/v1/chat/completions``. ``parser`` makes the parser of tool calls of one output; None if it is to have no
+    """Of ``/v1/chat/completions``. ``new_parser`` makes the parser of tool calls of one output; without it there are no
     calls."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *args: Any, parser: Callable[[], ToolCallParser | None] = lambda: None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._new_parser = parser
-        self._parsers: dict[str, ToolCallParser | None] = {}  # by request
+    def __init__(self, body: ChatBody, *args: Any, new_parser: Callable[[], ToolCallParser] | None) -> None:
+        super().__init__(body, *args)
+        self._new_parser = new_parser
+        self._parsers: dict[str, ToolCallParser] = {}  # by request
 
-    def whole_choice(self, completion: Completion, tokens: Sequence[OutputToken]) -> Object:
-        """The message and log-probabilities."""
-        parts = self._parts(completion.record, completion.output.text, last=True)
-        message = {"role": "assistant", **parts, "refusal": None}
-        if "tool_calls" in parts:
-            message["content"] = parts["content"] or None
-            message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in parts["tool_calls"]]
-        return {"message": message, "logprobs": self._logprobs(tokens[: len(completion.output.token_ids)])}
+    def choice(self, index: int, text: str, tokens: Sequence[OutputToken], completion: Completion | None) -> Object:
+        """A message, or what a token adds to it: text, and tool calls that it completes. And log-probabilities."""
+        logprobs = self._logprobs(tokens)
+        if completion is None:
+            (token,) = tokens
+            delta = self._parts(token.record.request.request_id, text, token.last)
+            return {"delta": {"role": "assistant", **delta} if token.index == 0 else delta, "logprobs": logprobs}
+        message: Object = {"role": "assistant", "refusal": None}
+        message |= self._parts(completion.record.request.request_id, text, last=True)
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+            for call in message["tool_calls"]:
+                del call["index"]
+        return {"message": message, "logprobs": logprobs}
 
-    def first(self, index: int) -> Object:
-        """The role."""
-        return {"delta": {"role": "assistant"}}
-
-    def token_choice(self, token: OutputToken) -> Object:
-        """Text, tool calls that it completes, and log-probabilities."""
-        return {"delta": self._parts(token.record, token.text, token.last), "logprobs": self._logprobs([token])}
-
-    def _parts(self, record: RequestRecord, text: str, last: bool) -> Object:
+    def _parts(self, request_id: str, text: str, last: bool) -> Object:
         """What ``text`` adds to the content and to the tool calls of an output."""
-        request_id = record.request.request_id
-        if request_id not in self._parsers:
-            self._parsers[request_id] = self._new_parser()
-        parser = self._parsers[request_id]
-        if parser is None:
+        if self._new_parser is None:
             return {"content": text}
+        if (parser := self._parsers.get(request_id)) is None:
+            parser = self._parsers[request_id] = self._new_parser()
         before = parser.num_calls
         content, calls = parser.feed(text, last)
         if not calls:
@@ -235,22 +198,16 @@ class ChatAnswer(Answer):
     def _logprobs(self, tokens: Sequence[OutputToken]) -> Object | None:
         if not tokens or tokens[0].logprobs is None:
             return None
-        content = []
-        for token in tokens:
-            assert token.logprobs is not None, "all tokens of a request have log-probabilities, or none"
-            described = self._logprob(token.token_id, token.logprobs.logprob)
-            described["top_logprobs"] = [self._logprob(token_id, value) for token_id, value in token.logprobs.top]
-            content.append(described)
+        known = [(token.token_id, token.logprobs) for token in tokens if token.logprobs is not None]
+        content = [
+            {
+                **self._logprob(token_id, logprobs.logprob),
+                "top_logprobs": [self._logprob(*each) for each in logprobs.top],
+            }
+            for token_id, logprobs in known
+        ]
         return {"content": content, "refusal": None}
 
     def _logprob(self, token_id: int, logprob: float) -> Object:
         text = self._token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _merged(first: Object, choice: Object) -> Object:
-    """The choice of the first chunk: the text of ``first`` stands before the token's, other objects are united."""
-    merged = dict(choice)
-    for key, value in first.items():
-        merged[key] = {**value, **choice[key]} if isinstance(value, dict) else value + choice[key]
-    return merged

@@ -13,14 +13,12 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from starlette.exceptions import HTTPException
 
 from gateway.callers import Caller
-from gateway.http_api.authentication import HEALTH_PATH, HEALTHZ_PATH, MANUAL_PATH, PAGE_PATH, Authentication, caller_of
-from gateway.http_api.failures import failure_of
-from gateway.http_api.generation import ChatExchange, CompletionExchange, Served
-from gateway.http_api.hosts import AllowedHosts
-from gateway.http_api.manual import manual
-from gateway.http_api.openapi import DescribedApp, answers, failures, generates, takes
+from gateway.failures import http_failure
+from gateway.http_api.access import Access, caller_of
+from gateway.http_api.calls import detokenization, generation, tokenization
+from gateway.http_api.exchange import Served
+from gateway.http_api.openapi import DescribedApp, answers, failures, generates, manual, takes
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.http_api.utilities import DetokenizeExchange, TokenizeExchange
 from gateway.metrics import CONTENT_TYPE
 from pdserve.core.errors import InvalidRequest, PdserveError
 
@@ -43,7 +41,7 @@ def make_app(
     report: Path | None,
 ) -> FastAPI:
     """The application. ``problem`` gives the reason why requests cannot be served now, ``metrics`` all metrics in
-    Prometheus' text format, ``live`` what the live page shows to a caller. ``host_names``: see `Security`.
+    Prometheus' text format, ``live`` what the live page shows to a caller. ``host_names``: see `Access`.
     ``report``: the page at ``/report``, for callers that see all."""
     app = DescribedApp(
         title="pdserve",
@@ -54,9 +52,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,  # a path with a slash too many is another path, as with any other mistake in it
     )
-    app.add_middleware(Authentication, identify=served.inference.identify)
-    if host_names is not None:  # the last one that is added is the first to see a call
-        app.add_middleware(AllowedHosts, names=host_names, refused=served.inference.refused)
+    app.add_middleware(Access, inference=served.inference, host_names=host_names)
 
     def reported(caller: Caller) -> bool:
         return report is not None and caller.sees_all and report.is_file()
@@ -67,12 +63,12 @@ def make_app(
     @app.post("/v1/completions", tags=["OpenAI"], **generates(CompletionBody, "Completion"))
     async def complete(request: Request) -> Response:
         """Continue prompts. With `stream: true`, one server-sent event for each token."""
-        return CompletionExchange(served, _request_id(request))
+        return generation(served, CompletionBody, _request_id(request))
 
     @app.post("/v1/chat/completions", tags=["OpenAI"], **generates(ChatBody, "Chat"))
     async def chat(request: Request) -> Response:
         """Continue a chat, by the model's chat template."""
-        return ChatExchange(served, _request_id(request))
+        return generation(served, ChatBody, _request_id(request))
 
     @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=answers("Models"))
     async def models() -> dict[str, Any]:
@@ -88,17 +84,17 @@ def make_app(
     @app.post("/tokenize", tags=["vLLM"], responses=answers("Tokens", *_READING), openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """The token ids of a prompt or of messages."""
-        return TokenizeExchange(served)
+        return tokenization(served)
 
     @app.post("/detokenize", tags=["vLLM"], responses=answers("Text", *_READING), openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return DetokenizeExchange(served)
+        return detokenization(served)
 
     unready = failures(503)
 
-    @app.get(HEALTH_PATH, tags=["operations"], response_class=Response, responses=unready)
-    @app.get(HEALTHZ_PATH, include_in_schema=False)  # the name that Kubernetes' probes often have
+    @app.get("/health", tags=["operations"], response_class=Response, responses=unready)
+    @app.get("/healthz", include_in_schema=False)  # the name that Kubernetes' probes often have
     async def health() -> Response:
         """Status 200 if requests are served."""
         if (reason := problem()) is not None:
@@ -110,14 +106,14 @@ def make_app(
         """Metrics for Prometheus; see docs/operations.md."""
         return Response(metrics(), media_type=CONTENT_TYPE)
 
-    @app.get(PAGE_PATH, include_in_schema=False)
+    @app.get("/", include_in_schema=False)
     async def live_page() -> Response:
         """A page that shows the service while it runs."""
         return HTMLResponse(page, headers={"content-security-policy": _LIVE_CONTENT})
 
     described = functools.cache(lambda: manual(app.openapi()))
 
-    @app.get(MANUAL_PATH, include_in_schema=False)
+    @app.get("/docs", include_in_schema=False)
     async def api_page() -> Response:
         """The API's page."""
         return HTMLResponse(described(), headers={"content-security-policy": _CONTENT})
@@ -141,16 +137,15 @@ def make_app(
         return {"version": version}
 
     async def refuse(request: Request, error: Exception) -> Response:
-        failure = failure_of(error)
-        return JSONResponse(failure.body, failure.status, dict(failure.headers))
+        return JSONResponse(*http_failure(error))
 
     async def refuse_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         # The scope's path, because `request.url` is put together from the header Host, which may be no host at all.
         path = request.scope["path"]
         why = _NO_TEXT if path.rpartition("/")[2] in ("embeddings", "rerank", "score") else error.detail
-        failure = failure_of(InvalidRequest(f"path: {request.method} {path}: {why}"))
-        return JSONResponse(failure.body, error.status_code, dict(error.headers or {}))
+        body, _, _ = http_failure(InvalidRequest(f"path: {request.method} {path}: {why}"))
+        return JSONResponse(body, error.status_code, dict(error.headers or {}))
 
     app.add_exception_handler(PdserveError, refuse)
     app.add_exception_handler(HTTPException, refuse_route)
@@ -158,7 +153,7 @@ def make_app(
 
 
 def _model(served: Served, created_s: int) -> dict[str, Any]:
-    limits = served.inference.known_limits
+    limits = served.inference.known_limits()
     return {
         "id": served.model,
         "object": "model",

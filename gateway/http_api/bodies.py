@@ -8,16 +8,15 @@ so only this bound keeps it short."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from starlette.datastructures import Headers
 
-from gateway.client_turns import ClientTurns
+from gateway.shared_threads import SharedThreads
 from pdserve.core.errors import BodyTooLarge, CapacityExceeded, InvalidRequest, UnsupportedMediaType
 from router.request_record import Deadline
 
@@ -134,8 +133,7 @@ class Bodies:
         self.max_body_bytes = max_body_bytes
         self._room_bytes = max(MIN_ROOM_BYTES, 4 * max_body_bytes)
         self._kept_bytes: Counter[str] = Counter()  # by client
-        self._turns = ClientTurns(1)
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        self._parser = SharedThreads(1, "bodies")
 
     @contextlib.contextmanager
     def arriving(self, client: str, headers: Headers, shape: Callable[[int], Shape]) -> Iterator[Body]:
@@ -172,11 +170,7 @@ class Bodies:
         data = body.take()
         if len(data) <= IN_THREAD_BYTES:
             return read(data)
-        return await deadline.bound(self._parse_in_thread(body.client, read, data), "its body was parsed")
-
-    async def _parse_in_thread(self, client: str, read: Callable[[bytearray], T], data: bytearray) -> T:
-        async with self._turns.turn(client):
-            return await asyncio.get_running_loop().run_in_executor(self._parser, read, data)
+        return await deadline.bound(self._parser.run(body.client, partial(read, data)), "its body was parsed")
 
 
 def _check_media_type(value: str) -> None:

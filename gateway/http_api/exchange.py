@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
-from pydantic import ValidationError
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http_api.authentication import caller_of
+from gateway.arrival import Arrival
+from gateway.chat_template import ChatTemplate
+from gateway.failures import error_object, http_failure, statuses_of
+from gateway.http_api.access import caller_of
 from gateway.http_api.bodies import Bodies, Body
-from gateway.http_api.failures import Failure, failure_of, invalid_body
-from gateway.http_api.requests import CallBody
-from gateway.inference import Arrival, ClientLeft, Inference
-from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError
+from gateway.http_api.requests import CallBody, parsed
+from gateway.inference import ClientLeft, Inference
+from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError, UnknownModel
 from runtime.awake_clock import wait_awake
 
 log = logging.getLogger(__name__)
@@ -29,50 +30,67 @@ SEND_FAILURE_S = 5.0
 _ENCODER = msgspec.json.Encoder()
 
 B = TypeVar("B", bound=CallBody)
+T = TypeVar("T")
 
 
-class Exchange(Response):
-    """Subclasses answer in `respond`. Each call of one has a body of ``body_type``."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the calls need."""
 
-    body_type: ClassVar[type[CallBody]]
-    media_types: ClassVar[dict[bool, bytes]] = {False: b"application/json", True: b"text/event-stream; charset=utf-8"}
+    inference: Inference
+    model: str
+    """The name that the model is served under."""
+    chat_template: ChatTemplate | None
+    bodies: Bodies
 
-    def __init__(self, inference: Inference, bodies: Bodies) -> None:
+    def check_model(self, asked: str | None) -> None:
+        """`UnknownModel` unless ``asked`` is the served model, or None."""
+        if asked not in (None, self.model):
+            raise UnknownModel(f"model: {asked!r} is not served here; use {self.model!r}")
+
+
+class Exchange(Response, Generic[B, T]):
+    """A call with a body of ``body_type``. ``prepare`` makes of the body what ``respond`` needs, perhaps in another
+    thread. ``respond`` sends the answer with `send_json`, or `send_event` and `end_events`."""
+
+    def __init__(
+        self,
+        served: Served,
+        body_type: type[B],
+        prepare: Callable[[B], T],
+        respond: Callable[[Exchange[B, T], T, Arrival], Awaitable[None]],
+    ) -> None:
         # Starlette's own attributes of a response are not used: everything is sent by `__call__`.
         self.background = None
-        self._inference = inference
-        self._bodies = bodies
-        self._own_headers: list[tuple[bytes, bytes]] = []
-        self._begun = False
-        self._streams = False
-
-    @abstractmethod
-    async def respond(self, body: Body, arrival: Arrival) -> None:
-        """Send the answer with `send_json`, or `send_event` and `end_events`."""
+        self._served = served
+        self._body_type, self._prepare, self._respond = body_type, prepare, respond
+        self._own_headers: dict[str, str] = {}
+        self._begun = self._streams = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the call. A client that leaves cancels it."""
         self._send = send
-        self._caller = caller_of(scope)
-        self._host = (scope.get("client") or ("",))[0]
-        self._request_headers = Headers(scope=scope)
-        answering = asyncio.create_task(self._answer(receive))
+        answering = asyncio.create_task(self._answer(scope, receive))
         try:
             await answering
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 
-    async def _answer(self, receive: Receive) -> None:
+    async def _answer(self, scope: Scope, receive: Receive) -> None:
+        inference, bodies = self._served.inference, self._served.bodies
+        headers, (host, *_) = Headers(scope=scope), scope.get("client") or ("",)
         try:
-            traceparent = self._request_headers.get("traceparent", "")
             with (
-                self._inference.admission(self._caller, None, traceparent, self._host) as arrival,
-                self._bodies.arriving(arrival.client(""), self._request_headers, self.body_type.shape) as body,
+                inference.admission(caller_of(scope), None, headers.get("traceparent", ""), host) as arrival,
+                bodies.arriving(arrival.client(), headers, self._body_type.shape) as body,
             ):
-                await self._read(receive, body, arrival)
-                self._inference.was_read()
-                responding = asyncio.create_task(self.respond(body, arrival))
+                try:
+                    await arrival.deadline.bound(_receive(receive, body), "the client was sending its body")
+                except DeadlineExceeded as error:
+                    raise BodyIncomplete(f"body: {error}") from None
+                inference.was_read()
+                responding = asyncio.create_task(self._run(body, arrival))
                 leaving = asyncio.create_task(_left(receive))
                 try:
                     await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -87,32 +105,40 @@ class Exchange(Response):
         except ClientLeft:
             return
         except PdserveError as error:
-            failure = failure_of(error)
+            failure: Exception = error
         except Exception as error:
             log.exception("unexpected error in a request")
-            failure = failure_of(error)
-        sending = asyncio.create_task(self._send_failure(failure))
+            failure = error
+        sending = asyncio.create_task(self._send_failure(failure, scope, receive))
         if await wait_awake(sending, SEND_FAILURE_S):
             sending.result()
         else:  # the client does not read
             sending.cancel()
 
+    async def _run(self, body: Body, arrival: Arrival) -> None:
+        await self._respond(self, await self._served.bodies.parse(body, self._read, arrival.deadline), arrival)
+
+    def _read(self, data: bytearray) -> T:
+        body = parsed(self._body_type, data)
+        self._served.check_model(body.model)
+        return self._prepare(body)
+
     def add_header(self, name: str, value: str) -> None:
         """Send a header with the answer."""
-        self._own_headers.append((name.encode(), value.encode()))
+        self._own_headers[name] = value
 
-    async def send_json(self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def send_json(self, content: Any) -> None:
         """Send a whole answer."""
         data = _ENCODER.encode(content)
-        own = [(key.encode(), value.encode()) for key, value in (headers or {}).items()]
-        await self._start(status, [(b"content-length", str(len(data)).encode()), *own])
+        await self._start({"content-type": "application/json", "content-length": str(len(data))})
         await self._send({"type": "http.response.body", "body": data})
 
     async def send_event(self, content: Any) -> None:
         """Send one event of a stream. Blocks while the client does not read."""
         if not self._begun:
             self._streams = True
-            await self._start(200, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+            typed = {"content-type": "text/event-stream; charset=utf-8"}
+            await self._start({**typed, "cache-control": "no-cache", "x-accel-buffering": "no"})
         data = b"data: " + _ENCODER.encode(content) + b"\n\n"
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -120,32 +146,17 @@ class Exchange(Response):
         """Send the end of a stream."""
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        typed = [(b"content-type", self.media_types[self._streams]), *headers, *self._own_headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": typed})
+    async def _start(self, headers: dict[str, str]) -> None:
+        sent = [(name.encode(), value.encode()) for name, value in {**headers, **self._own_headers}.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": sent})
         self._begun = True
 
-    async def _send_failure(self, failure: Failure) -> None:
+    async def _send_failure(self, error: Exception, scope: Scope, receive: Receive) -> None:
         if not self._begun:
-            self._streams = False
-            await self.send_json(failure.body, failure.status, failure.headers)
+            await JSONResponse(*http_failure(error, self._own_headers))(scope, receive, self._send)
         elif self._streams:
-            await self.send_event(failure.body)
+            await self.send_event(error_object(error, statuses_of(error)[1]))
             await self.end_events()
-
-    async def _read(self, receive: Receive, body: Body, arrival: Arrival) -> None:
-        try:
-            await arrival.deadline.bound(_receive(receive, body), "the client was sending its body")
-        except DeadlineExceeded as error:
-            raise BodyIncomplete(f"body: {error}") from None
-
-
-def parsed(body_type: type[B], body: bytes | bytearray) -> B:
-    """The body as ``body_type``. `InvalidRequest` names the first field that is wrong."""
-    try:
-        return body_type.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid_body(error) from None
 
 
 async def _receive(receive: Receive, body: Body) -> None:

@@ -9,14 +9,25 @@ checked before it is parsed: `CallBody.shape`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import re
+import reprlib
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gateway.http_api.bodies import Shape
-from gateway.http_api.failures import UNKNOWN_FIELD
-from gateway.validation import MAX_SALT_CHARACTERS, MAX_SESSION_CHARACTERS
+from gateway.validation import MAX_SHORT_CHARACTERS
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import MAX_PRIORITY, Mode
 from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 
@@ -41,6 +52,13 @@ MAX_CHAT_NODES = 2**16
 """Limit: lists, objects and fields among them.
 
 They are 16 for each of `MAX_MESSAGES`."""
+
+UNKNOWN_FIELD = "unknown_field"
+"""The type of the validation error for a field that the API does not have; its message is the field's name."""
+
+_TYPE_NAMES = frozenset({"str", "constrained-str"})
+"""How pydantic names members of unions among the places of an error, where such a name could be that of a field."""
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
 
 Count = Annotated[int, Field(ge=0, lt=2**32)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -80,6 +98,8 @@ class _Body(BaseModel):
 
 class CallBody(_Body):
     """A whole body."""
+
+    model: str | None = Field(None, description="the served model's name; may be left out")
 
     @classmethod
     def shape(cls, context_length: int) -> Shape:
@@ -143,7 +163,6 @@ class Structure(_Body):
 class GenerationBody(CallBody):
     """Fields that both kinds of generation have."""
 
-    model: str | None = Field(None, description="the served model's name; may be left out")
     stream: bool = Field(False, description="send server-sent events, one for each token")
     stream_options: StreamOptions | None = None
     max_completion_tokens: Count | None = Field(None, description="the same as max_tokens")
@@ -166,11 +185,11 @@ class GenerationBody(CallBody):
     response_format: ResponseFormat | None = None
     structured_outputs: Structure | None = Field(None, description="not together with a response_format")
     return_token_ids: bool = Field(False, description="send the token ids of prompt and outputs")
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARACTERS)] | None = Field(
+    cache_salt: Annotated[str, Field(max_length=MAX_SHORT_CHARACTERS)] | None = Field(
         None, description="cached KV is shared only within one salt"
     )
     priority: Priority = Field(0, description="lower values are served earlier")
-    session_id: Annotated[str, Field(max_length=MAX_SESSION_CHARACTERS)] | None = Field(
+    session_id: Annotated[str, Field(max_length=MAX_SHORT_CHARACTERS)] | None = Field(
         None, description="requests of one session run on the same workers, if the routing policy is session"
     )
     request_id: str | None = Field(None, description="default: the header x-request-id, else a new one")
@@ -182,19 +201,19 @@ class GenerationBody(CallBody):
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA, fail_fast=True)] | None = Field(
         None, description="accepted, not used"
     )
+    prompt_cache_key: str | None = Field(None, description="accepted, not used")
+    safety_identifier: str | None = Field(None, description="accepted, not used")
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
     include_stop_str_in_output: Literal[False] = False
     use_beam_search: Literal[False] = False
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Self:
+    def _check_needs(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: they need stream: true")
-        return self
-
-    @model_validator(mode="after")
-    def _check_min_tokens(self) -> Self:
         if self.min_tokens and not self.ignore_eos:
             raise ValueError("min_tokens: it is not supported without ignore_eos: true; leave it out")
         return self
@@ -292,15 +311,14 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = Field(None, description="false: required is one call")
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the chat template")
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    verbosity: Literal["medium"] | None = None
+    reasoning_effort: Literal["none"] | None = None
 
     @model_validator(mode="after")
-    def _check_top_logprobs(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: it needs logprobs: true")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> Self:
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice: it needs tools")
         return self
@@ -314,7 +332,6 @@ class ChatBody(GenerationBody):
 class TokenizeBody(CallBody):
     """The body of ``POST /tokenize``: a prompt, or messages."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
@@ -332,10 +349,59 @@ class TokenizeBody(CallBody):
 class DetokenizeBody(CallBody):
     """The body of ``POST /detokenize``."""
 
-    model: str | None = None
     tokens: TokenIds
 
     @classmethod
     def shape(cls, context_length: int) -> Shape:
         """See `CallBody.shape`. So a body with a few tokens too many still learns that of its field."""
         return Shape(2 * context_length + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
+
+
+class _Repr(reprlib.Repr):
+    """Shows what was given, without writing out what is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxlevel = self.maxlist = self.maxdict = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out very long numbers."""
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"a whole number of {x.bit_length()} bits"
+
+
+_SHOWN = _Repr()
+
+
+B = TypeVar("B", bound=CallBody)
+
+
+def parsed(body_type: type[B], data: bytes | bytearray) -> B:
+    """The body as ``body_type``. `InvalidRequest` names the first field that is wrong."""
+    try:
+        return body_type.model_validate_json(data)
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def invalid_body(error: ValidationError) -> InvalidRequest:
+    """The refusal of a body, for the first field that is wrong."""
+    errors = error.errors(include_url=False, include_context=False)
+    field = errors[0]["loc"][:1]
+    # Of a field that takes several types, the error of the type that fits best.
+    first = max((each for each in errors if each["loc"][:1] == field), key=lambda each: len(each["loc"]))
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"body: it is not valid JSON in UTF-8: {first['msg'].removeprefix('Invalid JSON: ')}")
+    message = first["msg"]
+    if first["type"] == "value_error":  # of a validator of ours, which names the field itself
+        return InvalidRequest(message.removeprefix("Value error, "))
+    places = map(str, first["loc"])
+    parts = [part for part in places if _PLAIN_NAME.fullmatch(part) and part not in _TYPE_NAMES]
+    place = ".".join(parts) or "body"
+    if first["type"] == UNKNOWN_FIELD:
+        if _PLAIN_NAME.fullmatch(message):
+            return InvalidRequest(f"{'.'.join([*parts, message])}: unknown field; leave it out")
+        return InvalidRequest(f"{place}: unknown field {_SHOWN.repr(message)}; leave it out")
+    if first["type"] == "missing":
+        return InvalidRequest(f"{place}: it is missing")
+    return InvalidRequest(f"{place}: {message[:1].lower()}{message[1:]} (got {_SHOWN.repr(first['input'])})")

@@ -20,8 +20,8 @@ from gateway.http_api.requests import (
     Message,
     ToolChoice,
 )
-from gateway.submission import Submission
 from gateway.tool_calls import FORMATS, ToolCallParser, calls_grammar, functions_of
+from gateway.validation import Submission
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
 
@@ -29,6 +29,11 @@ DEFAULT_MAX_TOKENS = 16
 DEFAULT_TEMPERATURE = 1.0
 MOST_TOKENS = 2**31
 """Asks for all that fit."""
+_PLAIN = (
+    "temperature", "top_p", "min_p", "seed", "ignore_eos", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias",
+)  # fmt: skip
+"""Fields of sampling that have the same name and meaning in bodies."""
 
 
 def completions(body: CompletionBody, request_id: str) -> list[Submission]:
@@ -39,8 +44,10 @@ def completions(body: CompletionBody, request_id: str) -> list[Submission]:
     return _submissions(body, prompts, request_id, body.logprobs, DEFAULT_MAX_TOKENS)
 
 
-def chat(body: ChatBody, template: ChatTemplate | None, request_id: str) -> list[Submission]:
-    """The submissions of a chat: its ``n`` outputs."""
+def chat(
+    body: ChatBody, template: ChatTemplate | None, request_id: str
+) -> tuple[list[Submission], ToolCallParser | None]:
+    """The submissions of a chat: its ``n`` outputs. And a parser of tool calls; None if there are to be none."""
     text = render(template, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     parser = tool_calls(body, template)
@@ -56,7 +63,9 @@ def chat(body: ChatBody, template: ChatTemplate | None, request_id: str) -> list
             calls = calls_grammar(parser.form, {name: functions[name]}, many=False)
         elif body.tool_choice == "required":
             calls = calls_grammar(parser.form, functions, many=body.parallel_tool_calls is not False)
-    return _submissions(body, [text], request_id, logprobs, MOST_TOKENS, special_tokens=False, structure=calls)
+    return _submissions(
+        body, [text], request_id, logprobs, MOST_TOKENS, special_tokens=False, structure=calls
+    ), parser  # fmt: skip
 
 
 def tool_calls(body: ChatBody, template: ChatTemplate | None) -> ToolCallParser | None:
@@ -124,7 +133,23 @@ def _submissions(
         raise InvalidRequest(
             f"n: {len(prompts)} prompts with {choices} outputs are more than {MAX_CHOICES}; ask for less"
         )
-    sampling, shorten = _sampling(body, logprobs, default_max_tokens, structure or _structure(body))
+    asked: int | None = getattr(body, "max_tokens", None)
+    if body.max_completion_tokens is not None:
+        if asked not in (None, body.max_completion_tokens):
+            raise InvalidRequest(
+                f"max_completion_tokens: {body.max_completion_tokens} is not max_tokens ({asked}); leave one out"
+            )
+        asked = body.max_completion_tokens
+    given = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
+    sampling = SamplingParams(
+        **{"temperature": DEFAULT_TEMPERATURE, **given},
+        max_tokens=default_max_tokens if asked is None else asked,
+        top_k=max(0, body.top_k or 0),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+        logprobs=logprobs,
+        structured_outputs=structure or _structure(body),
+    )
     submissions = []
     for index in range(count):
         seed = None if sampling.seed is None else (sampling.seed + index % choices) % 2**63
@@ -136,48 +161,13 @@ def _submissions(
                 mode=body.pdserve.mode,
                 salt=body.cache_salt or "",
                 session_id=body.session_id or "",
-                shorten=shorten,
+                shorten=asked is None,
                 special_tokens=special_tokens,
                 priority=body.priority,
                 user=body.user or "",
             )
         )
     return submissions
-
-
-def _sampling(
-    body: GenerationBody, logprobs: int | None, default_max_tokens: int, structure: StructuredOutputs | None
-) -> tuple[SamplingParams, bool]:
-    """The sampling, and whether its ``max_tokens`` are the default."""
-    asked: int | None = getattr(body, "max_tokens", None)
-    if body.max_completion_tokens is not None:
-        if asked not in (None, body.max_completion_tokens):
-            raise InvalidRequest(
-                f"max_completion_tokens: {body.max_completion_tokens} is not max_tokens ({asked}); leave one out"
-            )
-        asked = body.max_completion_tokens
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-
-    def or_default(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    return SamplingParams(
-        max_tokens=default_max_tokens if asked is None else asked,
-        temperature=or_default(body.temperature, DEFAULT_TEMPERATURE),
-        top_k=max(0, body.top_k or 0),
-        top_p=or_default(body.top_p, 1.0),
-        seed=body.seed,
-        stop=stop,
-        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
-        ignore_eos=body.ignore_eos,
-        min_p=or_default(body.min_p, 0.0),
-        repetition_penalty=or_default(body.repetition_penalty, 1.0),
-        presence_penalty=or_default(body.presence_penalty, 0.0),
-        frequency_penalty=or_default(body.frequency_penalty, 0.0),
-        logit_bias=dict(body.logit_bias or {}),
-        logprobs=logprobs,
-        structured_outputs=structure,
-    ), asked is None
 
 
 def _structure(body: GenerationBody) -> StructuredOutputs | None:

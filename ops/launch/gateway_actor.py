@@ -60,7 +60,7 @@ class GatewayActor:
     def wait_serving(self, timeout_s: float) -> dict[str, Any]:
         """Empty once requests can be served, or ``{"error": (kind, message)}`` with the reason why not."""
         try:
-            self._gateway.wait_serving(timeout_s)
+            self._gateway.run(lambda gateway: gateway.wait_serving(timeout_s), timeout_s)
         except PdserveError as error:
             return {"error": to_wire(error)}
         return {}
@@ -70,33 +70,34 @@ class GatewayActor:
         status, and the fields of its `ScalingReport`. Calls may overtake each other: an earlier version than the last
         one has no effect."""
         report = None if scaling is None else ScalingReport(**scaling)
-        self._gateway.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes, version, report)
+        roles = {worker_id: Role(role) for worker_id, role in members.items()}
+        self._gateway.ask(lambda gateway: gateway.expect(roles, notes, version, report))
 
     def load(self) -> bytes:
         """A `GatewayLoad`, in msgpack."""
-        return msgspec.msgpack.encode(self._gateway.load())
+        return msgspec.msgpack.encode(self._gateway.ask(lambda gateway: gateway.load()))
 
     def wait_roles(self, worker_ids: list[str], timeout_s: float) -> list[str]:
         """Wait until these workers have the roles that were set, and the links that follow from them. Returns those
         that do not after ``timeout_s``."""
-        return self._gateway.wait_roles(worker_ids, timeout_s)
+        return self._gateway.run(lambda gateway: gateway.directory.wait_roles(worker_ids, timeout_s), timeout_s)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Send these workers no more requests; returns when they have finished those of all gateways, or after
         ``drain_s`` seconds."""
-        self._gateway.retire(worker_ids, drain_s)
+        self._gateway.run(lambda gateway: gateway.directory.retire(worker_ids, drain_s), drain_s)
 
     def dismiss(self, worker_ids: list[str]) -> None:
         """Remove these workers, which end."""
-        self._gateway.dismiss(worker_ids)
+        self._gateway.run(lambda gateway: gateway.dismiss(worker_ids))
 
     def status(self) -> bytes:
         """The status for operators, a `GetStatusResponse`."""
-        return self._gateway.status().SerializeToString()
+        return self._gateway.ask(lambda gateway: gateway.status()).SerializeToString()
 
     def drain(self) -> int:
         """Refuse new requests; returns the number of requests in progress."""
-        return self._gateway.drain()
+        return self._gateway.ask(lambda gateway: gateway.drain())
 
     def stop(self) -> None:
         """Close everything. Requests in progress end with UNAVAILABLE; call `drain` first."""

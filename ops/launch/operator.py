@@ -39,7 +39,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
     def __init__(
         self, service: Service, shutdown: ServiceShutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
     ) -> None:
-        from gateway.grpc_api.operator_view import OperatorView  # imports the gateway, which clients do not need
+        from gateway.grpc_api.operator_view import operator_view  # imports the gateway, which clients do not need
 
         self._service, self._shutdown, self._log = service, shutdown, log
         self._on_scaled = on_scaled
@@ -48,7 +48,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
         self._folder.mkdir(mode=0o700)
         self._server = grpc.server(ThreadPoolExecutor(8, "operator"))
         operator_pb2_grpc.add_OperatorServicer_to_server(self, self._server)
-        OperatorView(service.status).add_to(self._server)
+        self._server.add_generic_rpc_handlers((operator_view(service.status),))
         self._server.add_insecure_port(f"unix:{self.socket}")
         self._server.start()
 

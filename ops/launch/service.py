@@ -17,8 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from checkpoints.hub import HubId
-from gateway.load_meter import GatewayLoad
-from gateway.scaling_report import ScalingReport
+from gateway.scaling_report import GatewayLoad, ScalingReport
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, identify

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gateway.load_meter import GatewayLoad, RoleSamples
-from gateway.scaling_report import ScalingReport
+from gateway.scaling_report import GatewayLoad, RoleSamples, ScalingReport
 from ops.scaling.controller import Action, Observation, RoleLoad, ScalingController
 from pdserve.core.config import ScalingConfig
 from pdserve.core.errors import LaunchError

@@ -40,7 +40,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A request may be silent for minutes: pings keep NATs and load balancers from forgetting its connection, and tell
-    # within 20 s that the service no longer answers. It permits one every 10 s (gateway/grpc_api/keepalive.py).
+    # within 20 s that the service no longer answers. It permits one every 10 s (gateway/grpc_api/server_options.py).
     *ping_options(every_ms=10_000, timeout_ms=10_000, other_timeout_ms=10_000),
 ]
 

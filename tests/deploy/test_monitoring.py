@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import Metrics, ServiceState
+from gateway.metrics import Metrics, service_metrics
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 HISTOGRAM = ("_bucket", "_sum", "_count")
@@ -21,7 +21,7 @@ HISTOGRAM = ("_bucket", "_sum", "_count")
 @pytest.fixture(scope="module")
 def exported() -> set[str]:
     """Names of all time series."""
-    metrics = Metrics(ServiceState(list, lambda: (0, 0), lambda: True, {"version": "0"}))
+    metrics = Metrics(lambda: service_metrics([], 0, 0, True, {"version": "0"}))
     names: set[str] = set()
     for family in text_string_to_metric_families(metrics.text().decode()):
         if family.type == "histogram":

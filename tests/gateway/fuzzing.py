@@ -73,7 +73,7 @@ async def check_alive(service: Service) -> None:
     )
     service.check_idle()
     assert not service.gateway._inference._being_read
-    assert not service.gateway._inference._ids.running
+    assert not service.gateway._inference._claims
     tokens, completion = await service.generate(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(max_tokens=3))
     assert [token.token_id for token in tokens] == list(completion.token_ids) == [8, 9, 10]
     await service.until(lambda: service.is_idle)

@@ -424,7 +424,7 @@ async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(
     free = threading.Event()
     try:
         for _ in range(NUM_THREADS):
-            tokenizer._threads.submit(free.wait, 60.0)
+            tokenizer._threads._threads.submit(free.wait, 60.0)
         waiting = service.stub.Generate(pb.GenerateRequest(text="a text of many characters"))
         first = asyncio.create_task(waiting.read())
         await service.until(lambda: service.gateway._inference._being_read.total() == 1)

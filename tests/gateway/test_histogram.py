@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.histogram import LatencyHistogram
+from gateway.metrics import LatencyHistogram
 
 BOUNDS = (0.0001, 0.00025, 0.5, 1.0, 2.5, 60.0)
 LABELS = ("mode", "stage")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from gateway.grpc_api import keepalive
+from gateway.grpc_api import server_options
 from pdserve import AsyncClient
 from pdserve.client import async_client
 from pdserve.client.channel import CHANNEL_OPTIONS
@@ -38,9 +38,9 @@ async def tokens_of(target: str, options: list[tuple[str, int]] | None = None, t
 async def test_pings_of_either_end_keep_a_silent_generation(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepalive, "CLIENT_PINGS_EVERY_S", keepalive.LATE_S + PING_S / 2)
+    monkeypatch.setattr(server_options, "CLIENT_PINGS_EVERY_S", server_options.LATE_S + PING_S / 2)
     quiet = await start_service("p0", "d0", router=PATIENT)
-    monkeypatch.setattr(keepalive, "PING_EVERY_S", PING_S)
+    monkeypatch.setattr(server_options, "PING_EVERY_S", PING_S)
     pinging = await start_service("p0", "d0", router=PATIENT)
     own = {**OPTIONS, "grpc.keepalive_time_ms": round(PING_S * 1e3)}
     monkeypatch.setattr(async_client, "CHANNEL_OPTIONS", list(own.items()))
@@ -65,9 +65,9 @@ async def test_pings_of_either_end_keep_a_silent_generation(
 
 
 def test_what_clients_send_is_what_the_server_permits() -> None:
-    served = dict(keepalive.keepalive_options())
-    assert OPTIONS["grpc.keepalive_time_ms"] >= keepalive.CLIENT_PINGS_EVERY_S * 1e3
-    assert served["grpc.http2.min_ping_interval_without_data_ms"] < keepalive.CLIENT_PINGS_EVERY_S * 1e3
+    served = dict(server_options.server_options(2**20))
+    assert OPTIONS["grpc.keepalive_time_ms"] >= server_options.CLIENT_PINGS_EVERY_S * 1e3
+    assert served["grpc.http2.min_ping_interval_without_data_ms"] < server_options.CLIENT_PINGS_EVERY_S * 1e3
 
 
 @pytest.mark.soak
@@ -76,7 +76,7 @@ async def test_pings_as_often_as_documented_for_a_minute(start_service: StartSer
     for worker in service.fleet.values():
         worker.delay_s = {"prefill": 65.0, "run": 65.0}
     options = [
-        ("grpc.keepalive_time_ms", round(keepalive.CLIENT_PINGS_EVERY_S * 1e3)),
+        ("grpc.keepalive_time_ms", round(server_options.CLIENT_PINGS_EVERY_S * 1e3)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gateway.inference import OutputToken
-from gateway.load_meter import SHARES, GatewayLoad, LoadMeter, within_objective
-from gateway.scaling_report import ScalingReport
-from gateway.submission import Submission
+from gateway.load_meter import LoadMeter
+from gateway.scaling_report import SHARES, GatewayLoad, ScalingReport, within_objective
+from gateway.validation import Submission
 from pdserve.core.clock import FakeClock
 from pdserve.core.config import SloConfig
 from pdserve.core.request import Mode

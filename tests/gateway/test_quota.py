@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.quota import Permit, Quota, TokenLimits
+from gateway.callers import Quota
+from gateway.token_file import TokenLimits
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded
 
@@ -44,35 +45,29 @@ def test_requests_per_minute_may_come_at_once_and_come_back_evenly() -> None:
 
 def test_running_requests_are_counted_until_they_end() -> None:
     quota = Quota(TokenLimits(concurrent=2), FakeClock())
-    first, second, third = Permit(quota), Permit(quota), Permit(quota)
-    first.take(1)
-    second.take(1)
-    with pytest.raises(CapacityExceeded, match=r"^concurrent: the token allows 2 requests at the same time") as caught:
-        third.take(1)
-    assert caught.value.retry_after_s is not None
-    third.end()
+    quota.take(1)
+    quota.take(1)
+    error = refusal(quota)
+    assert str(error).startswith("concurrent: the token allows 2 requests at the same time")
+    assert error.retry_after_s is not None
     assert quota.running == 2
-    second.end()
-    third.take(1)
-    first.end()
-    third.end()
+    quota.give_back(1)
+    quota.take(1)
+    quota.give_back(2)
     assert quota.running == 0
 
 
 def test_outputs_of_one_call_that_never_fit_are_told_so() -> None:
     quota = Quota(TokenLimits(concurrent=4, requests_per_minute=100), FakeClock())
-    permit = Permit(quota)
-    permit.take(1)
-    permit.take(3)
-    permit.end()
-    permit = Permit(quota)
-    permit.take(1)
+    quota.take(1)
+    quota.take(3, held=1)
+    quota.give_back(4)
+    quota.take(1)
     with pytest.raises(CapacityExceeded) as caught:
-        permit.take(4)
+        quota.take(4, held=1)
     assert caught.value.retry_after_s is None
     assert "ask for less" in str(caught.value)
-    permit.end()
-    assert quota.running == 0
+    assert quota.running == 1
 
 
 def test_tokens_are_charged_when_they_are_known() -> None:

@@ -10,7 +10,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from gateway.grpc_api.failures import MAX_MESSAGE_BYTES, failure_of
+from gateway.failures import MAX_MESSAGE_BYTES, grpc_failure
 from pdserve.core.errors import (
     CapacityExceeded,
     DuplicateRequest,
@@ -130,6 +130,6 @@ async def test_a_long_message_is_cut_before_clients_refuse_it(start_service: Sta
 
 def test_every_class_has_details() -> None:
     for error in (PdserveError("x"), KeyError("x"), NotReady("x", retry_after_s=2.5)):
-        metadata = dict(failure_of(error).trailing_metadata)
+        metadata = dict(grpc_failure(error)[2])
         assert {"pdserve-error", "grpc-status-details-bin"} <= set(metadata)
     assert metadata["retry-after-ms"] == "2500"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from gateway.grpc_api.statuses import STATUSES, status_of
+from gateway.failures import STATUSES, statuses_of
 from pdserve.core.errors import LayoutMismatch, PdserveError, TransferTimeout
 
 TREE = {
@@ -40,12 +40,12 @@ def family(root: type[PdserveError]) -> list[type[PdserveError]]:
 
 
 def test_every_error_of_the_tree_has_the_status_it_should() -> None:
-    assert {kind.__name__: status_of(kind("x")).name for kind in family(PdserveError)} == TREE
+    assert {kind.__name__: statuses_of(kind("x"))[0].name for kind in family(PdserveError)} == TREE
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x")])
 def test_unexpected_errors_are_internal(error: Exception) -> None:
-    assert status_of(error) is grpc.StatusCode.INTERNAL
+    assert statuses_of(error)[0] is grpc.StatusCode.INTERNAL
 
 
 def test_a_class_of_its_own_goes_before_its_base() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from pathlib import Path
@@ -58,7 +59,10 @@ async def test_a_client_with_many_long_texts_does_not_keep_others_from_the_threa
     assert order.index("one ") <= NUM_THREADS, "it comes after the texts that the threads had"
     await asyncio.gather(*many, return_exceptions=True)
     assert (order.count("many"), order.count("one ")) == (19, 1)
-    assert tokenizer._turns.is_idle, "nothing is kept of clients without texts"
+    del many[:]  # the error of the cancelled one refers to its place in line
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not tokenizer._threads._places, "nothing is kept of clients without texts"
 
 
 @pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "special": True}])

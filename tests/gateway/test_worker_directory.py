@@ -29,7 +29,7 @@ OTHER_LAYOUT = KVLayout.uniform("fake", "bfloat16", block_size=4, num_layers=2, 
 
 async def retire(service: Service, worker_ids: list[str], drain_s: float) -> None:
     """What a service does with workers that it no longer wants."""
-    await service.gateway.retire(worker_ids, drain_s)
+    await service.gateway.directory.retire(worker_ids, drain_s)
     await service.gateway.dismiss(worker_ids)
 
 
@@ -292,10 +292,10 @@ async def test_workers_get_the_role_that_the_service_wants(start_service: StartS
     service.gateway.expect({name: Role.DECODE for name in members}, version=1)  # it was overtaken
     answer = await service.beat("d1")
     assert (answer.role, answer.version, answer.peers) == (Role.PREFILL, 2, [])
-    assert await service.gateway.wait_roles(["d1"], 0.05) == ["d1"]
+    assert await service.gateway.directory.wait_roles(["d1"], 0.05) == ["d1"]
 
     service.infos["d1"] = replace(service.infos["d1"], role=Role.PREFILL)
-    waiting = asyncio.create_task(service.gateway.wait_roles(["d1", "p0"], 30.0))
+    waiting = asyncio.create_task(service.gateway.directory.wait_roles(["d1", "p0"], 30.0))
     assert [peer.worker_id for peer in (await service.beat("d1")).peers] == ["d0"]
     assert await waiting == [], "with the link that it opens then"
     assert service.peers_of("d1") == {"d0"}
@@ -312,7 +312,7 @@ async def test_workers_get_the_role_that_the_service_wants(start_service: StartS
     assert {peer.worker_id for peer in (await service.beat("d1")).peers} == {"d0", "p0"}
     await settle()
     await service.beat("d1")
-    assert await service.gateway.wait_roles(["p0"], 30.0) == []
+    assert await service.gateway.directory.wait_roles(["p0"], 30.0) == []
     status = await service.stub.GetStatus(pb.GetStatusRequest())
     assert {w.worker_id: w.role for w in status.workers} == {"p0": "decode", "d0": "decode", "d1": "prefill"}
 

@@ -12,9 +12,9 @@ import pytest
 from gateway.callers import Callers
 from gateway.gateway import LOOK_EVERY_S
 from gateway.inference import Inference
-from gateway.load_meter import GatewayLoad, LoadMeter
-from gateway.submission import Submission
-from gateway.validation import Limits
+from gateway.load_meter import LoadMeter
+from gateway.scaling_report import GatewayLoad
+from gateway.validation import Limits, Submission
 from ops.scaling.loop import ScalingLoop
 from pdserve.core.config import ScalingConfig, SloConfig
 from pdserve.core.errors import PdserveError

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gateway.inference import OutputToken
-from gateway.submission import Submission
+from gateway.validation import Submission
 from pdserve import AsyncClient, CapacityExceeded, Client, InvalidRequest, Unauthenticated
 from pdserve.core.errors import DuplicateRequest
 from pdserve.core.sampling import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.http_api import connection
+from gateway.http_api import server
 from tests.gateway.fuzzing import ANSWER_S, check_alive, ends_soon
 from tests.gateway.http_api.conftest import Http, StartHttp
 
@@ -76,7 +76,7 @@ def refusal(answer: bytes) -> tuple[int, str]:
 def accepted(http: Http) -> list[Any]:
     served = http.service.gateway._http
     assert served is not None
-    return list(served._server.server_state.connections)
+    return list(served.server_state.connections)
 
 
 def connections_of(http: Http) -> int:
@@ -92,9 +92,9 @@ async def all_closed(http: Http) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of time that a test can wait for."""
-    monkeypatch.setattr(connection, "LOOK_S", 0.05)
-    monkeypatch.setattr(connection, "RECEIVE_S", 0.3)
-    monkeypatch.setattr(connection, "IDLE_S", 0.6)
+    monkeypatch.setattr(server, "LOOK_S", 0.05)
+    monkeypatch.setattr(server, "RECEIVE_S", 0.3)
+    monkeypatch.setattr(server, "IDLE_S", 0.6)
     monkeypatch.setattr("gateway.http_api.exchange.SEND_FAILURE_S", 0.3)
 
 
@@ -257,7 +257,7 @@ async def test_a_client_that_leaves_with_requests_in_the_pipe(http: Http) -> Non
 
 async def test_more_requests_than_the_pipe_takes(http: Http) -> None:
     http.service.fleet["d0"].hangs.add("decode_step")
-    assert await sent(http, post(BODY) * (connection.MAX_PIPELINED + 2)) == b""
+    assert await sent(http, post(BODY) * (server.MAX_PIPELINED + 2)) == b""
     await http.service.until(lambda: http.service.gateway.router.running == 0 and http.service.is_idle)
     http.service.fleet["d0"].hangs.clear()
     await check_alive(http.service)
@@ -292,7 +292,7 @@ async def test_a_reader_that_stops_stops_nobody_else(http: Http) -> None:
         for _ in range(20):
             answer = await asyncio.wait_for(http.complete(**BODY), ANSWER_S)
             assert answer["usage"]["completion_tokens"] == 2
-        assert any(each.startswith("long-") for _, each in http.service.gateway._inference._ids.running), "it waits"
+        assert any(each.startswith("long-") for _, each in http.service.gateway._inference._claims), "it waits"
     await check_alive(http.service)
 
 
@@ -301,7 +301,7 @@ async def test_a_reader_that_stops_for_good(http: Http) -> None:
     async with connected(http, receive_bytes=4096) as (reader, writer):
         writer.write(post({**LONG, "pdserve": {"timeout_s": 1.0}}))
         assert (await asyncio.wait_for(reader.readline(), ANSWER_S)).startswith(b"HTTP/1.1 200")
-        await http.service.until(lambda: not http.service.gateway._inference._ids.running)
+        await http.service.until(lambda: not http.service.gateway._inference._claims)
         await all_closed(http)
     await check_alive(http.service)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from gateway.http_api import exchange
-from gateway.http_api.failures import invalid_body
+from gateway.http_api import requests
+from gateway.http_api.requests import invalid_body
 from pdserve.core.errors import InvalidRequest
 from tests.gateway.fuzzing import ANSWER_S, CONCURRENCY, PATIENT, SEED, Draws, check_alive, ends_soon, short_and_soak
 from tests.gateway.http_api.conftest import Http, StartHttp
@@ -138,7 +138,7 @@ async def test_what_schemathesis_draws_from_the_document(
     assert sum(counts.values()) >= 0.8 * draws.schema_http, counts
     assert counts["positive 200"] > 0, counts
     assert counts["negative 400"] > 0, counts
-    assert served._server.server_state.total_requests >= sum(counts.values())
+    assert served.server_state.total_requests >= sum(counts.values())
     await check_alive(http.service)
     assert "unexpected error" not in caplog.text
 
@@ -308,7 +308,7 @@ async def test_a_body_with_very_many_mistakes_has_few_errors(
         counted.append(error.error_count())
         return invalid_body(error)
 
-    monkeypatch.setattr(exchange, "invalid_body", refuse)
+    monkeypatch.setattr(requests, "invalid_body", refuse)
     answer = await http.client.post(COMPLETIONS, content=data)
     assert answer.status_code == 400, answer.text
     assert counted[0] < 100

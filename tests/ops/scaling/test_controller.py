@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.load_meter import SHARES
+from gateway.scaling_report import SHARES
 from ops.scaling.controller import Action, Observation, RoleLoad, ScalingController
 from pdserve.core.config import ScalingConfig
 from pdserve.core.worker import Role

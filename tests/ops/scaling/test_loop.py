@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.load_meter import SHARES, GatewayLoad, RoleSamples
-from gateway.scaling_report import ScalingReport
+from gateway.scaling_report import SHARES, GatewayLoad, RoleSamples, ScalingReport
 from ops.scaling.loop import ScalingLoop, observation
 from pdserve.core.config import ScalingConfig
 from pdserve.core.errors import LaunchError

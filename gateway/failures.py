@@ -1,0 +1,141 @@
+"""What failed calls answer: statuses of both APIs, gRPC's trailing metadata, and OpenAI's object ``error``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode
+
+from pdserve.core.errors import (
+    ERROR_KIND_KEY,
+    RETRY_AFTER_KEY,
+    BodyIncomplete,
+    BodyTooLarge,
+    CapacityExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    DuplicateRequest,
+    HostNotAllowed,
+    InvalidRequest,
+    LaunchError,
+    LayoutMismatch,
+    ModelError,
+    NotReady,
+    RequestAborted,
+    TransferError,
+    Unauthenticated,
+    UnknownModel,
+    UnsupportedMediaType,
+    WorkerLost,
+    field_of,
+    to_wire,
+)
+
+STATUSES: Mapping[type[BaseException], tuple[StatusCode, int]] = {
+    InvalidRequest: (StatusCode.INVALID_ARGUMENT, 400),
+    HostNotAllowed: (StatusCode.INVALID_ARGUMENT, 403),
+    UnknownModel: (StatusCode.INVALID_ARGUMENT, 404),
+    BodyIncomplete: (StatusCode.INVALID_ARGUMENT, 408),
+    DuplicateRequest: (StatusCode.INVALID_ARGUMENT, 409),
+    BodyTooLarge: (StatusCode.INVALID_ARGUMENT, 413),
+    UnsupportedMediaType: (StatusCode.INVALID_ARGUMENT, 415),
+    Unauthenticated: (StatusCode.UNAUTHENTICATED, 401),
+    CapacityExceeded: (StatusCode.RESOURCE_EXHAUSTED, 429),
+    NotReady: (StatusCode.UNAVAILABLE, 503),
+    WorkerLost: (StatusCode.UNAVAILABLE, 503),
+    TransferError: (StatusCode.UNAVAILABLE, 503),
+    LayoutMismatch: (StatusCode.FAILED_PRECONDITION, 503),
+    ModelError: (StatusCode.FAILED_PRECONDITION, 503),
+    ConfigError: (StatusCode.FAILED_PRECONDITION, 503),
+    LaunchError: (StatusCode.FAILED_PRECONDITION, 503),
+    DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, 504),
+    RequestAborted: (StatusCode.CANCELLED, 499),
+    BaseException: (StatusCode.INTERNAL, 500),
+}
+"""The gRPC and the HTTP status of errors; that of the nearest base class holds for others."""
+
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+"""Trailing metadata that gRPC libraries read `google.rpc.Status` from."""
+DOMAIN = "pdserve"
+MAX_MESSAGE_BYTES = 1024
+"""Longer messages of gRPC are cut. A message travels up to four times, once with three bytes for each of its own, and
+clients refuse trailing metadata of more than 8 KiB."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+GrpcFailure = tuple[StatusCode, str, tuple[tuple[str, str | bytes], ...]]
+
+
+def statuses_of(error: BaseException) -> tuple[StatusCode, int]:
+    """The gRPC and the HTTP status of an error. Over HTTP a request that can never fit has status 400, as no other time
+    would help."""
+    code, status = next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+    return code, 400 if status == 429 and _retry_after_s(error) is None else status
+
+
+def grpc_failure(error: BaseException) -> GrpcFailure:
+    """The status, message and trailing metadata of a call that ended with ``error``. Its details are an ``ErrorInfo``
+    with the error's class, a ``BadRequest`` if a field is wrong, and a ``RetryInfo`` if it is known when to come
+    back."""
+    code, _ = statuses_of(error)
+    kind, message = to_wire(error)
+    message = _shortened(message)
+    metadata: list[tuple[str, str | bytes]] = [(ERROR_KIND_KEY, kind)]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=kind, domain=DOMAIN)]
+    if (field := field_of(error)) is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_shortened(field), description=message.removeprefix(f"{field}: ")
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if (retry_after_s := _retry_after_s(error)) is not None:
+        retry_after_ms = round(retry_after_s * 1e3)
+        metadata.append((RETRY_AFTER_KEY, str(retry_after_ms)))
+        delay = Duration()
+        delay.FromMilliseconds(retry_after_ms)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    metadata.append((STATUS_DETAILS_KEY, status.SerializeToString()))
+    return code, message, tuple(metadata)
+
+
+async def end_call(context: Context, error: BaseException) -> NoReturn:
+    """End a gRPC call with ``error``."""
+    await context.abort(*grpc_failure(error))
+
+
+def error_object(error: BaseException, status: int) -> Mapping[str, Any]:
+    """The body of an HTTP answer: ``error.param`` is the field, if one is wrong; ``error.code`` the error's class."""
+    kind, message = to_wire(error)
+    sort = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": sort, "param": field_of(error), "code": kind}}
+
+
+def http_failure(
+    error: BaseException, headers: Mapping[str, str] | None = None
+) -> tuple[Mapping[str, Any], int, dict[str, str]]:
+    """The body, status and headers of an HTTP call that ended with ``error``."""
+    _, status = statuses_of(error)
+    sent = dict(headers or {})
+    if (retry_after_s := _retry_after_s(error)) is not None:
+        sent["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if status == 401:
+        sent["www-authenticate"] = "Bearer"
+    return error_object(error, status), status, sent
+
+
+def _retry_after_s(error: BaseException) -> float | None:
+    return error.retry_after_s if isinstance(error, CapacityExceeded | NotReady) else None
+
+
+def _shortened(text: str) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data.decode()
+    return f"{data[: MAX_MESSAGE_BYTES - 3].decode(errors='ignore')}…"

@@ -1,0 +1,163 @@
+"""The calls of the HTTP API that have a body: two generate text, two convert between text and tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from gateway.arrival import Arrival
+from gateway.http_api.answers import Answer, ChatAnswer, CompletionAnswer
+from gateway.http_api.exchange import Exchange, Served
+from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.http_api.submissions import chat, completions, render
+from gateway.inference import Completion, OutputToken
+from gateway.tokenizer import Tokenizer
+from gateway.validation import Submission, check_request_id, check_token_ids, text_to_token_ids
+from pdserve.core.errors import InvalidRequest
+
+Output = OutputToken | Completion
+Prepared = tuple[list[Submission], Answer, float | None]
+_READS = "the client was reading the answer"
+
+
+def generation(
+    served: Served, body_type: type[CompletionBody] | type[ChatBody], header_id: str
+) -> Exchange[Any, Prepared]:
+    """A call that generates text. ``header_id``: the request id of the headers, not checked yet; empty without one."""
+    prefix = "chatcmpl" if body_type is ChatBody else "cmpl"
+    request_id = header_id or f"{prefix}-{uuid.uuid4().hex}"
+    tokenizer = served.inference.tokenizer
+
+    def prepare(body: CompletionBody | ChatBody) -> Prepared:
+        answer_id = body.request_id or request_id
+        for each in (request_id, answer_id):
+            check_request_id(each)
+        answer: Answer
+        if isinstance(body, ChatBody):
+            submissions, parser = chat(body, served.chat_template, answer_id)
+            new_parser = None if parser is None else partial(replace, parser)
+            answer = ChatAnswer(body, answer_id, served.model, tokenizer, new_parser=new_parser)
+        else:
+            submissions = completions(body, answer_id)
+            echoes = {index: _text(each, tokenizer) for index, each in enumerate(submissions)} if body.echo else {}
+            answer = CompletionAnswer(body, answer_id, served.model, tokenizer, echoes=echoes)
+        return submissions, answer, body.pdserve.timeout_s
+
+    return Exchange(served, body_type, prepare, partial(_generate, served))
+
+
+async def _generate(served: Served, exchange: Exchange[Any, Prepared], prepared: Prepared, arrival: Arrival) -> None:
+    """Send the outputs, as a whole or as a stream."""
+    submissions, answer, timeout_s = prepared
+    if timeout_s is not None:
+        served.inference.within(arrival, timeout_s)
+    exchange.add_header("x-request-id", answer.id)
+    arrival.take(len(submissions) - 1)  # the call itself counts as the first
+    tokens: list[list[OutputToken]] = [[] for _ in submissions]
+    completions: dict[int, Completion] = {}
+    bound = arrival.deadline.bound  # because a client that stops reading blocks the write
+    async with aclosing(_outputs(served, submissions, arrival)) as outputs:
+        async for index, output in outputs:
+            own = tokens[index]
+            if isinstance(output, Completion):
+                completions[index] = output
+                if answer.streams:
+                    await bound(exchange.send_event(answer.chunk(index, own[-1], output)), _READS)
+            elif answer.streams and not output.last:
+                await bound(exchange.send_event(answer.chunk(index, output)), _READS)
+            else:  # the last chunk of a stream waits for the completion
+                own.append(output)
+    if not answer.streams:
+        content = answer.whole([(completions[index], tokens[index]) for index in range(len(submissions))])
+        await bound(exchange.send_json(content), _READS)
+        return
+    if answer.ends_with_usage:
+        usage = answer.usage_chunk([completions[index] for index in range(len(submissions))])
+        await bound(exchange.send_event(usage), _READS)
+    await bound(exchange.end_events(), _READS)
+
+
+async def _outputs(
+    served: Served, submissions: Sequence[Submission], arrival: Arrival
+) -> AsyncGenerator[tuple[int, Output], None]:
+    """The outputs of all submissions, each with its index, as they come. The first failure ends all."""
+    if len(submissions) == 1:
+        async with aclosing(served.inference.generate(submissions[0], arrival)) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    merged: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(maxsize=2 * len(submissions))
+    answering = asyncio.current_task()
+
+    async def run(index: int, submission: Submission) -> None:
+        async with aclosing(served.inference.generate(submission, arrival, answering)) as outputs:
+            async for output in outputs:
+                await merged.put((index, output))
+
+    tasks = [asyncio.create_task(run(index, each)) for index, each in enumerate(submissions)]
+    everything = asyncio.gather(*tasks)
+    try:
+        left = len(submissions)
+        while left:
+            getting = asyncio.ensure_future(merged.get())
+            await asyncio.wait((getting, everything), return_when=asyncio.FIRST_COMPLETED)
+            if not getting.done():
+                getting.cancel()
+                everything.result()  # raises the failure; without one, everything was put before it ended
+                continue
+            index, output = getting.result()
+            left -= isinstance(output, Completion)
+            yield index, output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, everything, return_exceptions=True)
+
+
+def _text(submission: Submission, tokenizer: Tokenizer | None) -> str:
+    prompt = submission.prompt or ()
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt) if tokenizer else ""
+
+
+def tokenization(served: Served) -> Exchange[TokenizeBody, Any]:
+    """``POST /tokenize``: the token ids of a prompt or of messages."""
+
+    def prepare(body: TokenizeBody) -> tuple[str, bool | None, bool]:
+        """The text, whether it gets special tokens, and whether the tokens' texts are sent."""
+        if body.messages is None:
+            return body.prompt or "", body.add_special_tokens is not False, body.return_token_strs
+        text = render(served.chat_template, body.messages, body.tools, body.add_generation_prompt)
+        return text, bool(body.add_special_tokens), body.return_token_strs
+
+    async def respond(exchange: Exchange[Any, Any], prepared: tuple[str, bool, bool], arrival: Arrival) -> None:
+        text, special, with_texts = prepared
+        tokenizer, limits = _tokenizer(served), await served.inference.limits(arrival)
+        reading = text_to_token_ids(text, tokenizer, limits, special, arrival.client())
+        token_ids = await arrival.deadline.bound(reading, "its prompt was tokenized")
+        answer = {"count": len(token_ids), "max_model_len": limits.context_length, "tokens": token_ids}
+        if with_texts:
+            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+        await exchange.send_json(answer)
+
+    return Exchange(served, TokenizeBody, prepare, respond)
+
+
+def detokenization(served: Served) -> Exchange[DetokenizeBody, Any]:
+    """``POST /detokenize``: the text of token ids."""
+
+    async def respond(exchange: Exchange[Any, Any], token_ids: list[int], arrival: Arrival) -> None:
+        check_token_ids("tokens", token_ids, await served.inference.limits(arrival))
+        await exchange.send_json({"prompt": _tokenizer(served).decode(token_ids)})
+
+    return Exchange(served, DetokenizeBody, lambda body: body.tokens, respond)
+
+
+def _tokenizer(served: Served) -> Tokenizer:
+    if served.inference.tokenizer is None:
+        raise InvalidRequest("model: it has no tokenizer")
+    return served.inference.tokenizer
