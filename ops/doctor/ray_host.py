@@ -4,7 +4,6 @@ module is imported."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -12,12 +11,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ops.doctor.probe import WorkerProbe
 from ops.doctor.probe_api import ProbeHandle
+from ops.launch.node_tasks import on_node, one_line, show_gpus
 from ops.launch.plan import Node
-from ops.launch.ray_session import RaySession, one_line
+from ops.launch.ray_session import RaySession
 from pdserve.core.errors import DeadlineExceeded, LaunchError, WorkerLost
 
 _SERVICE = re.compile(r"pdserve-(\d+)-")
@@ -63,8 +62,7 @@ class ProbeActor:
     """A `WorkerProbe` in an actor without resources, so that it fits beside anything that runs on the node."""
 
     def __init__(self) -> None:
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-            del os.environ["CUDA_VISIBLE_DEVICES"]  # older versions of Ray set it for actors without GPUs
+        show_gpus()
         self._probe = WorkerProbe()
 
     def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +74,8 @@ class _RayProbe(ProbeHandle):
     def __init__(self, node: Node, name: str) -> None:
         super().__init__(f"{name} on {node.ip}")
         actor: Any = ProbeActor
-        on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        self._actor = actor.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=on_node).remote()
+        where = on_node(node.node_id)
+        self._actor = actor.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=where).remote()
 
     def close(self) -> None:
         with contextlib.suppress(RayError):
