@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ops.doctor.finding import Finding
     from ops.doctor.network import ClockReading
     from ops.doctor.report import ExaminedNode, ExaminedPair, Report
     from pdserve.core.config import PdserveConfig
@@ -34,6 +33,8 @@ def doctor(settings: PdserveConfig, as_json: JsonOption = False) -> None:
 
 
 def _show(console: Console, report: Report) -> None:
+    from rich.markup import escape
+
     need = ""
     if report.need is not None:
         from ops.waterfall.bars import human_bytes
@@ -47,13 +48,22 @@ def _show(console: Console, report: Report) -> None:
     if report.pairs:
         console.print(_pairs(report.pairs))
         console.print()
-    for finding in report.findings:
-        _show_finding(console, finding)
-    from ops.doctor.finding import Level
-
-    counts = f"{report.count(Level.FAIL)} would fail, {report.count(Level.WARN)} warnings"
+    for (level, check, what, remedy), where in _grouped(report).items():
+        console.print(f"[{_COLORS[level]}]{level:4}[/] {check}: {escape(', '.join(where))}: {escape(what)}")
+        if remedy:
+            console.print(f"     → {escape(remedy)}")
+    fails, warnings = (sum(finding.level == level for finding in report.findings) for level in ("fail", "warn"))
     verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
-    console.print(f"{verdict}: {len(report.nodes)} nodes, {len(report.pairs)} pairs examined; {counts}")
+    examined = f"{len(report.nodes)} nodes, {len(report.pairs)} pairs examined"
+    console.print(f"{verdict}: {examined}; {fails} would fail, {warnings} warnings")
+
+
+def _grouped(report: Report) -> dict[tuple[str, str, str, str], list[str]]:
+    """Where each finding was made: what was found in several places is shown once."""
+    places: dict[tuple[str, str, str, str], list[str]] = {}
+    for each in report.findings:
+        places.setdefault((each.level, each.check, each.what, each.remedy), []).append(each.where)
+    return places
 
 
 def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
@@ -91,7 +101,7 @@ def _clock(clock: ClockReading | None) -> tuple[str, str]:
 
 
 def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
-    prompts = sorted({each.tokens for pair in pairs for each in pair.predictions})
+    prompts = sorted({tokens for pair in pairs for tokens in pair.predictions})
     right = ("Gbit/s", "RTT ms", *(f"ms for {tokens}" for tokens in prompts), "hides tok/s")
     table = plain_table(("pair", "from → to", "by"), right)
     for pair in pairs:
@@ -100,7 +110,7 @@ def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
         if figures is None:
             table.add_row(pair.name, ends, pair.meeting.transport, f"[red]{pair.meeting.obstacle}[/]")
             continue
-        exposed_ms = {each.tokens: _short(each.exposed_none_ms) for each in pair.predictions}
+        exposed_ms = {tokens: _short(each.exposed_s * 1e3) for tokens, each in pair.predictions.items()}
         table.add_row(
             pair.name, ends, pair.meeting.transport,
             f"{pair.gbs * 8:.3g}" if pair.gbs else "–",
@@ -113,12 +123,3 @@ def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _show_finding(console: Console, finding: Finding) -> None:
-    from rich.markup import escape
-
-    color = _COLORS[finding.level]
-    console.print(f"[{color}]{finding.level:4}[/] {finding.check}: {escape(finding.where)}: {escape(finding.what)}")
-    if finding.remedy:
-        console.print(f"     → {escape(finding.remedy)}")

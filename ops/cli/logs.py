@@ -14,7 +14,7 @@ from ops.cli.options import JsonOption, TargetOption, print_json
 from pdserve.client.target import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from ops.launch.log_files import LogPart
+    from ops.launch.node_tasks import LogPart
 
 FOLLOW_EVERY_S = 0.5
 
@@ -30,7 +30,7 @@ def logs(
 ) -> None:
     """Print the log of one part of the service, on the host it was started on. Without a name, list the logs and their
     paths."""
-    from ops.launch.log_files import read_part
+    from ops.launch.node_tasks import read_part
     from ops.launch.operator import SUPERVISOR, OperatorClient
     from ops.launch.state import ServiceState, port_of
     from pdserve.core.errors import InvalidRequest

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 from checkpoints.source import ModelSource, resolve_model
-from ops.doctor import gateway_checks, node_checks
-from ops.doctor.finding import Finding, fail, warn
-from ops.doctor.local_host import LocalHost
+from ops.doctor import checks
+from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, hidden_tokens_per_s, predict
 from ops.doctor.network import REMEDIES, Obstacle, dial
 from ops.doctor.node_report import NodeReport, report_versions
-from ops.doctor.pairs import check_measured, check_reach, check_speed, examine_pairs
-from ops.doctor.probe_api import Endpoints, ProbeHost
-from ops.doctor.report import ExaminedNode, Report
-from ops.doctor.seats import Seat, seats_of
+from ops.doctor.probes import Site, local_site
+from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, Meeting, Report, Seat, fail, warn
 from ops.launch.discovery import prepare_environment
-from ops.launch.plan import Node, resolve_device
-from ops.launch.ports import port_base
+from ops.launch.plan import Node, plan, resolve_device, roles_of, worker_bundles
+from ops.launch.ports import first_port, port_base
 from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import LaunchError, ModelError
+from pdserve.core.errors import LaunchError, ModelError, PdserveError
+from pdserve.core.worker import Role
 from runtime.dtypes import NativeDtypes, choose_dtype
 from runtime.secret import ServiceSecret
 
@@ -44,6 +45,10 @@ _CANNOT_JOIN = (
     "~/.ray/auth_token has to be the same on every host, and accessible to its user alone (or RAY_AUTH_MODE=disabled "
     "on all), and the versions of python and ray those of the head; check with `ray status` on the head"
 )
+PROMPTS = (512, 2048)
+"""Prompt lengths, in tokens, for which hand-off times are predicted."""
+_MEASURE_S = 0.5
+_MEET_S = 60.0  # beyond the probe's own timeouts
 Progress = Callable[[str], None]
 
 
@@ -51,7 +56,7 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
     """Examine the hosts that ``config`` would run on. A Ray that cannot be joined is a finding, too."""
     address = config.cluster.address
     if address == "local":
-        return Examination(config, LocalHost(config.cluster.device), progress).run()
+        return Examination(config, local_site(config.cluster.device), progress).run()
     progress(f"joining Ray at {address}")
     if re.fullmatch(r"\S+:\d+", address) and (found := dial(address, _DIAL_S)) is not Obstacle.NONE:
         # Ray itself would retry for minutes and report less.
@@ -59,56 +64,82 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
         if found is not Obstacle.REFUSED:
             remedy = REMEDIES[found]
         return _not_joined(config, f"there is no Ray at {address}: {found}", remedy)
-    try:
-        prepare_environment(address)
-        from ops.doctor.ray_host import RayHost  # imports Ray
+    with contextlib.ExitStack() as stack:
+        try:
+            prepare_environment(address)
+            from ops.doctor.ray_host import ray_site  # imports Ray
 
-        host = RayHost(address, JOIN_S)
-    except LaunchError as error:
-        return _not_joined(config, str(error), _CANNOT_JOIN)
-    with contextlib.closing(host):
-        return Examination(config, host, progress).run()
+            site = stack.enter_context(ray_site(address, JOIN_S))
+        except LaunchError as error:
+            return _not_joined(config, str(error), _CANNOT_JOIN)
+        return Examination(config, site, progress).run()
 
 
 def _not_joined(config: PdserveConfig, why: str, remedy: str) -> Report:
     finding = fail("join", config.cluster.address, " ".join(why.split()), remedy)
-    return Report(
-        config.model.path, config.cluster.device, config.cluster.address, config.transfer.transport, findings=(finding,)
-    )
+    return _report(config, config.cluster.device, (finding,))
+
+
+def _report(config: PdserveConfig, device: str, findings: tuple[Finding, ...], **found: Any) -> Report:
+    return Report(config.model.path, device, config.cluster.address, config.transfer.transport, findings, **found)
+
+
+def seats_of(
+    config: PdserveConfig, device: str, nodes: Sequence[Node], *, idle: bool
+) -> tuple[tuple[Seat, ...], tuple[str, ...]]:
+    """A seat for each worker, and the names of the workers that no node has room for now. With ``idle`` the nodes count
+    as empty. LaunchError if the workers would not fit even onto empty nodes."""
+    cluster = config.cluster
+    bundles, roles = worker_bundles(cluster, device, nodes), roles_of(cluster)
+    if idle:
+        nodes = [replace(node, available=node.resources) for node in nodes]
+    seats: list[Seat] = []
+    unplaced: list[str] = []
+    placed: Counter[str] = Counter()
+    for ordinal, (role, node) in enumerate(zip(roles, plan(roles, bundles, nodes, cluster.placement), strict=True)):
+        name = f"{role}-{placed[role]}"
+        placed[role] += 1
+        if node is None:
+            unplaced.append(name)
+            continue
+        port = first_port(port_base(cluster), ordinal, config.gateway.replicas)
+        seats.append(Seat(name, role, node, placed[node.node_id], port, bundles[role]))
+        placed[node.node_id] += 1
+    if not seats and not cluster.autoscale:
+        raise LaunchError(f"no node has room for any of {', '.join(unplaced)} now")
+    return tuple(seats), tuple(unplaced)
 
 
 class Examination:
-    """One examination of the nodes of ``host``. Call `run` once."""
+    """One examination of the nodes of ``site``. Call `run` once."""
 
-    def __init__(self, config: PdserveConfig, host: ProbeHost, progress: Progress = lambda stage: None) -> None:
-        self._config, self._host, self._say = config, host, progress
+    def __init__(self, config: PdserveConfig, site: Site, progress: Progress = lambda stage: None) -> None:
+        self._config, self._site, self._say = config, site, progress
         self._findings: list[Finding] = []
         self._secret = ServiceSecret.new()  # of the probes
+        # The public port of the examined service if it is running. Any other service is an obstacle.
+        self._own_port = config.gateway.port if config.gateway.port in site.services else 0
         self._device = "cpu"
-        self._own_port = 0  # the public port of the examined service if it is running
         self._nodes: dict[str, ExaminedNode] = {}
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
     def run(self) -> Report:
         """Examine all nodes, and end the probes."""
-        with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE, "doctor"))
-            stack.callback(self._close_probes, pool)
-            return self._examine(pool)
+        with ThreadPoolExecutor(_AT_ONCE, "doctor") as pool:
+            try:
+                return self._examine(pool)
+            finally:
+                self._say("closing")
+                probes = [probe for node in self._nodes.values() for probe in node.probes.values()]
+                list(pool.map(lambda probe: probe.close(), probes))
 
     def _examine(self, pool: ThreadPoolExecutor) -> Report:
-        self._say("asking for nodes")
-        ray_nodes = list(self._host.nodes())
-        running = tuple(self._host.services())
-        if self._config.gateway.port in running:  # any other service is an obstacle, like any other process
-            self._own_port = self._config.gateway.port
-        seats = self._seat(ray_nodes)
+        seats = self._seat(list(self._site.nodes))
         nodes = [*self._nodes.values()]
         source, model_bytes = None, _UNKNOWN_MODEL_BYTES
         with contextlib.suppress(ModelError, OSError):  # a finding of check_models
             source = resolve_model(self._config.model.path, self._say)
-            model_config = self._config.model.model_copy(update={"path": source.path})
-            self._config = self._config.model_copy(update={"model": model_config})
+            self._set_model(path=source.path)
             model_bytes = sum(path.stat().st_size for path in source.weight_files())
         self._say(f"starting probes for {len(seats)} workers on {len(nodes)} nodes, which read the model's files")
         report_s = _REPORT_S + model_bytes / _READ_BYTES_PER_S
@@ -118,48 +149,49 @@ class Examination:
         self._say("opening the workers' ports and KV ends")
         list(pool.map(self._open, nodes))
         self._say("connecting to workers, comparing clocks")
-        self._check_gateway(source, nodes, pool)
+        self._findings += self._check_gateway(source, nodes, pool)
         model = None if source is None else ServedModel.of(source, self._config, self._device)
-        pairs = [*examine_pairs(seats, self._nodes, self._config.transfer, model, pool, self._say)]
-        self._check_nodes(nodes, model)
-        self._findings += check_reach(pairs)
-        self._findings += check_speed(pairs, nodes)
-        self._findings += check_measured(pairs)
-        return Report(
-            model=self._config.model.path,
-            device=self._device,
-            address=self._config.cluster.address,
-            transport=self._config.transfer.transport,
-            findings=tuple([*(each for node in nodes for each in node.findings), *self._findings]),
-            services=running,
+        pairs = [*self._pairs(seats, model, pool)]
+        self._findings += self._check_nodes(nodes, model)
+        self._findings += checks.check_reach(pairs)
+        self._findings += checks.check_speed(pairs, nodes)
+        self._findings += checks.check_measured(pairs)
+        return _report(
+            self._config,
+            self._device,
+            (*(each for node in nodes for each in node.findings), *self._findings),
+            services=tuple(self._site.services),
             need=None if model is None else model.need,
             nodes=tuple(nodes),
             pairs=tuple(pairs),
         )
 
-    # --- placement ---------------------------------------------------------------------------------------------------
+    def _set_model(self, **changes: str) -> None:
+        model = self._config.model.model_copy(update=changes)
+        self._config = self._config.model_copy(update={"model": model})
 
     def _seat(self, nodes: list[Node]) -> tuple[Seat, ...]:
         """The workers' seats. Nodes with a seat are examined, or all of them if the workers cannot be placed."""
         seats: tuple[Seat, ...] = ()
         cluster = self._config.cluster
-        if not self._host.local and len(nodes) < (cluster.nodes or 0):
+        if not self._site.local and len(nodes) < (cluster.nodes or 0):
             what = f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}: `up` would wait for them"
             remedy = "start Ray on the others (`ray status` lists the present ones), and examine again"
             self._findings.append(warn("slots", _SERVICE, what, remedy))
+        check, remedy = (
+            "device",
+            "see `nvidia-smi` and torch's build (a CPU build sees no GPU) there; restart Ray; or --device cpu",
+        )
         try:
             self._device = resolve_device(cluster, nodes)
-        except LaunchError as error:
-            remedy = "see `nvidia-smi` and torch's build (a CPU build sees no GPU) there; restart Ray; or --device cpu"
-            self._findings.append(fail("device", _SERVICE, str(error), remedy))
-            self._nodes = {node.node_id: ExaminedNode(node, ()) for node in nodes}
-            return ()
-        try:
+            check, remedy = (
+                "slots",
+                "change the options that it names; `ray status` shows what nodes have and what is used",
+            )
             # The resources of the service itself, if it is running, count as free.
             seats, unplaced = seats_of(self._config, self._device, nodes, idle=bool(self._own_port))
         except LaunchError as error:
-            remedy = "change the options that it names; `ray status` shows what nodes have and what is used"
-            self._findings.append(fail("slots", _SERVICE, str(error), remedy))
+            self._findings.append(fail(check, _SERVICE, str(error), remedy))
         else:
             self._report_unplaced(unplaced)
         for node in nodes:
@@ -179,12 +211,10 @@ class Examination:
             remedy = "free what is used (`ray status`), add nodes, or ask for fewer workers"
             self._findings.append(fail("slots", _SERVICE, what, remedy))
 
-    # --- probes ------------------------------------------------------------------------------------------------------
-
     def _start_probes(self, node: ExaminedNode, report_s: float) -> None:
         """Start a probe per worker, and have the first one report on the node within ``report_s`` seconds."""
         for name in [seat.worker_id for seat in node.seats] or ["no worker"]:
-            node.probes[name] = self._host.probe(node.node, f"the probe of {name}")
+            node.probes[name] = self._site.start(node.node, f"the probe of {name}")
         with node.noting(node.name, _NO_PROBE):
             node.report = node.any_probe.call("report", {"model": self._config.model.path}, report_s, NodeReport)
 
@@ -196,14 +226,13 @@ class Examination:
                 places.setdefault(node.name, []).extend(node.report.native.get(self._device, ()))
         asked = self._config.model.dtype
         choice = choose_dtype(asked, source.shape.dtype, places)
-        self._findings += node_checks.check_dtype(asked, choice)
-        model = self._config.model.model_copy(update={"dtype": choice.dtype})
-        self._config = self._config.model_copy(update={"model": model})
+        self._findings += checks.check_dtype(asked, choice)
+        self._set_model(dtype=choice.dtype)
 
     def _open(self, node: ExaminedNode) -> None:
         if node.report is None:
             return
-        host = self._host.host if self._host.local else node.node.ip
+        host = self._site.host if self._site.local else node.node.ip
         for seat in node.seats:
             device = self._device
             if device == "cuda":
@@ -215,36 +244,72 @@ class Examination:
                 probe = node.probes[seat.worker_id]
                 node.endpoints[seat.worker_id] = probe.call("open", arguments, _OPEN_S, Endpoints)
 
-    def _close_probes(self, pool: ThreadPoolExecutor) -> None:
-        self._say("closing")
-        list(pool.map(lambda probe: probe.close(), [p for node in self._nodes.values() for p in node.probes.values()]))
+    def _pairs(
+        self, seats: Sequence[Seat], model: ServedModel | None, pool: ThreadPoolExecutor
+    ) -> Iterator[ExaminedPair]:
+        """Connect every prefill worker among ``seats`` to every decode worker, all at once, then measure the links one
+        by one. Hand-offs are predicted only if the ``model`` is known."""
+        transfer = self._config.transfer
+        decodes = [seat for seat in seats if seat.role is Role.DECODE]
+        pairs = [(prefill, decode) for prefill in seats if prefill.role is Role.PREFILL for decode in decodes]
+        self._say(f"trying {len(pairs)} pairs")
+        meetings = list(pool.map(lambda pair: self._meet(pair[0], pair[1], 0.0), pairs))
+        to_measure = min(checks.MOST_MEASURED, sum(tried.figures is not None for tried in meetings))
+        measured = 0
+        for (prefill, decode), meeting in zip(pairs, meetings, strict=True):
+            pair = ExaminedPair(prefill, decode, meeting)
+            if meeting.figures is not None and measured < to_measure:
+                measured += 1
+                self._say(f"measuring {prefill.worker_id} → {decode.worker_id} ({measured} of {to_measure})")
+                pair = replace(pair, meeting=self._meet(prefill, decode, _MEASURE_S))
+            figures = pair.meeting.figures
+            if figures is not None and figures.gbs and model is not None:
+                link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
+                predictions = {
+                    tokens: predict(HandoffPlan(model.layout, tokens, tokens, "none", 0).parts(), link, 0.0)
+                    for tokens in sorted({min(tokens, model.longest_prompt) for tokens in PROMPTS})
+                }
+                hidden = hidden_tokens_per_s(model.layout, link)
+                pair = replace(pair, predictions=predictions, hidden_tokens_per_s=hidden)
+            yield pair
 
-    # --- checks ------------------------------------------------------------------------------------------------------
+    def _meet(self, prefill: Seat, decode: Seat, for_s: float) -> Meeting:
+        nodes = [self._nodes[seat.node.node_id] for seat in (prefill, decode)]
+        for seat, node in zip((prefill, decode), nodes, strict=True):
+            end = node.endpoints.get(seat.worker_id)
+            if end is None or not end.kv:
+                return Meeting(obstacle=Obstacle.NOT_TRIED, what=f"{seat.worker_id} has no KV end")
+        assert end is not None
+        timeout_s = self._config.transfer.connect_timeout_s
+        arguments = {"worker_id": decode.worker_id, "endpoints": end.kv, "for_s": for_s, "timeout_s": timeout_s}
+        try:
+            return nodes[0].probes[prefill.worker_id].call("meet", arguments, 4 * timeout_s + _MEET_S, Meeting)
+        except PdserveError as error:
+            return Meeting(obstacle=Obstacle.TIMED_OUT, what=str(error))
 
     def _check_gateway(
         self, source: ModelSource | None, nodes: Sequence[ExaminedNode], pool: ThreadPoolExecutor
-    ) -> None:
+    ) -> Iterator[Finding]:
         config, own_port, timeout_s = self._config, self._own_port, self._timeout_s
-        self._findings += gateway_checks.check_gateway_port(config.gateway, own_port)
-        self._findings += gateway_checks.check_access(config)
+        yield from checks.check_gateway_port(config.gateway, own_port)
+        yield from checks.check_access(config)
         if source is not None:
-            self._findings += gateway_checks.check_tokenizer(source.folder)
-        self._findings += gateway_checks.check_control(nodes, timeout_s, pool)
+            yield from checks.check_tokenizer(source.folder)
+        yield from checks.check_control(nodes, timeout_s, pool)
         base = port_base(config.cluster)
-        self._findings += gateway_checks.check_registry(self._host.host, base, nodes, own_port, timeout_s, pool)
+        yield from checks.check_registry(self._site.host, base, nodes, own_port, timeout_s, pool)
 
-    def _check_nodes(self, nodes: Sequence[ExaminedNode], model: ServedModel | None) -> None:
+    def _check_nodes(self, nodes: Sequence[ExaminedNode], model: ServedModel | None) -> Iterator[Finding]:
         cluster, path, device, own_port = self._config.cluster, self._config.model.path, self._device, self._own_port
         self._say("reading the model's files here")
         here = report_versions(path)
-        self._findings += node_checks.check_versions(here, nodes)
-        self._findings += node_checks.check_models(here, self._host.node_id, nodes, path)
-        self._findings += node_checks.check_devices(nodes, device)
-        self._findings += node_checks.check_mps(nodes, device, cluster.mps)
-        self._findings += node_checks.check_cores(
-            nodes, device, cluster.cores_per_worker, own_port, oversubscribed=cluster.oversubscribe
-        )
-        self._findings += node_checks.check_endpoints(nodes, device, own_port)
+        yield from checks.check_versions(here, nodes)
+        yield from checks.check_models(here, self._site.node_id, nodes, path)
+        yield from checks.check_devices(nodes, device)
+        yield from checks.check_mps(nodes, device, cluster.mps)
+        oversubscribed = cluster.oversubscribe
+        yield from checks.check_cores(nodes, device, cluster.cores_per_worker, own_port, oversubscribed=oversubscribed)
+        yield from checks.check_endpoints(nodes, device, own_port)
         if model is not None:
-            self._findings += node_checks.check_memory(nodes, model.need, device, own_port)
-        self._findings += node_checks.check_clocks(nodes, here)
+            yield from checks.check_memory(nodes, model.need, device, own_port)
+        yield from checks.check_clocks(nodes, here)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.scheduling.transfer_connector import group_ends
 from pdserve.core.kv_layout import KVLayout
@@ -53,8 +53,7 @@ class LinkRate:
         return min(rate, self.max_inflight_bytes / self.round_trip_s)
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffPart:
+class HandoffPart(NamedTuple):
     """``num_bytes`` of a hand-off that become ready at the same time, after the share ``ready`` of the prefill
     (0 to 1)."""
 
@@ -103,19 +102,13 @@ class HandoffPlan:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffPrediction:
+class HandoffPrediction(NamedTuple):
     """``wire_s`` is the time of all bytes on the link, ``exposed_s`` the time from the prefill's end to the last byte's
-    arrival, ``hidden`` the share of ``wire_s`` before the prefill's end."""
+    arrival."""
 
     num_bytes: int
     wire_s: float
     exposed_s: float
-
-    @property
-    def hidden(self) -> float:
-        """0 to 1."""
-        return max(0.0, 1.0 - self.exposed_s / self.wire_s) if self.wire_s > 0 else 1.0
 
 
 def predict(parts: Sequence[HandoffPart], link: LinkRate, prefill_s: float) -> HandoffPrediction:
@@ -140,20 +133,3 @@ def hiding_gbs(parts: Sequence[HandoffPart], prefill_s: float) -> float:
 def hidden_tokens_per_s(layout: KVLayout, link: LinkRate) -> float:
     """The prefill rate, in tokens per second, up to which the link keeps up."""
     return link.bytes_per_s / layout.token_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The predicted hand-off of a prompt of ``tokens``: bytes, and milliseconds on the wire and exposed with
-    ``transfer.overlap: none``."""
-
-    tokens: int
-    num_bytes: int
-    wire_ms: float
-    exposed_none_ms: float
-
-
-def predict_without_overlap(layout: KVLayout, tokens: int, link: LinkRate) -> Prediction:
-    """The hand-off of a prompt of ``tokens``, all of it after the prompt is computed, whatever that takes."""
-    predicted = predict(HandoffPlan(layout, tokens, tokens, "none", 0).parts(), link, 0.0)
-    return Prediction(tokens, predicted.num_bytes, predicted.wire_s * 1e3, predicted.exposed_s * 1e3)

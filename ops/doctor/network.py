@@ -1,4 +1,4 @@
-"""TCP checks of the doctor: connection attempts, the holders of ports, and clock comparison.
+"""TCP checks of the doctor: connection attempts and clock comparison.
 
 Clocks are compared over a plain TCP connection, so that no gRPC or Ray latency enters the round trips. The server
 answers each `PING` with the times at which it received the ping and sent the answer (monotonic clock), and with the
@@ -18,9 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-import psutil
-
-from ops.doctor.finding import Finding, fail
 from pdserve.core.address import join_address, split_address
 
 PING = b"pdsvping"
@@ -29,7 +26,6 @@ _IDLE_S = 5.0
 _CLOSE_POLL_S = 0.1
 _PINGS = 200
 _PING_FOR_S = 1.0
-_COMMAND_CHARS = 80
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.EADDRNOTAVAIL, errno.ENETDOWN}
 
 
@@ -73,33 +69,6 @@ def dial(address: str, timeout_s: float) -> Obstacle:
             return Obstacle.TIMED_OUT
         return Obstacle.UNREACHABLE if error.errno in _UNREACHABLE else Obstacle.REFUSED
     return Obstacle.NONE
-
-
-def listener_on(port: int) -> str:
-    """Description of the process that listens on TCP ``port`` of this host; empty if none does or it is unknown."""
-    if not port:
-        return ""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                if connection.pid is None:
-                    return "a process of another user"
-                command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split())[:_COMMAND_CHARS]
-                return f"process {connection.pid} ({command})"
-    except psutil.Error:  # the process has ended, or access is denied
-        return ""
-    return ""
-
-
-def port_taken(
-    where: str,
-    what: str,
-    port: int,
-    remedy: str = "end the process that holds it, or move pdserve's ports with cluster.port_base",
-) -> Finding:
-    """The finding that ``port`` of this host cannot be listened on. Names the process that holds it, if known."""
-    holder = listener_on(port)
-    return fail("port", where, f"{what}; {holder} listens there" if holder else what, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """A probe stands in for a worker: it listens on the worker's ports, opens KV ends as the worker does, and measures
-links over them. It runs in a process (`ops.doctor.local_host`) or a Ray actor (`ops.doctor.ray_host`)."""
+links over them. It runs in a process (`ops.doctor.probes`) or a Ray actor (`ops.doctor.ray_host`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kv_transfer.handshake import check_block_size, introduce, survey
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.shaped import Shape
-from ops.doctor.finding import Finding, fail
-from ops.doctor.network import Obstacle, PingServer, dial, listener_on, port_taken
+from ops.doctor.network import Obstacle, PingServer, dial
 from ops.doctor.node_report import report_node
-from ops.doctor.probe_api import Endpoints, Meeting
+from ops.doctor.report import Endpoints, Finding, Meeting, fail, port_taken
+from ops.launch.state import listeners
 from ops.model_memory import layout_of
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import (
@@ -190,7 +190,7 @@ class WorkerProbe:
                 return self._on_loop(self._receiver.start(address, port), LEASE_S)
             except TransferError as error:
                 self._on_loop(self._close_ends(), _CLOSE_S)
-                taken = next((each for each in range(port, port + len(names)) if listener_on(each)), port)
+                taken = next((each for each in range(port, port + len(names)) if each and listeners(each)), port)
                 findings.append(port_taken(where, str(error), taken))
         return ()
 

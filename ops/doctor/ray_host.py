@@ -4,58 +4,41 @@ module is imported."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ops.doctor.probe import WorkerProbe
-from ops.doctor.probe_api import ProbeHandle
+from ops.doctor.probes import ProbeHandle, Site
+from ops.launch.node_tasks import on_node, one_line, show_gpus
 from ops.launch.plan import Node
-from ops.launch.ray_session import RaySession, one_line
+from ops.launch.ray_session import RaySession
 from pdserve.core.errors import DeadlineExceeded, LaunchError, WorkerLost
 
 _SERVICE = re.compile(r"pdserve-(\d+)-")
 
 
-class RayHost:
-    """The nodes of the Ray at ``address``. LaunchError if it cannot be joined within ``timeout_s``."""
+@contextlib.contextmanager
+def ray_site(address: str, timeout_s: float) -> Iterator[Site]:
+    """The nodes of the Ray at ``address``, which is left as it was. LaunchError if it cannot be joined in time."""
+    session, deadline_s = RaySession(address), time.monotonic() + timeout_s
 
-    local = False
+    def check() -> None:
+        if time.monotonic() > deadline_s:
+            raise LaunchError(f"cluster.address: Ray at {address} did not accept this process in {timeout_s:.0f} s")
 
-    def __init__(self, address: str, timeout_s: float) -> None:
-        self._session = RaySession(address)
-        deadline_s = time.monotonic() + timeout_s
-
-        def check() -> None:
-            if time.monotonic() > deadline_s:
-                raise LaunchError(f"cluster.address: Ray at {address} did not accept this process in {timeout_s:.0f} s")
-
-        self._session.start(check=check)
-        self.host: str = ray.util.get_node_ip_address()
-        self.node_id: str = ray.get_runtime_context().get_node_id()
-
-    def nodes(self) -> Sequence[Node]:
-        """The nodes that are alive."""
-        return self._session.nodes()
-
-    def services(self) -> Sequence[int]:
-        """The services that have named workers there."""
+    session.start(check=check)
+    try:
         names = [str(actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True)]
-        return sorted({int(found[1]) for name in names if (found := _SERVICE.match(name))})
-
-    def probe(self, node: Node, name: str) -> ProbeHandle:
-        """Start an actor on ``node``, and on no other."""
-        return _RayProbe(node, name)
-
-    def close(self) -> None:
-        """Leave Ray as it was."""
-        self._session.stop()
+        running = sorted({int(found[1]) for name in names if (found := _SERVICE.match(name))})
+        here, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        yield Site(session.nodes(), running, _RayProbe, False, here, node_id)
+    finally:
+        session.stop()
 
 
 @ray.remote
@@ -63,8 +46,7 @@ class ProbeActor:
     """A `WorkerProbe` in an actor without resources, so that it fits beside anything that runs on the node."""
 
     def __init__(self) -> None:
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-            del os.environ["CUDA_VISIBLE_DEVICES"]  # older versions of Ray set it for actors without GPUs
+        show_gpus()
         self._probe = WorkerProbe()
 
     def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +58,8 @@ class _RayProbe(ProbeHandle):
     def __init__(self, node: Node, name: str) -> None:
         super().__init__(f"{name} on {node.ip}")
         actor: Any = ProbeActor
-        on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        self._actor = actor.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=on_node).remote()
+        where = on_node(node.node_id)
+        self._actor = actor.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=where).remote()
 
     def close(self) -> None:
         with contextlib.suppress(RayError):

@@ -1,24 +1,134 @@
-"""The doctor's results: examined nodes, pairs, and findings."""
+"""What the doctor finds: the answers of its probes, the examined nodes and pairs, and its findings."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
-from ops.doctor.finding import Finding, Level, fail
-from ops.doctor.handoff_prediction import Prediction
-from ops.doctor.network import ClockReading
+from kv_transfer.handshake import LinkFigures
+from ops.doctor.handoff_prediction import HandoffPrediction
+from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_report import NodeReport
-from ops.doctor.probe_api import Endpoints, Meeting, ProbeHandle
-from ops.doctor.seats import Seat
-from ops.launch.plan import Node
+from ops.launch.plan import Bundle, Node
+from ops.launch.state import listeners
 from ops.model_memory import MemoryNeed
+from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.worker import Role
 from worker.addresses import Interface
+from worker.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from ops.doctor.probes import ProbeHandle
+
+_COMMAND_CHARS = 80
+
+
+class Level(StrEnum):
+    """FAIL: a service would not start or not serve. WARN: it would, but worse than it could."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. ``check`` is a name from the table in docs/doctor.md, ``where`` a node, worker, pair, or
+    the service. Only a finding of level OK has no ``remedy``."""
+
+    level: Level
+    check: str
+    where: str
+    what: str
+    remedy: str = ""
+
+
+def ok(check: str, where: str, what: str) -> Finding:
+    """A remark that needs no action."""
+    return Finding(Level.OK, check, where, what)
+
+
+def warn(check: str, where: str, what: str, remedy: str) -> Finding:
+    """A problem that a service can run with."""
+    return Finding(Level.WARN, check, where, what, remedy)
+
+
+def fail(check: str, where: str, what: str, remedy: str) -> Finding:
+    """A problem that keeps a service from running."""
+    return Finding(Level.FAIL, check, where, what, remedy)
+
+
+def port_taken(where: str, what: str, port: int) -> Finding:
+    """The finding that ``port`` of this host cannot be listened on. Names the process that does, if known."""
+    with contextlib.suppress(psutil.Error):
+        for process in listeners(port) if port else ():
+            command = " ".join(" ".join(process.cmdline()).split())[:_COMMAND_CHARS]
+            what = f"{what}; process {process.pid} ({command}) listens there"
+            break
+    return fail("port", where, what, "end the process that holds it, or move pdserve's ports with cluster.port_base")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of one worker: its node, its index among the workers of that node, its first port (0: chosen by the
+    system), and the resources that it asks Ray for."""
+
+    worker_id: str
+    role: Role
+    node: Node
+    index_on_node: int
+    port: int
+    bundle: Bundle
+
+    def spec(self, config: PdserveConfig, device: str, host: str) -> WorkerSpec:
+        """The worker's specification, listening on ``host``."""
+        return WorkerSpec(
+            worker_id=self.worker_id,
+            role=self.role,
+            host=host,
+            node=self.node.ip,
+            device=device,
+            registry_addresses=(),
+            version="",
+            port=self.port,
+            device_share=min(1.0, self.bundle.get("GPU", 1.0)),
+            config=config,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a probe listens in place of a worker. ``control`` is the ``host:port`` of its ping server (empty if it has
+    none), ``interface`` the resolved ``transfer.interface``, ``kv`` the transports' endpoints (empty if they could not
+    be opened). ``findings`` say why it could not listen as the worker would."""
+
+    worker_id: str
+    control: str
+    interface: Interface | None
+    kv: tuple[KVEndpoint, ...]
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Result of connecting a prefill worker's probe to a decode worker's, which listens at ``address`` with
+    ``transport``. ``figures`` is None if they could not connect, ``what`` then says why."""
+
+    transport: str = ""
+    address: str = ""
+    reason: str = ""
+    figures: LinkFigures | None = None
+    obstacle: Obstacle = Obstacle.NONE
+    what: str = ""
+
 
 PROBE_HANGS = "the node, or a process on it, hangs: see its load and Ray's logs"
 """The remedy for a probe that does not answer."""
@@ -81,13 +191,14 @@ class ExaminedNode:
 
 @dataclass(frozen=True, slots=True)
 class ExaminedPair:
-    """A prefill and a decode worker. ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None:
+    """A prefill and a decode worker. ``predictions`` are hand-offs without overlap, by the tokens of the prompt.
+    ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None:
     the link was not measured, or the model is unknown)."""
 
     prefill: Seat
     decode: Seat
     meeting: Meeting
-    predictions: tuple[Prediction, ...] = ()
+    predictions: Mapping[int, HandoffPrediction] = field(default_factory=dict)
     hidden_tokens_per_s: float | None = None
 
     @property
@@ -124,7 +235,15 @@ class ExaminedPair:
             "ceiling_gbs": figures.ceiling_gbs if figures is not None and self.gbs else None,
             "round_trip_ms": None if figures is None else figures.round_trip_s * 1e3,
             "median_round_trip_ms": None if figures is None else figures.median_round_trip_s * 1e3,
-            "predictions": [asdict(each) for each in self.predictions],
+            "predictions": [
+                {
+                    "tokens": tokens,
+                    "num_bytes": each.num_bytes,
+                    "wire_ms": each.wire_s * 1e3,
+                    "exposed_none_ms": each.exposed_s * 1e3,
+                }
+                for tokens, each in self.predictions.items()
+            ],
             "hidden_tokens_per_s": self.hidden_tokens_per_s,
         }
 
@@ -148,10 +267,6 @@ class Report:
     def failed(self) -> bool:
         """Whether a service would not start or not serve."""
         return any(finding.level is Level.FAIL for finding in self.findings)
-
-    def count(self, level: Level) -> int:
-        """Number of findings of a level."""
-        return sum(finding.level is level for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""

@@ -22,9 +22,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from decode_worker.actor import DecodeWorkerActor
+from ops.launch.node_tasks import CHECK_EVERY_S, Check, one_line
 from ops.launch.plan import Bundle, Node, plan, shared_bundles
 from ops.launch.ports import first_port
-from ops.launch.ray_session import one_line
 from ops.launch.worker import HANDLERS
 from pdserve.core.config import PdserveConfig, PlacementPolicy
 from pdserve.core.errors import LaunchError, from_wire
@@ -66,9 +66,7 @@ def wait_placed(groups: Sequence[PlacementGroup], timeout_s: float) -> list[Plac
 
 STOP_TIMEOUT_S = 10.0
 ACTORS: dict[Role, Any] = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}
-CHECK_EVERY_S = 0.25
 Report = Callable[[str], None]
-Check = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

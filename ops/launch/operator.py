@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
-from ops.launch.log_files import LogPart
+from ops.launch.node_tasks import LogPart
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from pdserve.core.worker import Role
 from pdserve.pb import operator_pb2 as pb

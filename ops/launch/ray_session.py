@@ -175,9 +175,3 @@ def _listens(address: str) -> OSError | None:
             return None
     except OSError as error:
         return error
-
-
-def one_line(error: BaseException) -> str:
-    """The last line of a Ray error, which names the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -7,27 +7,35 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from checkpoints.hub import HubId
 from gateway.scaling_report import GatewayLoad, ScalingReport
-from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, identify
-from ops.launch.log_files import LogPart, ProcessPlace, locate, log_path, read_log
-from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
-from ops.launch.model_files import fetch_model
+from ops.launch.members import STOP_TIMEOUT_S, Member, Members, Report
+from ops.launch.node_tasks import (
+    CHECK_EVERY_S,
+    Check,
+    LogPart,
+    ProcessPlace,
+    fetch_model,
+    hosts_of,
+    locate,
+    log_path,
+    on_node,
+    one_line,
+    read_log,
+    service_dtype,
+)
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import free_ports, port_base
 from ops.launch.preparation import Preparation
-from ops.launch.ray_session import RaySession, one_line
+from ops.launch.ray_session import RaySession
 from ops.launch.shutdown import StartCancelled
 from ops.launch.state import target_here
 from pdserve.core.address import join_address
@@ -147,57 +155,33 @@ class Service:
     def status(self) -> pb.GetStatusResponse:
         """The status for operators, with addresses and processes: that of the first gateway that answers, with the
         requests of all and a list of them. LaunchError if none answers."""
-        if not self._gateways or not self._session.is_alive():
-            raise LaunchError("the service has no gateway now")
-        asked = [gateway.status.remote() for gateway in self._gateways]
-        ray.wait(asked, num_returns=len(asked), timeout=STATUS_ANSWER_S)
-        status: pb.GetStatusResponse | None = None
         gateways: list[pb.GatewayStatus] = []
-        failures: list[str] = []
-        for number, answer in enumerate(asked):
+        failure = "the service has no gateway now"
+        status: pb.GetStatusResponse | None = None
+        for number, one in enumerate(self._ask("status", STATUS_ANSWER_S)):
             target = target_here(self.config.gateway, self.port + number)
-            try:
-                one = pb.GetStatusResponse.FromString(ray.get(answer, timeout=0))
-            except ray.exceptions.RayError as error:
-                failures.append(f"the gateway at {target} does not answer: {one_line(error)}")
+            if isinstance(one, Exception):
+                failure = f"the gateway at {target} does not answer: {one_line(one)}"
                 gateways.append(pb.GatewayStatus(target=target, state="lost"))
                 continue
             state = "ready" if one.ready else "not ready"
-            gateways.append(
-                pb.GatewayStatus(
-                    target=target,
-                    state=state,
-                    pid=one.pid,
-                    queued=one.queued,
-                    running=one.running,
-                    uptime_s=one.uptime_s,
-                )
-            )
+            figures = {name: getattr(one, name) for name in ("pid", "queued", "running", "uptime_s")}
+            gateways.append(pb.GatewayStatus(target=target, state=state, **figures))
             status = status or one
         if status is None:
-            raise LaunchError(failures[0])
-        status.queued, status.running = (
-            sum(getattr(gateway, name) for gateway in gateways) for name in ("queued", "running")
-        )
+            raise LaunchError(failure)
+        status.queued = sum(gateway.queued for gateway in gateways)
+        status.running = sum(gateway.running for gateway in gateways)
         status.gateways.extend(gateways)
         return status
 
     def drain(self) -> int:
         """Have the gateways refuse new requests. Returns the number of requests in progress."""
-        if not self._gateways or not self._session.is_alive():
-            return 0
-        asked = [gateway.drain.remote() for gateway in self._gateways]
-        ray.wait(asked, num_returns=len(asked), timeout=DRAIN_ANSWER_S)
-        in_progress, silent = 0, False
-        for answer in asked:
-            try:
-                in_progress += ray.get(answer, timeout=0)
-            except ray.exceptions.RayActorError:
-                pass  # the gateway and its streams have ended
-            except ray.exceptions.RayError as error:
-                log.warning("a gateway does not answer: %s", one_line(error))
-                silent = True
-        # The requests of a silent gateway go on until the drain's deadline.
+        answers = self._ask("drain", DRAIN_ANSWER_S)
+        in_progress = sum(answer for answer in answers if isinstance(answer, int))
+        # The streams of a gateway that has died have ended. The requests of a silent one go on until the deadline.
+        lost = (int, ray.exceptions.RayActorError)
+        silent = any(not isinstance(answer, lost) for answer in answers)
         self._draining = max(in_progress, self._draining, 1) if silent else in_progress
         return self._draining
 
@@ -237,18 +221,8 @@ class Service:
 
     def loads(self) -> list[GatewayLoad | None]:
         """The load at each gateway; None of those that do not answer."""
-        if not self._gateways or not self._session.is_alive():
-            return []
-        asked = [gateway.load.remote() for gateway in self._gateways]
-        ray.wait(asked, num_returns=len(asked), timeout=STATUS_ANSWER_S)
-        loads: list[GatewayLoad | None] = []
-        for answer in asked:
-            try:
-                loads.append(msgspec.msgpack.decode(ray.get(answer, timeout=0), type=GatewayLoad))
-            except ray.exceptions.RayError as error:
-                log.warning("a gateway does not tell its load: %s", one_line(error))
-                loads.append(None)
-        return loads
+        answers = self._ask("load", STATUS_ANSWER_S)
+        return [answer if isinstance(answer, GatewayLoad) else None for answer in answers]
 
     def rescale(self, wanted: dict[Role, int], drain_s: float) -> list[str]:
         """`scale` for the controller. Returns what was done, in words."""
@@ -331,8 +305,8 @@ class Service:
             report(f"{_names(leaving)}: finishing requests")
             names = [member.worker_id for member in leaving]
             # None may dismiss a worker while another one still uses it.
-            self._ask_gateways("retire", drain_s + STOP_TIMEOUT_S, names, drain_s)
-            self._ask_gateways("dismiss", STOP_TIMEOUT_S, names)
+            self._have_gateways("retire", drain_s + STOP_TIMEOUT_S, names, drain_s)
+            self._have_gateways("dismiss", STOP_TIMEOUT_S, names)
             members.remove(leaving)
             for member in leaving:
                 self._notes.pop(member.worker_id, None)
@@ -382,7 +356,7 @@ class Service:
             report(f"{member.worker_id} becomes a {taking} worker")
         self._send_members()
         names = [member.worker_id for member in flipped]
-        answers = self._ask_gateways("wait_roles", FLIP_TIMEOUT_S + STOP_TIMEOUT_S, names, FLIP_TIMEOUT_S)
+        answers = self._have_gateways("wait_roles", FLIP_TIMEOUT_S + STOP_TIMEOUT_S, names, FLIP_TIMEOUT_S)
         for name in sorted({name for late in answers for name in late}):
             report(f"{name} takes its role as soon as it is there")
         return flipped
@@ -395,18 +369,28 @@ class Service:
             log.warning("%s", error)
             return {}
 
-    def _ask_gateways(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
-        """Call ``method`` of all gateways at once, and wait for the answers. One that has died or hangs is not needed:
-        its requests have ended, or go to other workers once it goes on."""
-        answers = []
-        for answer in [getattr(gateway, method).remote(*arguments) for gateway in self._gateways]:
+    def _ask(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
+        """Call ``method`` of all gateways at once. Returns an answer for each, or the RayError instead of one."""
+        if not self._gateways or not self._session.is_alive():
+            return []
+        asked = [getattr(gateway, method).remote(*arguments) for gateway in self._gateways]
+        ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+        answers: list[Any] = []
+        for answer in asked:
             try:
-                answers.append(ray.get(answer, timeout=timeout_s))
-            except ray.exceptions.RayActorError as error:
-                log.warning("a gateway has died: %s", one_line(error))
-            except ray.exceptions.GetTimeoutError:
-                log.warning("a gateway did not answer %s within %g s", method, timeout_s)
+                answers.append(ray.get(answer, timeout=0))
+            except ray.exceptions.RayError as error:
+                log.warning("a gateway did not answer %s within %g s: %s", method, timeout_s, one_line(error))
+                answers.append(error)
         return answers
+
+    def _have_gateways(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
+        """`_ask` for answers alone. A gateway that has died or hangs is not needed: its requests have ended, or go to
+        other workers once it goes on. A call that fails is an error."""
+        answers = self._ask(method, timeout_s, *arguments)
+        for failed in (answer for answer in answers if isinstance(answer, ray.exceptions.RayTaskError)):
+            raise failed
+        return [answer for answer in answers if not isinstance(answer, Exception)]
 
     def _start_processes(self) -> None:
         """Start workers and gateways side by side, and wait until they serve."""
@@ -448,31 +432,31 @@ class Service:
         self._start_gateways(config, registries)
         timeout_s = cluster.start_timeout_s
         self._await_placed(members, added, timeout_s)
-        for started in [each.wait_started.remote() for each in self._gateways]:
+        for started in [each.wait.remote() for each in self._gateways]:
             self._await_gateway(started, timeout_s)
         self._report(f"{gateways} listen{'' if count > 1 else 's'} ({_since(began_s)})")
         self._take_notes(members.wait_ready(added, timeout_s, self._report, self._check))
         ready_s = time.monotonic()
-        for serving in [each.wait_serving.remote(timeout_s) for each in self._gateways]:
+        for serving in [each.wait.remote(timeout_s) for each in self._gateways]:
             self._await_gateway(serving, timeout_s)
         self._report(f"connected ({_since(ready_s)})")
         with contextlib.suppress(LaunchError):  # a gateway that is slow to answer serves all the same
             self._tell(self.status().notes)  # of what the workers have reported
         self._send_members()
 
-    def _fetch_model(self, nodes: Sequence[Node], report: Report, check: Callable[[], None] = lambda: None) -> None:
+    def _fetch_model(self, nodes: Sequence[Node], report: Report, check: Check = lambda: None) -> None:
         """Have the model's files on these nodes before workers start there, whose start has a time limit."""
         if HubId.of(self._source.path) is not None and not self.owns_ray:  # its own Ray has no other hosts
             fetch_model(self._source.path, nodes, report, check)
 
     def _start_gateways(self, config: PdserveConfig, registries: Sequence[str]) -> None:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        here = on_node(ray.get_runtime_context().get_node_id())
         actor: Any = GatewayActor
         for number, registry in enumerate(registries):
             replica = config.model_copy(update={"gateway": config.gateway.replica(number)})
             self._gateways.append(
                 actor.options(num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here).remote(
-                    replica.model_dump(mode="json"), registry, self._id, self._secret.hex(), self._cache_key
+                    replica, registry, self._id, self._secret.hex(), self._cache_key
                 )
             )
 
@@ -545,10 +529,9 @@ class Service:
         version = self._members.version if self._members else 0  # read first: others may change the members now
         members = self._members.all if self._members else ()
         notes = list(dict.fromkeys(text for texts in self._notes.values() for text in texts))
-        roles = {member.worker_id: str(member.role) for member in members}
-        scaling = None if self._scaling is None else asdict(self._scaling)
+        roles = {member.worker_id: member.role for member in members}
         for gateway in self._gateways:
-            gateway.expect.remote(roles, notes, version, scaling)
+            gateway.expect.remote(roles, notes, version, self._scaling)
 
 
 def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ops.doctor.node_checks import check_mps
+from ops.doctor.checks import check_mps
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError
 from pdserve.core.worker import Role

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ops.doctor.examine import Examination
-from ops.doctor.finding import Finding, Level
-from ops.doctor.local_host import ProbeProcess
 from ops.doctor.node_report import ROOT
-from ops.doctor.probe_api import ProbeHandle
-from ops.doctor.report import Report
+from ops.doctor.probes import ProbeHandle, ProbeProcess, Site
+from ops.doctor.report import Finding, Level, Report
 from ops.launch.plan import Node
 from pdserve.core.config import PdserveConfig
 
@@ -31,22 +29,18 @@ class Planted:
 
 @dataclass
 class PlantedHost:
-    """``local`` is False as on a cluster. ``resources`` are each node's."""
+    """``resources`` are each node's."""
 
     second: Planted = field(default_factory=Planted)
     first: Planted = field(default_factory=Planted)
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     running: Sequence[int] = ()
-    local: bool = False
-    host: str = FIRST
-    node_id: str = FIRST
     processes: list[ProbeProcess] = field(default_factory=list)
 
-    def nodes(self) -> Sequence[Node]:
-        return [Node(ip, ip, self.resources, self.resources) for ip in (FIRST, SECOND)]
-
-    def services(self) -> Sequence[int]:
-        return self.running
+    @property
+    def site(self) -> Site:
+        nodes = [Node(ip, ip, self.resources, self.resources) for ip in (FIRST, SECOND)]
+        return Site(nodes, self.running, self.probe, local=False, host=FIRST, node_id=FIRST)
 
     def probe(self, node: Node, name: str) -> ProbeHandle:
         how = self.first if node.ip == FIRST else self.second
@@ -60,7 +54,7 @@ def examine(host: PlantedHost, **sections: Mapping[str, Any]) -> Report:
     gateway = {"host": "127.0.0.1", "port": 0, **sections.pop("gateway", {})}
     transfer = {"transport": "tcp", "connect_timeout_s": 2.0, **sections.pop("transfer", {})}
     config = PdserveConfig.parse({"gateway": gateway, "transfer": transfer, **sections})
-    return Examination(config, host).run()
+    return Examination(config, host.site).run()
 
 
 def found(report: Report, check: str, level: Level = Level.FAIL) -> list[Finding]:

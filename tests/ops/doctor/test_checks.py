@@ -12,11 +12,8 @@ import msgspec
 import pytest
 
 from kv_transfer.handshake import LinkFigures
-from ops.doctor.finding import Finding, Level, fail
-from ops.doctor.gateway_checks import check_access
-from ops.doctor.handoff_prediction import Prediction
-from ops.doctor.network import ClockReading, Obstacle
-from ops.doctor.node_checks import (
+from ops.doctor.checks import (
+    check_access,
     check_clocks,
     check_cores,
     check_devices,
@@ -24,13 +21,14 @@ from ops.doctor.node_checks import (
     check_endpoints,
     check_memory,
     check_models,
+    check_reach,
+    check_speed,
     check_versions,
 )
+from ops.doctor.handoff_prediction import HandoffPrediction
+from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_report import Device, NodeReport
-from ops.doctor.pairs import check_reach, check_speed
-from ops.doctor.probe_api import Endpoints, Meeting
-from ops.doctor.report import ExaminedNode, ExaminedPair
-from ops.doctor.seats import Seat
+from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, Level, Meeting, Seat, fail
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
 from pdserve.core.config import PdserveConfig
@@ -212,7 +210,7 @@ def test_what_keeps_a_worker_from_listening_is_found_once() -> None:
 
 def pair(gbs: float, decode: str = "10.0.0.2", *, wire_ms: float = 1.0) -> ExaminedPair:
     meeting = Meeting("tcp", f"{decode}:1", "", LinkFigures(gbs, gbs, 0.001, 0.001, 1))
-    predictions = (Prediction(2048, 1, wire_ms, wire_ms),)
+    predictions = {2048: HandoffPrediction(1, wire_ms / 1e3, wire_ms / 1e3)}
     return ExaminedPair(seat("prefill-0", "10.0.0.1"), seat("decode-0", decode), meeting, predictions, 1.0)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ops.doctor.local_host import ProbeProcess
 from ops.doctor.network import Obstacle, PingServer, dial, read_clock
 from ops.doctor.node_report import NodeReport
 from ops.doctor.probe import WorkerProbe
-from ops.doctor.probe_api import Endpoints, Meeting
+from ops.doctor.probes import ProbeProcess
+from ops.doctor.report import Endpoints, Meeting
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import DeadlineExceeded, WorkerLost
 from pdserve.core.worker import Role
@@ -147,4 +147,4 @@ def test_a_probe_that_ends_or_hangs_is_an_error() -> None:
     with pytest.raises(WorkerLost, match="ended"):
         probe.call("report", {"model": "tiny"}, 1.0, NodeReport)
     probe.close()
-    assert probe.ended
+    assert probe._process.poll() is not None

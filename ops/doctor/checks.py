@@ -1,21 +1,40 @@
-"""Checks of the nodes' reports. Pure functions: they read reports and yield findings.
+"""Checks of the examined nodes, of the gateway's host, and of pairs of workers. Those of nodes and pairs are pure
+functions: they read reports and yield findings.
 
 ``own_port`` is the public port of the examined service if it is running, else 0."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
 
+from checkpoints.folder import tokenizer_note
 from checkpoints.hub import HubId
-from ops.doctor.finding import Finding, fail, ok, warn
+from gateway.security import security_of
+from gateway.tokenizer import load_tokenizer
+from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, read_clock
 from ops.doctor.node_report import NodeReport
-from ops.doctor.report import ExaminedNode
+from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, fail, ok, port_taken, warn
+from ops.launch.ports import free_ports
 from ops.model_memory import MemoryNeed
+from pdserve.core.clock import MonotonicClock, clock_id
+from pdserve.core.config import GatewayConfig, PdserveConfig
+from pdserve.core.errors import ConfigError, LaunchError, ModelError
 from runtime.dtypes import DtypeChoice
+from runtime.plane_tls import plane_tls
 
+MOST_MEASURED = 64
+"""Most pairs that are measured, at about a second each; the others are only tried."""
 _CLOCK_ERROR_S = 0.001
 _WALL_S = 1.0
 _TIGHT = 0.9
+_SLOW_SHARE = 0.25
+_SLOW_WIRE_S = 1.0
+_ANSWER_S = 5.0
+_GATEWAY = "the gateway"
 _HERE = "the gateway's host"
 _SERVICE = "the service"
 _SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` does), then restart Ray there"
@@ -224,3 +243,141 @@ def _boot(clock_id: str) -> str:
 
 def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB"
+
+
+def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Finding]:
+    """The public ports have to be free, unless the examined service itself, on ``own_port``, runs (0: it does not)."""
+    if gateway.port == own_port and own_port:
+        yield ok("port", _GATEWAY, f"the service on port {gateway.port} runs; a second one needs other ports")
+        return
+    ports = {"gateway.port": gateway.port, "gateway.http_port": gateway.served_http_port}
+    for key, port in ports.items():
+        option = f"--{key.removeprefix('gateway.').replace('_', '-')}"
+        try:
+            if port:
+                free_ports(gateway.host, port, gateway.replicas, key)
+        except LaunchError as error:
+            remedy = f"end the process that holds it, or choose another with {option} ({key})"
+            yield fail("port", _GATEWAY, str(error), remedy)
+
+
+def check_access(config: PdserveConfig) -> Iterator[Finding]:
+    """The files for TLS and tokens have to be there, and others must not reach the service unprotected."""
+    checks = partial(security_of, config.gateway, MonotonicClock()), partial(plane_tls, config.cluster)
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield fail("access", _GATEWAY, str(error), "see docs/security.md")
+
+
+def check_tokenizer(folder: Path | None) -> Iterator[Finding]:
+    """The gateway needs the ``tokenizer.json`` of the model's folder to accept text."""
+    try:
+        if note := tokenizer_note(folder):
+            yield warn("tokenizer", _GATEWAY, note, "convert the tokenizer, or have clients send token ids")
+        else:
+            load_tokenizer(folder)
+    except ModelError as error:
+        yield fail("tokenizer", _GATEWAY, str(error), "download the file again")
+
+
+def check_registry(
+    host: str, port: int, nodes: Sequence[ExaminedNode], own_port: int, timeout_s: float, pool: Executor
+) -> Iterator[Finding]:
+    """Every node has to reach the workers' registry at ``host`` and ``port`` (0: any): all of them dial a listener."""
+    try:
+        server = PingServer(host, port)
+    except OSError as error:
+        if not own_port:  # else the examined service listens there
+            yield port_taken(_GATEWAY, f"cannot listen on {host}:{port} (registry): {error.strerror}", port)
+        return
+    answers: dict[str, Obstacle] = {}
+
+    def reach(node: ExaminedNode) -> None:
+        arguments = {"address": server.address, "timeout_s": timeout_s}
+        with node.noting(node.name):
+            answers[node.node.node_id] = node.any_probe.call("dial", arguments, timeout_s + _ANSWER_S, Obstacle)
+
+    with contextlib.closing(server):
+        list(pool.map(reach, [node for node in nodes if node.report is not None]))
+        address = server.address
+    for node in nodes:
+        found = answers.get(node.node.node_id, Obstacle.NONE)
+        if found is not Obstacle.NONE:
+            what = f"cannot reach the gateway's registry at {address}: {found}"
+            yield fail("control", node.name, what, REMEDIES[found])
+
+
+def check_control(nodes: Sequence[ExaminedNode], timeout_s: float, pool: Executor) -> Iterator[Finding]:
+    """The gateway has to reach every worker's control port. Sets the nodes' clocks, which are compared one after the
+    other, because concurrent work in this process would increase the error."""
+    ends = [(node, each) for node in nodes for each in node.endpoints.values() if each.control]
+    dialled = pool.map(lambda end: dial(end[1].control, timeout_s), ends)
+    open_by_node: dict[str, str] = {}
+    for (node, each), found in zip(ends, dialled, strict=True):
+        if found is Obstacle.NONE:
+            open_by_node.setdefault(node.node.node_id, each.control)
+        else:
+            what = f"the gateway cannot reach it at {each.control} (control): {found}"
+            yield fail("control", f"{each.worker_id} on {node.name}", what, REMEDIES[found])
+    for node in nodes:
+        address = open_by_node.get(node.node.node_id)
+        if address is None:
+            continue
+        if node.report is not None and node.report.clock_id and node.report.clock_id == clock_id():
+            node.clock = SAME
+            continue
+        with contextlib.suppress(OSError):  # the clock stays unknown
+            node.clock = read_clock(address, timeout_s)
+
+
+def check_reach(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
+    """Pairs that cannot connect. An end that could not listen has a finding of its own."""
+    for pair in pairs:
+        meeting = pair.meeting
+        if meeting.figures is not None or meeting.obstacle is Obstacle.NOT_TRIED:
+            continue
+        at = f" at {meeting.address} ({meeting.transport})" if meeting.address else ""
+        what = f"{pair.prefill.node.ip} cannot send KV to {pair.decode.node.ip}{at}: {meeting.obstacle}: {meeting.what}"
+        yield fail("reach", pair.name, what, REMEDIES[meeting.obstacle])
+
+
+def check_speed(pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
+    """Links that are much slower than others of their kind, or too slow for this model."""
+    endpoints = {worker_id: each for node in nodes for worker_id, each in node.endpoints.items()}
+    best: dict[tuple[str, bool], float] = {}
+    for pair in pairs:
+        kind = (pair.meeting.transport, pair.across)
+        best[kind] = max(best.get(kind, 0.0), pair.gbs)
+    for pair in pairs:
+        if not pair.gbs:
+            continue
+        fastest = best[pair.meeting.transport, pair.across]
+        longest = max(pair.predictions, default=0)
+        what = f"{pair.gbs * 8:.3g} Gbit/s by {pair.meeting.transport}"
+        if pair.gbs < _SLOW_SHARE * fastest:
+            what += f", while another pair reaches {fastest * 8:.3g}"
+        elif longest and (wire_s := pair.predictions[longest].wire_s) > _SLOW_WIRE_S:
+            what += f": the KV of {longest} tokens takes {wire_s:.1f} s"
+        else:
+            continue
+        claims = [_claim(seat.worker_id, endpoints.get(seat.worker_id)) for seat in (pair.prefill, pair.decode)]
+        remedy = f"it runs over {' and '.join(claims)}; if there is a faster network, name it with transfer.interface"
+        yield warn("link", pair.name, what, remedy)
+
+
+def check_measured(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
+    """Pairs beyond `MOST_MEASURED`."""
+    left = sum(pair.meeting.figures is not None and not pair.gbs for pair in pairs)
+    if left:
+        what = f"{left} of {len(pairs)} pairs were tried but not measured: at most {MOST_MEASURED} are"
+        yield ok("link", _SERVICE, what)
+
+
+def _claim(worker_id: str, ends: Endpoints | None) -> str:
+    interface = ends.interface if ends is not None else None
+    if interface is None or not interface.device:
+        return f"an unknown interface ({worker_id})"
+    speed = f"claims {interface.mbits} Mbit/s" if interface.mbits else "states no speed"
+    return f"{interface.device} {interface.address} ({worker_id}; {speed})"

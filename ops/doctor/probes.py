@@ -1,7 +1,10 @@
-"""Probes as processes of this host, for a service that starts its own Ray; Ray itself is not needed.
+"""The doctor's probes, as the examining process sees them: how a probe is called, and where it runs.
 
-`python -m ops.doctor.local_host` is a probe's process. It reads one JSON line per call from its standard input, writes
-one per answer to its standard output, and ends when its input does, hence with its parent.
+A probe runs on the node of a worker and answers in plain values: `WorkerProbe.call` makes them from the types of
+`ops.doctor.report`, and `ProbeHandle.call` turns them back. For a service that starts its own Ray, probes are processes
+of this host, and Ray is not needed. `python -m ops.doctor.probes` is such a process. It reads one JSON line per call
+from its standard input, writes one per answer to its standard output, and ends when its input does, hence with its
+parent.
 """
 
 from __future__ import annotations
@@ -14,53 +17,81 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from ops.doctor.node_report import ROOT, NodeReport
-from ops.doctor.probe_api import ProbeHandle
 from ops.launch.plan import Node
 from ops.launch.state import ServiceState
-from pdserve.core.errors import DeadlineExceeded, WorkerLost
+from pdserve.core.errors import DeadlineExceeded, WorkerLost, from_wire
 
-NODE_ID = "local"
 _REPORT_S = 120.0
 _END_S = 15.0
+T = TypeVar("T")
 
 
-class LocalHost:
-    """This host as the only node. GPUs are counted unless the configured ``device`` is cpu."""
+class ProbeHandle(ABC):
+    """A `WorkerProbe` in another process. Concurrent calls are serialized."""
 
-    local, host, node_id = True, "127.0.0.1", NODE_ID
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calling = threading.Lock()
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float, answer_type: type[T]) -> T:
+        """Call the probe and return its answer. Raises the probe's own errors, WorkerLost if its process is gone or its
+        answer is unreadable, and DeadlineExceeded after ``timeout_s``."""
+        with self._calling:
+            answer = self._ask(what, msgspec.to_builtins(arguments), timeout_s)
+        if "error" in answer:
+            raise from_wire(*answer["error"])
+        try:
+            return msgspec.convert(answer["value"], answer_type)
+        except msgspec.ValidationError as error:
+            raise WorkerLost(f"{self._name} gave an unreadable answer ({error}); its pdserve differs") from None
 
-    def nodes(self) -> Sequence[Node]:
-        """One node with the cores that this process may use."""
-        present = self._device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
-        gpus = self._count_gpus() if present else 0
-        resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(gpus)}
-        return [Node(NODE_ID, self.host, resources, resources)]
+    @abstractmethod
+    def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
+        """The answer of `WorkerProbe.call`."""
 
-    def services(self) -> Sequence[int]:
-        """The services whose supervisors run on this host."""
-        return [state.port for state in ServiceState.all() if state.process() is not None]
+    @abstractmethod
+    def close(self) -> None:
+        """End the probe, even in the middle of a call."""
 
-    def probe(self, node: Node, name: str) -> ProbeHandle:
-        """Start a process."""
-        return ProbeProcess(name)
 
-    def _count_gpus(self) -> int:
-        probe = ProbeProcess("the probe that counts GPUs")
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a service would run."""
+
+    nodes: Sequence[Node]  # that it could use
+    services: Sequence[int]  # public ports of the services that already run there
+    start: Callable[[Node, str], ProbeHandle]  # a probe with a name on a node
+    local: bool  # this host alone, for a service that starts its own Ray
+    host: str  # the gateway's address
+    node_id: str  # and its node
+
+
+def local_site(device: str) -> Site:
+    """This host as the only node, with the cores that this process may use. GPUs are counted unless the configured
+    ``device`` is cpu."""
+    present = device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
+    resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(_count_gpus() if present else 0)}
+    node = Node("local", "127.0.0.1", resources, resources)
+    running = [state.port for state in ServiceState.all() if state.process() is not None]
+    return Site([node], running, lambda _, name: ProbeProcess(name), True, node.ip, node.node_id)
+
+
+def _count_gpus() -> int:
+    with contextlib.closing(ProbeProcess("the probe that counts GPUs")) as probe:
         try:
             report = probe.call("report", {"model": "dummy:135m"}, _REPORT_S, NodeReport)  # which has no files to read
             return len(report.devices)
         except (WorkerLost, DeadlineExceeded):  # the node's own probe reports what is wrong
             return 0
-        finally:
-            probe.close()
 
 
 class ProbeProcess(ProbeHandle):
@@ -73,18 +104,13 @@ class ProbeProcess(ProbeHandle):
         super().__init__(name)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-P", "-m", "ops.doctor.local_host"],
+            [*prefix, sys.executable, "-P", "-m", "ops.doctor.probes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(root)},
         )
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the process, which is killed if it does not end by itself."""
@@ -125,13 +151,9 @@ class ProbeProcess(ProbeHandle):
             return answer
         if expired.is_set():
             raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s")
-        raise self._lost()
-
-    def _lost(self) -> WorkerLost:
         self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "without an error message")
-        return WorkerLost(f"{self._name} ended: {last}")
+        lines = [line for line in self._stderr.read().decode(errors="replace").split("\n") if line.strip()]
+        raise WorkerLost(f"{self._name} ended: {lines[-1] if lines else 'without an error message'}")
 
 
 def main() -> None:
