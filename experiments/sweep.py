@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import Field, ValidationError
 
+from experiments import overview
 from experiments.bench.report import SLO
 from experiments.experiment import Bench, Cell, Experiment
 from experiments.mode_pairs import (
@@ -25,9 +26,8 @@ from experiments.mode_pairs import (
     differences_of,
     pairs_of,
 )
-from experiments.plots import overview
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
+from experiments.report.drawing import table
+from experiments.report.page import Report, setup_of
 from experiments.request_row import RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
@@ -47,7 +47,7 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, InvalidRequest
-from pdserve.core.interval import MIN_VALUES, apart, interval_text
+from pdserve.core.interval import MIN_VALUES, apart
 from pdserve.core.timeline import Figure
 
 _WARM_UP_PAIRS = 1
@@ -253,9 +253,20 @@ class Sweep(Experiment):
             ],
             failures=summary["failed"],
         )
-        report.blocks += [drawing.picture() for drawing in overview.drawings([overview.Source("", run, summary)])]
+        report.blocks += overview.pictures([overview.Source("", run, summary)])
         if cells:
-            report.blocks.append(_table(cells))
+            columns = (
+                "cell",
+                "n",
+                "failed",
+                "added ttft, ms | added_ttft_ms.ttft",
+                "added ttft_decode, ms | added_ttft_ms.ttft_decode",
+                "exposed, ms | exposed_ms",
+                "SLO met pd, % | attainment.pd.mean*100:.0f",
+                "SLO met colocated, % | attainment.colocated.mean*100:.0f",
+            )
+            records = [{**cell, "failed": sum(cell["errors"].values())} for cell in cells]
+            report.blocks.append(table("All cells", records, columns))
         return report
 
 
@@ -298,18 +309,3 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
             f"in {worse}, and indistinguishably in {len(judged) - better - worse}."
         )
     return " ".join(sentences) or "No pair of requests was completed."
-
-
-def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "n", "failed", "added ttft, ms", "added ttft_decode, ms", "exposed, ms", "SLO met pd, %",
-              "SLO met colocated, %")  # fmt: skip
-    rows = []
-    for cell in cells:
-        intervals = [*(cell["added_ttft_ms"][figure.value] for figure in Figure), cell["exposed_ms"]]
-        met = [(cell.get("attainment") or {}).get(arm) for arm in (PD, COLOCATED)]
-        rows.append((
-            cell["cell"], str(cell["n"]), str(sum(cell["errors"].values())),
-            *(interval_text(each) for each in intervals),
-            *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
-        ))  # fmt: skip
-    return TableBlock("All cells", header, rows)

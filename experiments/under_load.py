@@ -18,6 +18,7 @@ from experiments.bench.report import SLO
 from experiments.experiment import Bench
 from experiments.load import Lag, Outcome, run_load
 from experiments.mode_pairs import COLOCATED, PD, causes_of, pairs_of
+from experiments.report.drawing import ARM_LOOKS, Mark, Panel, Records, Rule
 from experiments.request_row import LAG, RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell
 from experiments.statistics import abba, difference_interval, mean_interval, percentile
@@ -302,3 +303,17 @@ def load_caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:
             "and another batch can round logits differently; pdserve does not promise equal tokens then."
         )
     return caveats
+
+
+def attainment_panel(points: Records, x: str, looks: Mapping[Any, Mapping[str, Any]] = ARM_LOOKS) -> Panel:
+    """The share of requests that met the SLO over the rate: ``points`` have ``rate``, ``arm`` and the interval
+    ``met``."""
+    rates = sorted({point["rate"] for point in points})
+    return Panel(
+        [Mark(points, "rate", "met", by="arm", looks=looks, factor=100), Rule("y", 100 * ATTAINMENT)],
+        x=x,
+        y="requests that meet the SLO, %",
+        log="x" if rates[-1] > 8 * rates[0] else "",
+        ticks=rates,
+        ylim=(-4, 104),
+    )

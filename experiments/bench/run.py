@@ -5,13 +5,15 @@ modes that were asked for. Its facts say how each load went."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from experiments import environment
@@ -22,16 +24,29 @@ from experiments.load import Lag, Outcome
 from experiments.machine_load import LOAD, beside_text, cores_of_others, load_facts
 from experiments.mode_pairs import PD, added_ms, added_text, pairs_of
 from experiments.other_requests import BUSY
-from experiments.plots import bench as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
+from experiments.report.drawing import (
+    ARM_LOOKS,
+    FAINT,
+    INK,
+    PALETTE,
+    Look,
+    Mark,
+    Panel,
+    Picture,
+    TableBlock,
+    cumulative,
+    table,
+)
+from experiments.report.page import Report, setup_of
 from experiments.request_row import LAG, RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData, RunFolder
+from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.request import counted_requests
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 
 CELL = "load"
+_MOST_BARS = 400
 _TOKENS = (("token 1", Figure.TTFT), ("token 2", Figure.TTFT_DECODE))
 _FIGURES = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 
@@ -193,10 +208,10 @@ class BenchRun(RunKind):
             failures=summary["failed"],
         )
         if any(row.error is None for row in run.rows):
-            report.blocks.append(plots.latency_cdfs({arm: self._judged(run, arm) for arm in arms}))
+            report.blocks.append(_latency_picture({arm: self._judged(run, arm) for arm in arms}))
             if any(each["stages_ms"] for each in summary["arms"].values()):
-                report.blocks.append(plots.stage_means(summary["arms"]))
-            report.blocks.append(plots.over_time(arms))
+                report.blocks.append(_stages_picture(summary["arms"]))
+            report.blocks.append(_time_picture(arms))
         report.blocks.append(_table(summary["arms"]))
         return report
 
@@ -213,13 +228,7 @@ def _arm(
     duration_s = float(load.get("duration_s") or max(ends_s) - min(row.sent_s for row in rows))
     good = None if slo is None else sum(slo.met_by_row(row) for row in rows)
     unsent = int(load.get("unsent", 0))
-    values: dict[str, list[float]] = {
-        "ttft_ms": [row.ttft_ms for row in done if row.ttft_ms is not None],
-        "ttft_decode_ms": [row.ttft_decode_ms for row in done if row.ttft_decode_ms is not None],
-        "itl_ms": [gap for row in done for gap in row.itl_ms],
-        "tpot_ms": [row.tpot_ms for row in done if row.tpot_ms is not None],
-        "e2e_ms": [row.e2e_ms for row in done if row.e2e_ms is not None],
-    }
+    values = {key: _values(done, key) for key in _FIGURES}
     distributions = {name: Distribution.of(each, percentiles) for name, each in values.items()}
     output_tokens = sum(row.output_tokens for row in done)
 
@@ -243,6 +252,12 @@ def _arm(
         else {"requests_per_s": per_second(good), "share": good / (len(rows) + (unsent if scheduled else 0))},
         "kv_bytes_equal_expected": all(row.kv_bytes == row.kv_bytes_expected for row in done),
     }
+
+
+def _values(rows: Sequence[RequestRow], key: str) -> list[float]:
+    """A figure of the rows that have it; of gaps all of them."""
+    found = [value for row in rows if row.error is None and (value := getattr(row, key)) is not None]
+    return [gap for gaps in found for gap in gaps] if key == "itl_ms" else found
 
 
 def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
@@ -306,14 +321,103 @@ def _caveats(summary: Mapping[str, Any], paired: bool, scheduled: bool) -> list[
     return caveats
 
 
-def _table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
-    names = next(
-        (list(each[key]) for each in arms.values() for key in _FIGURES if each[key]), ["mean", "std", "min", "max"]
-    )
-    rows = []
-    for key, title in _FIGURES.items():
+def _looks(arms: Iterable[str]) -> dict[str, Look]:
+    """Modes look as in every picture, and keep their names."""
+    return {arm: {"color": ARM_LOOKS.get(arm, {"color": PALETTE[2]})["color"], "marker": ""} for arm in arms}
+
+
+def _latency_picture(arms: Mapping[str, Sequence[RequestRow]]) -> Picture:
+    """The cumulative distributions of TTFT, ITL and E2E, a line per mode."""
+    panels: list[Panel] = []
+    for key in ("ttft_ms", "itl_ms", "e2e_ms"):
+        shares = cumulative({arm: _values(rows, key) for arm, rows in arms.items()}, percent=True)
+        mark = Mark(shares, "value", "share", by="series", looks=_looks(arms), kind="steps")
+        panels.append(Panel([mark], x="ms", y="share, %", title=_FIGURES[key], xlim=(0, None), ylim=(0, 101),
+                            legend="" if panels else "lower right"))  # fmt: skip
+    caption = "Share of the requests (ITL: of the gaps) that were at most so long."
+    share = {"sharey": True}
+    return Picture("cdf", "Distributions of the latencies", caption, panels, columns=3, height_in=3.6, share=share)
+
+
+def _stages_picture(arms: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """The mean breakdown of each figure, one bar per mode and figure."""
+    bars = []
+    for figure in Figure:
         for arm, each in arms.items():
-            figures = each[key]
-            values = ("–" if figures is None else f"{figures[name]:.{0 if name == 'count' else 2}f}" for name in names)
-            rows.append((f"{title}, ms", arm, *values))
-    return TableBlock("Latencies", ("figure", "mode", *names), rows)
+            stages = {name: ms for name, ms in each["stages_ms"].get(figure.value, {}).items() if ms > 0}
+            starts = itertools.accumulate(stages.values(), initial=0.0)
+            bars += [
+                {"row": f"{figure.value} · {arm}", "stage": name, "ms": ms, "from": start}
+                for (name, ms), start in zip(stages.items(), starts, strict=False)
+            ]
+    looks = {bar["stage"]: {"color": COLORS.get(bar["stage"], FAINT)} for bar in bars}
+    panel = Panel(
+        [Mark(bars, "ms", "row", by="stage", looks=looks, kind="bars", to="from")],
+        x="ms from the client's call, mean",
+        rows=list(dict.fromkeys(bar["row"] for bar in bars)),
+    )
+    return Picture(
+        "stages",
+        "Where the time goes",
+        "Mean of every stage of the breakdown of token 1 (ttft) and token 2 (ttft_decode). Stages with a negative "
+        "mean, which clock offsets can cause, are in the summary only.",
+        [panel],
+        height_in=0.55 * len(panel.rows) + 2.2,
+        legend=True,
+    )
+
+
+def _time_picture(arms: Mapping[str, Sequence[RequestRow]]) -> Picture:
+    """Above, each request from sending to its end, with token 1 marked; below, generated tokens per second."""
+    tops: list[Panel] = []
+    belows: list[Panel] = []
+    for arm, rows in arms.items():
+        ordered = sorted(rows, key=lambda row: row.sent_s)
+        begun_s, color = ordered[0].scheduled_s, _looks((arm,))[arm]["color"]
+        spans: list[dict[str, float | None]] = []
+        for number, row in list(enumerate(ordered))[:: -(-len(ordered) // _MOST_BARS)]:
+            sent_s, done = row.sent_s - begun_s, row.error is None and row.e2e_ms is not None
+            ends = {"first": sent_s + (row.ttft_ms or 0.0) / 1e3, "end": sent_s + (row.e2e_ms or 0.0) / 1e3}
+            spans.append({"number": number, **({"sent": sent_s, **ends} if done else {"failed": sent_s})})
+        spans = [{"sent": None, "failed": None, "first": None, "end": None, **span} for span in spans]
+        marks = [
+            Mark(spans, "sent", "number", kind="span", to="first", look={"color": "#c9ced6"}),
+            Mark(spans, "first", "number", kind="span", to="end", look={"color": color}),
+            Mark(spans, "failed", "number", kind="points", look={"color": INK, "marker": "x"}),
+        ]
+        tops.append(Panel(marks, y="request", title=arm, falling=not tops))
+        times_s = np.asarray([at_s - begun_s for row in rows for at_s in _token_times_s(row)], float)
+        longest_s = float(times_s.max()) if times_s.size else 0.0
+        width_s = max(0.25, longest_s / 60)
+        counts, edges = np.histogram(times_s, np.arange(0.0, longest_s + 2 * width_s, width_s))
+        rates = [{"s": at_s, "rate": count / width_s} for at_s, count in zip(edges, [*counts, 0], strict=True)]
+        tokens = Mark(rates, "s", "rate", kind="area", look={"color": color, "step": "post", "alpha": 0.75})
+        belows.append(Panel([tokens], x="s since the load began", y="output tokens/s"))
+    sample = " (a sample of the requests)" if any(len(rows) > _MOST_BARS for rows in arms.values()) else ""
+    return Picture(
+        "over_time",
+        "Over time",
+        f"Above: each request, grey until token 1 and coloured from there to its end; × is a failed request{sample}. "
+        "Below: generated tokens per second.",
+        [*tops, *belows],
+        columns=len(arms),
+        share={"sharex": "col", "sharey": "row"},
+    )
+
+
+def _token_times_s(row: RequestRow) -> list[float]:
+    if row.error is not None or row.ttft_ms is None or not row.output_tokens:
+        return []
+    return list(row.sent_s + np.cumsum([row.ttft_ms, *row.itl_ms]) / 1e3)
+
+
+def _table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
+    usual = {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
+    names = next((each[key] for each in arms.values() for key in _FIGURES if each[key]), usual)
+    records = [
+        {"figure": f"{title}, ms", "mode": arm, **(each[key] or dict.fromkeys(names))}
+        for key, title in _FIGURES.items()
+        for arm, each in arms.items()
+    ]
+    columns = ("figure", "mode", *(f"{name} | {name}:{'.0f' if name == 'count' else '.2f'}" for name in names))
+    return table("Latencies", records, columns)

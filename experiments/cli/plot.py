@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ops.cli.options import stdout_console
 from pdserve.core.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from experiments.plots.overview import Drawing
 
 _FORMATS = ("png", "svg", "pdf", "csv")
 
@@ -27,7 +23,7 @@ def plot(
 
     csv writes the data of each picture. Several runs share the pictures, named by their folders."""
     from experiments.catalogue import run_of
-    from experiments.plots.overview import Source, drawings
+    from experiments.overview import Source, pictures
     from experiments.run_folder import RunFolder
 
     chosen = [part.strip() for part in formats.split(",") if part.strip()]
@@ -40,23 +36,16 @@ def plot(
         data = folder.load()
         label = f"{data.name}/{folder.path.resolve().name}" if len(folders) > 1 else ""
         sources.append(Source(label, data, run_of(folder).summarise(data)))
-    found = drawings(sources)
+    found = pictures(sources)
     if not found:
         raise InvalidRequest("RUN: the runs have nothing to draw: no request was recorded with a breakdown")
     output.mkdir(parents=True, exist_ok=True)
     console = stdout_console()
-    for drawing in found:
+    for picture in found:
         for kind_of_file in chosen:
-            path = output / f"{drawing.stem}.{kind_of_file}"
-            _save(drawing, path)
+            path = output / f"{picture.stem}.{kind_of_file}"
+            if kind_of_file == "csv":
+                picture.frame().to_csv(path, index=False)
+            else:
+                path.write_bytes(picture.file(kind_of_file))
             console.print(str(path), markup=False, soft_wrap=True)
-
-
-def _save(drawing: Drawing, path: Path) -> None:
-    if path.suffix == ".csv":
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(drawing.header)
-            writer.writerows(drawing.rows)
-    else:
-        drawing.draw().savefig(path, format=path.suffix[1:], dpi=140)
