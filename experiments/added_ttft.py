@@ -6,7 +6,7 @@ difference of a stage over the middle half of the pairs, whose differences lie a
 they leave unexplained sum to the added ``ttft_decode``.
 
 Cells under load send the same Poisson arrivals and prompts in each mode, one mode after the other
-(`experiments.under_load`). Their causes are the differences of the arms' means; waiting has stages of its own there.
+(`experiments.modes`). Their causes are the differences of the arms' means; waiting has stages of its own there.
 
 The prediction of the exposed transfer time is arithmetic: the prompt's bytes over the measured ceiling of the link, in
 the parts that the overlap mode makes of them (`ops.doctor.handoff_prediction`), plus the fixed cost of a hand-off. The
@@ -19,62 +19,57 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from experiments.bench.report import SLO
-from experiments.experiment import Bench, Cell, Experiment
+from experiments.experiment import Cell
 from experiments.machine_load import LOAD, beside_text
-from experiments.mode_pairs import (
+from experiments.modes import (
+    ATTAINMENT,
     COLOCATED,
     PD,
+    QUEUES,
+    LinkModel,
+    LoadPlan,
+    ModeMatrix,
     PairOptions,
-    PairSender,
     added_ms,
     added_text,
+    attainment_panel,
     causes_of,
-    chunk_tokens,
-    differences_of,
-    layout_facts,
+    check_rates,
+    check_slo,
+    load_caveats,
     middle_pairs,
+    pair_figures,
     pairs_of,
+    slo_text,
+    summarise_load,
+    sustains,
     unclear_text,
 )
 from experiments.report.drawing import ARM_LOOKS, PALETTE, Mark, Panel, Picture, Rule, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow, failures, unexpected_bytes
+from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.shapes.widths import WIDTHS, model_path
-from experiments.under_load import (
-    ATTAINMENT,
-    QUEUES,
-    LoadPlan,
-    attainment_panel,
-    check_rates,
-    check_slo,
-    load_caveats,
-    slo_of,
-    slo_text,
-    summarise_load,
-    sustains,
-)
+from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.lengths import Fixed
-from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
 from ops.waterfall.bars import COLORS
-from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval, apart
-from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import UNATTRIBUTED, Figure
 
-_WARM_UP_PAIRS = 2
-_CALIBRATIONS = 6
-_OUTPUT_TOKENS = 4
+WIDTHS = ("mha", "gqa", "mla", "mqa")
+"""Shapes of one model with KV caches of different widths: a Llama of 12 heads of 48 dimensions and 30 layers, with 12,
+4, 2 and 1 KV heads. All have random weights, so that nothing but the shape matters. ``mla`` has the cache size of
+multi-head latent attention, not its computation: DeepSeek-V2 caches 4.5 times the head dimension per token and layer
+(216 values here); two KV heads cache 192."""
+_SHAPES = Path(__file__).parent / "shapes"
 _HEADLINE_LEN = 512
 """The answer is about this prompt length, or the nearest one that was measured."""
 _METHOD = (
@@ -135,7 +130,7 @@ class AddedTtftOptions(PairOptions):
     rounds: int = Field(6, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
 
 
-class AddedTtft(Experiment):
+class AddedTtft(ModeMatrix):
     """See the module."""
 
     name: ClassVar[str] = "added-ttft"
@@ -155,7 +150,7 @@ class AddedTtft(Experiment):
             transports = {link.transport for worker in attached.workers for link in worker.links}
             if not transports:
                 raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-            fit = [length for length in options.prompt_lens if length + _OUTPUT_TOKENS <= Room.of(attached).tokens]
+            fit = [length for length in options.prompt_lens if length + self.output_len <= Room.of(attached).tokens]
             if not fit:
                 raise InvalidRequest(f"--prompt-lens: none fits the {Room.of(attached).tokens} tokens of the service")
             loaded = [
@@ -192,7 +187,7 @@ class AddedTtft(Experiment):
             self._idle(
                 options.width_prompt_len,
                 place,
-                {"model.path": model_path(width), **service},
+                {"model.path": f"dummy:{_SHAPES / width / 'config.json'}", **service},
                 f"width-{width}",
                 width=width,
             )
@@ -227,8 +222,8 @@ class AddedTtft(Experiment):
                 f"{length}/{place['transport']}/{place['overlap']}/rate-{rate:g}",
                 {"prompt_len": length, **place, "load": f"rate-{rate:g}", "rate": rate},
                 service,
-                self._load(rate).planned(),
-                self._load(rate).sending_s,
+                self.load(rate).planned(),
+                self.load(rate).sending_s,
                 may_overload=True,
             )
             for length in lengths
@@ -238,27 +233,17 @@ class AddedTtft(Experiment):
     def _load_lengths(self, idle: Sequence[int]) -> Sequence[int]:
         return self.options.load_prompt_lens or sorted({_nearest(idle), max(idle)})
 
-    def _load(self, rate: float) -> LoadPlan:
+    def load(self, rate: float) -> LoadPlan:
+        """As the options say."""
         return LoadPlan(rate, self.options.duration_s, self.options.rounds, self.options.seed)
 
-    async def measure(self, bench: Bench) -> None:
-        """Calibrate the link, then send the pairs; under load the rounds of both modes."""
-        length = int(bench.cell.parameters["prompt_len"])
-        async with AsyncClient(bench.target) as client:
-            status = await client.status()
-            bench.facts |= layout_facts(status)
-            sender = PairSender(bench, client, status.vocab_size, _OUTPUT_TOKENS, self.options.seed)
-            fixed_ms = []
-            for _ in range(_CALIBRATIONS):
-                done = await sender.unrecorded(2, PD, 2)
-                wire_ms = done.kv_bytes / done.transfer.ceiling_gbs / 1e6 if done.transfer.ceiling_gbs else 0.0
-                fixed_ms.append(max(0.0, done.transfer.exposed_ms - wire_ms))
-            bench.facts["fixed_ms"] = statistics.median(fixed_ms[1:])
-            if "rate" in bench.cell.parameters:
-                workload = Synthetic(Fixed(length), Fixed(self.options.load_output_len))
-                await self._load(bench.cell.parameters["rate"]).send(bench, client, workload)
-                return
-            await sender.send(length, self.options.pairs, self.options, warm_up=_WARM_UP_PAIRS)
+    def workload(self, prompt_len: int) -> Workload:
+        """Random prompts of one length."""
+        return Synthetic(Fixed(prompt_len), Fixed(self.options.load_output_len))
+
+    def least_pairs(self) -> int:
+        """As the options say."""
+        return self.options.pairs
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells`` and ``break_even``; see docs/experiments.md."""
@@ -271,33 +256,13 @@ class AddedTtft(Experiment):
             {
                 "cell": cell.cell,
                 **cell.parameters,
-                **summarise_load(cell, rows, self._slo(cell, run), self.options.seed),
+                **summarise_load(cell, rows, self.slo(self.options.slo, cell, run), self.options.seed),
                 **_handoffs(cell, [row for row in rows if row.arm == PD and row.error is None]),
             }
             for cell in run.cells
             if "rate" in cell.parameters and (rows := run.rows_of(cell.cell))
         ]
-        failed = [
-            each
-            for cell in run.cells
-            for each in differences_of(cell.cell, run.rows_of(cell.cell), under_load="rate" in cell.parameters)
-        ]
-        failed += [
-            each
-            for cell in run.cells
-            if "rate" not in cell.parameters
-            for each in failures(cell.cell, run.rows_of(cell.cell))
-        ]
-        return {"experiment": self.name, "cells": [*idle, *loaded], **break_even_of(loaded), "failed": failed}
-
-    def _slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
-        """The SLO of a cell under load; an automatic one comes from the idle cell of its length."""
-        alike = [
-            each
-            for each in run.cells
-            if each.parameters == {**{k: v for k, v in cell.parameters.items() if k != "rate"}, "load": "idle"}
-        ]
-        return slo_of(self.options.slo, run.rows_of(alike[0].cell) if alike else [])
+        return {"experiment": self.name, "cells": [*idle, *loaded], **break_even_of(loaded), "failed": self.failed(run)}
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
         """The waterfall of causes, the curves over length, prediction against measurement, attainment under load,
@@ -430,8 +395,7 @@ def _summarise_cell(cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
     return {
         "cell": cell.cell,
         **cell.parameters,
-        "n": len(pairs),
-        "errors": errors,
+        **pair_figures(rows, pairs, errors),
         LOAD: cell.facts.get(LOAD),
         "added_ttft_ms": {figure.value: each for figure, each in added.items() if each is not None},
         "arms_ms": {
@@ -446,10 +410,6 @@ def _summarise_cell(cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
         "middle_colocated_ms": round(statistics.fmean(row.ttft_decode_ms or 0.0 for row in middle_colocated), 4),
         **causes_of(middle_pd, middle_colocated, total["median"]),
         **_handoffs(cell, pd_rows),
-        "kv_bytes": sum(row.kv_bytes for row in pd_rows),
-        "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
-        "kv_bytes_equal": unexpected_bytes(rows) is None,
-        "tokens_equal": all(pd.token_hash == colocated.token_hash for pd, colocated in pairs),
     }
 
 
@@ -464,7 +424,7 @@ def _handoffs(cell: FinishedCell, rows: Sequence[RequestRow]) -> dict[str, Any]:
     ceiling_gbs = statistics.median(_transfer(row, "ceiling_gbs") for row in rows)
     prefill_ms = statistics.fmean(row.stages_ms.get(Figure.TTFT_DECODE, {}).get("prefill", 0.0) for row in rows)
     values = (
-        _predicted_ms(cell, ceiling_gbs, prefill_ms / 1e3),
+        _predicted_ms(cell, ceiling_gbs, prefill_ms),
         statistics.fmean(_transfer(row, "exposed_ms") for row in rows),
         statistics.fmean(_transfer(row, "wire_ms") + _transfer(row, "import_ms") for row in rows),
         statistics.fmean(_transfer(row, "request_to_ready_ms") for row in rows),
@@ -484,26 +444,14 @@ def _transfer(row: RequestRow, key: str) -> float:
     return float(row.transfer.get(key, 0.0))
 
 
-def _predicted_ms(cell: FinishedCell, ceiling_gbs: float, prefill_s: float) -> float | None:
+def _predicted_ms(cell: FinishedCell, ceiling_gbs: float, prefill_ms: float) -> float | None:
     """The exposed time that arithmetic gives; None if the link was not measured or the model's layers are unknown."""
-    shape = cell.facts.get("layout")
-    overlap = cell.parameters["overlap"]
-    if not ceiling_gbs or shape is None:
+    if not ceiling_gbs or cell.facts.get("layout") is None:
         return None
-    config = cell.config
-    layout = KVLayout.uniform(
-        "", shape["dtype"], cell.facts["block_size"], shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
-    )
-    prompt_len = int(cell.parameters["prompt_len"])
-    plan = HandoffPlan(
-        layout,
-        prompt_len,
-        chunk_tokens(config, prompt_len),
-        config.transfer.overlap if overlap == "as-configured" else overlap,
-        config.transfer.layer_groups,
-    )
-    exposed_s = predict(plan.parts(), LinkRate(ceiling_gbs), prefill_s).exposed_s
-    return exposed_s * 1e3 + float(cell.facts["fixed_ms"])
+    overlap = cell.parameters["overlap"]
+    chosen = cell.config.transfer.overlap if overlap == "as-configured" else overlap
+    model = LinkModel.of(cell, int(cell.parameters["prompt_len"]), prefill_ms)
+    return model.exposed_ms(chosen, ceiling_gbs) + float(cell.facts["fixed_ms"])
 
 
 def _headline(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

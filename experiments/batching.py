@@ -22,8 +22,7 @@ from pydantic import Field
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, StepSample, Task
-from experiments.engine_alone.step_case import StepCase
+from experiments.engine_alone.program import Built, StepCase, StepSample, Task
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.load import Load, run_load
 from experiments.neighbours import passes
@@ -35,8 +34,8 @@ from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequ
 from experiments.statistics import percentile, plain_mean, tail
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import all_at_once, random_arrivals
+from experiments.workloads.conversation import Room
 from experiments.workloads.lengths import Lognormal, Uniform
-from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
 from experiments.batching import Batching
-from experiments.bench.run import BenchRun
+from experiments.bench_report import BenchRun
 from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
 from experiments.interference import ChunkedPrefill, Interference

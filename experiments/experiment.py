@@ -14,11 +14,9 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experiments import event_loop
-from experiments.deployment import Deployment
+from experiments.deployment import Deployment, run_in_loop
 from experiments.load import Load, Outcome, run_load
-from experiments.machine_load import CpuUse, own_processes
-from experiments.other_requests import BUSY, OtherRequests
+from experiments.machine_load import BUSY, CpuUse, OtherRequests, own_processes
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
 from experiments.run_folder import CONFIG, ENVIRONMENT, RunData, RunFolder
@@ -209,7 +207,7 @@ class Bench:
 
     def run(self, measuring: Callable[[Bench], Any]) -> None:
         """Run the coroutine function ``measuring``."""
-        event_loop.run(measuring(self))
+        run_in_loop(measuring(self))
 
 
 class RunKind(ABC):

@@ -1,6 +1,6 @@
 """``pdserve experiment goodput``: requests per second and device that meet an SLO, disaggregated and colocated.
 
-Every split xPyD is a service of its own. Both arms run on it, one after the other (`experiments.under_load`): mode
+Every split xPyD is a service of its own. Both arms run on it, one after the other (`experiments.modes`): mode
 ``pd``, and mode ``colocated``, in which each of its workers serves whole requests. So both have the same devices.
 Colocated requests do not depend on the split; their rows of all services with equally many devices count together."""
 
@@ -15,11 +15,26 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from experiments.bench.bench import BenchPlan, Pace, fitted
-from experiments.bench.report import SLO
+from experiments.bench_plan import BenchPlan, Pace, fitted
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.load import Outcome, run_load
-from experiments.mode_pairs import COLOCATED, PD, differences_of
+from experiments.modes import (
+    ATTAINMENT,
+    COLOCATED,
+    PD,
+    REQUEST_TIMEOUT_S,
+    SLO,
+    ArmLoads,
+    LoadPlan,
+    Split,
+    attainment_panel,
+    check_rates,
+    check_slo,
+    differences_of,
+    load_caveats,
+    slo_of,
+    slo_text,
+    summarise_load,
+)
 from experiments.report.drawing import (
     ARM_LOOKS,
     DOTTED,
@@ -35,21 +50,7 @@ from experiments.report.drawing import (
 )
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import FinishedCell, RunData
-from experiments.splits import Split
 from experiments.statistics import difference_interval, mean_interval
-from experiments.under_load import (
-    ATTAINMENT,
-    REQUEST_TIMEOUT_S,
-    ArmLoads,
-    LoadPlan,
-    attainment_panel,
-    check_rates,
-    check_slo,
-    load_caveats,
-    slo_of,
-    slo_text,
-    summarise_load,
-)
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import ClosedLoop
 from experiments.workloads.catalog import WorkloadOptions
@@ -178,28 +179,15 @@ class Goodput(Experiment):
                 await load.send(bench, client, workload)
                 return
 
-            def record(outcome: Outcome) -> None:
-                bench.record(
-                    outcome.generation,
-                    outcome.error,
-                    arm=COLOCATED,
-                    repeat=0,
-                    index=outcome.index,
-                    turn=outcome.turn,
-                    scheduled_s=outcome.scheduled_s,
-                    sent_s=outcome.sent_s,
-                )
-                bench.advance(1)
-
             await warm_up(bench, client, requests_of(workload, self.options.seed - 2, status.vocab_size), (COLOCATED,))
-            await bench.settle(client, COLOCATED)
-            await run_load(
+            await bench.load(
                 client,
                 workload.conversations(_IDLE_REQUESTS, self.options.seed - 1, status.vocab_size),
                 ClosedLoop(1),
+                arm=COLOCATED,
+                repeat=0,
                 mode=Mode.COLOCATED,
                 timeout_s=REQUEST_TIMEOUT_S,
-                on_done=record,
             )
 
     def summarise(self, run: RunData) -> dict[str, Any]:
@@ -395,7 +383,7 @@ def _goodput_pictures(systems: Sequence[Mapping[str, Any]]) -> list[Picture]:
         y="goodput, requests/s per device",
         ticks=attainment.ticks,
         xlim=(0, 1.06 * attainment.ticks[-1]),
-        ylim=(-0.02 * attainment.ticks[-1], None),
+        ylim=(-0.02 * attainment.ticks[-1], 1.03 * attainment.ticks[-1]),
         legend="upper left",
     )
     return [

@@ -27,30 +27,19 @@ import numpy as np
 from pydantic import Field
 
 from experiments.deployment import Deployment
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Options
 from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
-from experiments.mode_pairs import (
-    PD,
-    PairOptions,
-    PairSender,
-    added_ms,
-    chunk_tokens,
-    differences_of,
-    layout_facts,
-    pairs_of,
-)
+from experiments.modes import LinkModel, ModeMatrix, PairOptions, added_ms, pair_figures, pairs_of
 from experiments.report.drawing import DOTTED, INK, MARKERS, PALETTE, Mark, Panel, Picture, Rule, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow, failures, unexpected_bytes
+from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import mean_interval
-from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
-from pdserve.client.async_client import AsyncClient
+from ops.doctor.handoff_prediction import Overlap
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval
-from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import Figure
 
 TOLERANCE, TOLERANCE_MS = 0.15, 3.0
@@ -60,10 +49,7 @@ KNEE_SHARE = 0.1
 REACHED = 0.8
 """A link that never moved more than this share of its shaped rate is slower than asked for."""
 
-_WARM_UP_PAIRS = 1
-_CALIBRATIONS = 6
 _CALIBRATION_TOKENS = 2
-_OUTPUT_TOKENS = 3
 _OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 USER_SPACE, KERNEL, AS_IT_IS = "user space", "kernel (tc)", "as it is"
 
@@ -122,7 +108,7 @@ class LinkSweepOptions(PairOptions):
     )
 
 
-class LinkSweep(Experiment):
+class LinkSweep(ModeMatrix):
     """See the module."""
 
     name: ClassVar[str] = "link-sweep"
@@ -132,6 +118,7 @@ class LinkSweep(Experiment):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self.prompt_len = self.options.prompt_len
         self._namespaces: NamespaceDeployment | None = None
 
     def deployment(
@@ -157,7 +144,7 @@ class LinkSweep(Experiment):
         if attached is not None:
             if not any(worker.links for worker in attached.workers):
                 raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-            if options.prompt_len + _OUTPUT_TOKENS > attached.context_length:
+            if options.prompt_len + self.output_len > attached.context_length:
                 raise InvalidRequest(f"--prompt-len: does not fit the service's context of {attached.context_length}")
             parameters = {"gbps": None, "rtt_ms": None, "overlap": "as-configured", "shaping": AS_IT_IS}
             return [Cell("as-configured", parameters, work=options.pairs, sending_s=options.pairs_s)]
@@ -190,29 +177,18 @@ class LinkSweep(Experiment):
         return Cell(name, parameters, service, options.pairs, options.pairs_s)
 
     async def measure(self, bench: Bench) -> None:
-        """Calibrate the hand-off, then send the pairs."""
-        options, gbps = self.options, bench.cell.parameters["gbps"]
+        """Shape the cable between hosts made of namespaces, then calibrate and send the pairs."""
         if self._namespaces is not None:
-            self._namespaces.rate(gbps)
-        async with AsyncClient(bench.target) as client:
-            status = await client.status()
-            bench.facts |= layout_facts(status)
-            sender = PairSender(bench, client, status.vocab_size, _OUTPUT_TOKENS, options.seed)
-            calibrations = [await sender.unrecorded(_CALIBRATION_TOKENS, PD) for _ in range(_CALIBRATIONS)]
-            bench.facts["calibrations"] = [
-                {
-                    "exposed_ms": done.transfer.exposed_ms,
-                    "prefill_ms": done.breakdowns[Figure.TTFT_DECODE].stages_ms.get("prefill", 0.0),
-                }
-                for done in calibrations[1:]
-            ]
-            await sender.send(options.prompt_len, options.pairs, options, warm_up=_WARM_UP_PAIRS)
+            self._namespaces.rate(bench.cell.parameters["gbps"])
+        await super().measure(bench)
+
+    def least_pairs(self) -> int:
+        """As the options say."""
+        return self.options.pairs
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, ``knee`` and ``links``; see docs/experiments/link-sweep.md."""
         cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
-        failed = [each for cell in run.cells for each in differences_of(cell.cell, run.rows_of(cell.cell))]
-        failed += [each for cell in cells for each in failures(cell["cell"], run.rows_of(cell["cell"]))]
         known = next((cell for cell in run.cells if cell.facts.get("layout")), None)
         model = None
         if known is not None and cells:
@@ -229,7 +205,7 @@ class LinkSweep(Experiment):
             "phi_gbps": None if model is None else round(8 * model.phi_gbs, 6),
             "model": None if model is None else asdict(model),
             "links": [] if model is None else [_on_link(link, model) for link in NAMED_LINKS],
-            "failed": failed,
+            "failed": self.failed(run),
         }
 
     def _summarise_cell(self, cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
@@ -266,8 +242,7 @@ class LinkSweep(Experiment):
             **cell.parameters,
             "gbps": shaped_gbps if shaped_gbps is not None else round(8 * ceiling_gbs, 6),
             "rtt_ms": round(rtt_ms, 6),
-            "n": len(pairs),
-            "errors": errors,
+            **pair_figures(run.rows_of(cell.cell), pairs, errors),
             "exposed": exposed.to_dict(),
             **{f"added_{figure.value}": added_ms(pairs, figure) for figure in Figure},
             "predicted_ms": None if predicted_ms is None else round(predicted_ms, 4),
@@ -284,10 +259,6 @@ class LinkSweep(Experiment):
             "wire_ms": round(statistics.fmean(float(row.transfer.get("wire_ms", 0.0)) for row in pd_rows), 4),
             "clock_error_ms": round(max(row.clock_error_ms for row in pd_rows), 4),
             "transports_used": sorted({row.transport for row in pd_rows}),
-            "kv_bytes": sum(row.kv_bytes for row in pd_rows),
-            "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
-            "kv_bytes_equal": unexpected_bytes(run.rows_of(cell.cell)) is None,
-            "tokens_equal": all(pd.token_hash == colocated.token_hash for pd, colocated in pairs),
         }
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
@@ -314,79 +285,6 @@ class LinkSweep(Experiment):
             report.blocks.append(_links_table(summary))
         report.blocks.append(_table(cells))
         return report
-
-
-@dataclass(frozen=True, slots=True)
-class LinkModel:
-    """Predicts the exposed time of one prompt. ``layout`` has num_layers, num_kv_heads, head_dim and dtype;
-    ``chunk_tokens``, ``layer_groups`` and ``max_inflight_bytes`` are the service's settings."""
-
-    layout: Mapping[str, Any]
-    block_size: int
-    prompt_tokens: int
-    chunk_tokens: int
-    layer_groups: int
-    max_inflight_bytes: int
-    prefill_ms: float
-
-    @classmethod
-    def of(cls, cell: FinishedCell, prompt_tokens: int, prefill_ms: float) -> LinkModel:
-        """The model of a cell that knows its layout, with the settings of its service."""
-        transfer = cell.config.transfer
-        return cls(
-            cell.facts["layout"],
-            cell.facts["block_size"],
-            prompt_tokens,
-            chunk_tokens(cell.config, prompt_tokens),
-            transfer.layer_groups,
-            transfer.max_inflight_bytes,
-            prefill_ms,
-        )
-
-    def _plan(self, overlap: Overlap, tokens: int) -> HandoffPlan:
-        shape = self.layout
-        layout = KVLayout.uniform(
-            "", shape["dtype"], self.block_size, shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
-        )
-        return HandoffPlan(layout, tokens, self.chunk_tokens, overlap, self.layer_groups)
-
-    def exposed_ms(
-        self,
-        overlap: Overlap,
-        gbs: float,
-        rtt_ms: float = 0.0,
-        *,
-        tokens: int | None = None,
-        prefill_ms: float | None = None,
-    ) -> float:
-        """The exposed time on a link of ``gbs`` (10^9 bytes per second), without the fixed cost. ``tokens`` and
-        ``prefill_ms`` are those of another prompt.
-
-        Nothing is sent before decode's announcement has come, half a round trip after both workers began."""
-        plan = self._plan(overlap, self.prompt_tokens if tokens is None else tokens)
-        link = LinkRate(gbs, rtt_ms / 1e3, self.max_inflight_bytes)
-        prefill_ms = self.prefill_ms if prefill_ms is None else prefill_ms
-        announced = rtt_ms / 2 / prefill_ms if prefill_ms > 0 else 0.0
-        parts = [HandoffPart(max(part.ready, announced), part.num_bytes) for part in plan.parts()]
-        return 1e3 * predict(parts, link, prefill_ms / 1e3).exposed_s
-
-    @property
-    def phi_gbs(self) -> float:
-        """Φ, in 10^9 bytes per second."""
-        return hiding_gbs(self._plan("none", self.prompt_tokens).parts(), self.prefill_ms / 1e3)
-
-    def rate_of(self, overlap: Overlap, exposed_ms: float, fixed_ms: float) -> float | None:
-        """The rate at which so much is exposed, in 10^9 bits per second; None if no rate is fast enough."""
-        low, high = 1e-6, 1e6
-        if self.exposed_ms(overlap, high / 8) + fixed_ms > exposed_ms:
-            return None
-        while high / low > 1.0001:
-            middle = math.sqrt(low * high)
-            if self.exposed_ms(overlap, middle / 8) + fixed_ms > exposed_ms:
-                low = middle
-            else:
-                high = middle
-        return high
 
 
 def _rate_gbs(row: RequestRow) -> float:

@@ -20,7 +20,7 @@ from experiments.experiment import Bench
 from experiments.request_row import RequestRow, token_hash
 from experiments.run_folder import RunData
 from experiments.statistics import percentile, plain_mean, tail
-from experiments.workloads.room import Room
+from experiments.workloads.conversation import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.async_stream import AsyncStream
 from pdserve.client.status import ServiceStatus

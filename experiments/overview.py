@@ -121,7 +121,7 @@ def _goodput(sources: Sequence[Source]) -> Picture | None:
                 title=where,
                 ticks=rates,
                 xlim=(0, rates[-1] * 1.06),
-                ylim=(-0.02 * rates[-1], None),
+                ylim=(-0.02 * rates[-1], 1.03 * rates[-1]),
             )
             for where, own in panels.items()
             if own

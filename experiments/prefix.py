@@ -28,14 +28,14 @@ from pydantic import Field
 from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.mode_pairs import chunk_tokens
+from experiments.modes import chunk_tokens
 from experiments.report.drawing import DASHED, FAINT, PALETTE, Look, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
 from experiments.request_row import RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
-from experiments.workloads.room import Room
+from experiments.workloads.conversation import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError

@@ -1,6 +1,6 @@
 """``pdserve experiment routing``: the routing policies on a trace in which many requests share few beginnings.
 
-The trace has Mooncake's format (`experiments.workloads.skewed`, or a file of one's own). Its shared beginnings together
+The trace has Mooncake's format (`experiments.workloads.trace`, or a file of one's own). Its shared beginnings together
 are larger than the KV pool of one worker, and smaller than all of them: a policy that sends requests to where their
 beginning is cached computes less. Requests decode where they were prefilled (mode ``colocated``), so that all workers
 are equal and the choice of one is all that differs.
@@ -23,18 +23,16 @@ from typing import Any, ClassVar, get_args
 from pydantic import Field
 
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.load import Outcome, run_load
+from experiments.modes import REQUEST_TIMEOUT_S
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import mean_interval, percentile
-from experiments.under_load import REQUEST_TIMEOUT_S
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
-from experiments.workloads.room import Room
-from experiments.workloads.skewed import SkewedPrefixes
-from experiments.workloads.trace import TRACE_BLOCK_SIZE, Trace
+from experiments.workloads.conversation import Room
+from experiments.workloads.trace import TRACE_BLOCK_SIZE, SkewedPrefixes, Trace
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import RoutingPolicy
@@ -153,30 +151,16 @@ class Routing(Experiment):
             bench.facts["workload"] = trace.describe()
             seed = self.options.seed
             await warm_up(bench, client, requests_of(trace, seed - 1, status.vocab_size), (Mode.COLOCATED,))
-            await bench.settle(client, bench.cell.parameters["policy"])
-            begun_s = bench.elapsed_s
-
-            def record(outcome: Outcome) -> None:
-                bench.record(
-                    outcome.generation,
-                    outcome.error,
-                    arm=bench.cell.parameters["policy"],
-                    repeat=bench.cell.parameters["round"],
-                    index=outcome.index,
-                    scheduled_s=begun_s + outcome.scheduled_s,
-                    sent_s=begun_s + outcome.sent_s,
-                )
-
-            load = await run_load(
+            load = await bench.load(
                 client,
                 trace.conversations(len(trace.requests), seed, status.vocab_size),
                 timed_arrivals(trace.times_s),
+                arm=bench.cell.parameters["policy"],
+                repeat=bench.cell.parameters["round"],
                 mode=Mode.COLOCATED,
                 timeout_s=REQUEST_TIMEOUT_S,
-                on_done=record,
             )
             bench.facts["load"] = {"took_s": load.duration_s, "lag": asdict(load.lag) if load.lag else None}
-            bench.advance(1)
 
     async def _calibrate(self, bench: Bench, client: AsyncClient, status: ServiceStatus) -> None:
         """Note the fact ``rate``: arrivals per second of all loads."""

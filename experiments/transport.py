@@ -28,7 +28,7 @@ import numpy as np
 from pydantic import Field
 
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.mode_pairs import PD
+from experiments.modes import PD
 from experiments.pairs.memcpy import Memcpy
 from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
 from experiments.pairs.raw_tcp import RawTcp

@@ -1,4 +1,4 @@
-"""The run folder of ``pdserve bench --output``: the same files as those of an experiment.
+"""The figures of ``pdserve bench``, and its run folder (``--output``), which has the files of an experiment.
 
 Rows are written while requests end, so that they outlive an interruption. There is one cell, `CELL`; its arms are the
 modes that were asked for. Its facts say how each load went."""
@@ -6,6 +6,7 @@ modes that were asked for. Its facts say how each load went."""
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +18,11 @@ import numpy as np
 from pydantic import Field
 
 from experiments import environment
-from experiments.bench.bench import BenchPlan
-from experiments.bench.report import PERCENTILES, SLO, BenchReport, Distribution, parse_percentiles
+from experiments.bench_plan import PERCENTILES, BenchPlan
 from experiments.experiment import Options, RunKind
-from experiments.load import Lag, Outcome
-from experiments.machine_load import LOAD, beside_text, cores_of_others, load_facts
-from experiments.mode_pairs import PD, added_ms, added_text, pairs_of
-from experiments.other_requests import BUSY
+from experiments.load import Lag, Load, Outcome
+from experiments.machine_load import BUSY, LOAD, OtherRequests, beside_text, cores_of_others, load_facts
+from experiments.modes import PD, SLO, added_interval, added_ms, added_text, pairs_of
 from experiments.report.drawing import (
     ARM_LOOKS,
     FAINT,
@@ -42,13 +41,84 @@ from experiments.request_row import LAG, RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
 from pdserve.core.request import counted_requests
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 
 CELL = "load"
 _MOST_BARS = 400
 _TOKENS = (("token 1", Figure.TTFT), ("token 2", Figure.TTFT_DECODE))
-_FIGURES = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+FIGURES = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """``50,90,99.9`` in ascending order; `InvalidRequest` unless all are between 0 and 100."""
+    try:
+        numbers = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < 100 for number in numbers):
+        raise InvalidRequest(f"percentiles: {text!r} is not a list of numbers between 0 and 100, like 50,90,99")
+    return tuple(numbers)
+
+
+def distribution(values: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> dict[str, float] | None:
+    """Statistics of a figure; None without values. ``std`` is the sample's (0 for a single value); percentiles are
+    interpolated linearly and called ``p50``, ``p99.9``."""
+    if not values:
+        return None
+    measured = np.asarray(values, float)
+    std = float(measured.std(ddof=1)) if measured.size > 1 else 0.0
+    edges = {"mean": float(measured.mean()), "std": std, "min": float(measured.min()), "max": float(measured.max())}
+    named = {f"p{percent:g}": float(np.percentile(measured, percent)) for percent in percentiles}
+    return {**edges, **named, "count": measured.size}
+
+
+def row_of(outcome: Outcome, plan: BenchPlan, offset_s: float = 0.0) -> RequestRow:
+    """The row of a request, whose times count from ``offset_s`` before its load. Conversations 2k and 2k+1 of pairs are
+    the same one."""
+    return RequestRow.of(
+        outcome.generation,
+        outcome.error,
+        cell=CELL,
+        arm=str(outcome.mode),
+        repeat=0,
+        index=outcome.index // 2 if plan.paired else outcome.index,
+        turn=outcome.turn,
+        scheduled_s=offset_s + outcome.scheduled_s,
+        sent_s=offset_s + outcome.sent_s,
+    )
+
+
+def report_of(plan: BenchPlan, mode: str, load: Load, before: ServiceStatus) -> dict[str, Any]:
+    """What ``pdserve bench --json`` prints of a load; leaked blocks are not counted yet. ``planned`` is the number of
+    requests that a complete run has at most."""
+    rows = [row_of(outcome, plan) for outcome in load.outcomes]
+    refusals = [each.error for each in load.outcomes if isinstance(each.error, CapacityExceeded | NotReady)]
+    waits_s = [error.retry_after_s for error in refusals if error.retry_after_s is not None]
+    others = OtherRequests.of(before)
+    facts = {"duration_s": load.duration_s, "unsent": load.unsent}
+    slo, judged = plan.slo, [row.since_due() if plan.scheduled else row for row in rows]
+    by_mode = {name: [row for row in judged if row.mode == name] for name in sorted({row.mode for row in rows} - {""})}
+    return {
+        "workload": plan.workload.describe(),
+        "mode": str(mode),
+        "partial": load.stopped,
+        **arm_figures(rows, facts, slo, plan.percentiles, plan.scheduled),
+        "planned": len(rows) if plan.planned is None else plan.planned,
+        "errors": sorted({str(each.error) for each in load.outcomes if each.error is not None}),
+        "kv_bytes_wrong": sum(row.error is None and row.kv_bytes != row.kv_bytes_expected for row in rows),
+        "refused": {"requests": len(refusals), "retry_after_ms": statistics.median(waits_s) * 1e3 if waits_s else None},
+        "lag": None if load.lag is None else asdict(load.lag),
+        "scheduled": plan.scheduled,
+        "busy": None if others is None else asdict(others),
+        "slo_ms": None if slo is None else dict(slo.limits_ms),
+        "leaked_blocks": None,
+        "by_mode": {name: _distributions(of_mode, plan.percentiles) for name, of_mode in by_mode.items()},
+        "added_ms": {
+            figure.value: added_interval(pairs_of(rows)[0], figure) if plan.paired else None for figure in Figure
+        },
+    }
 
 
 class BenchRecorder:
@@ -89,40 +159,21 @@ class BenchRecorder:
         self._begun_s = time.monotonic()
 
     def record(self, outcome: Outcome) -> None:
-        """Write the row of a request that has just ended. Conversations 2k and 2k+1 of pairs are the same one."""
-        arm = str(outcome.mode)
-        load = "both" if self._plan.paired else arm
+        """Write the row of a request that has just ended."""
+        load = "both" if self._plan.paired else str(outcome.mode)
         offset_s = self._load_begun_s.setdefault(load, time.monotonic() - outcome.ended_s - self._begun_s)
-        self.folder.append(
-            RequestRow.of(
-                outcome.generation,
-                outcome.error,
-                cell=CELL,
-                arm=arm,
-                repeat=0,
-                index=outcome.index // 2 if self._plan.paired else outcome.index,
-                turn=outcome.turn,
-                scheduled_s=offset_s + outcome.scheduled_s,
-                sent_s=offset_s + outcome.sent_s,
-            )
-        )
+        self.folder.append(row_of(outcome, self._plan, offset_s))
 
-    def finish(self, reports: Sequence[BenchReport]) -> None:
+    def finish(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Write the cell; the last report has the leaked blocks."""
         facts = {
             "loads": [
-                {
-                    "mode": str(report.mode),
-                    "duration_s": report.duration_s,
-                    "unsent": report.load.unsent,
-                    "partial": report.partial,
-                    "planned": report.planned,
-                }
+                {key: report[key] for key in ("mode", "duration_s", "unsent", "partial", "planned")}
                 for report in reports
             ],
-            BUSY: [{"arm": str(each.mode), **asdict(each.others)} for each in reports if each.others is not None],
-            "leaked_blocks": reports[-1].leaked_blocks,
-            "workload": reports[0].workload,
+            BUSY: [{"arm": each["mode"], **each["busy"]} for each in reports if each["busy"] is not None],
+            "leaked_blocks": reports[-1]["leaked_blocks"],
+            "workload": reports[0]["workload"],
             **load_facts(self._before_cores, None),
         }
         duration_s = round(time.monotonic() - self._begun_s, 3)
@@ -160,10 +211,8 @@ class BenchRun(RunKind):
         arms = {}
         for arm in sorted({row.arm for row in run.rows}, key=lambda name: (name != PD, name)):
             load = next((each for each in loads if each["mode"] in (arm, "both")), {})
-            arms[arm] = {
-                **_arm(self._judged(run, arm), load, slo, percentiles, self.options.scheduled),
-                "lag": self._lag([row for row in run.rows if row.arm == arm]),
-            }
+            rows = [row for row in run.rows if row.arm == arm]
+            arms[arm] = arm_figures(rows, load, slo, percentiles, self.options.scheduled)
         summary: dict[str, Any] = {
             "experiment": self.name,
             "workload": facts.get("workload", self.options.workload),
@@ -182,19 +231,12 @@ class BenchRun(RunKind):
             failed.append(f"{summary['leaked_blocks']} KV blocks did not come back")
         return {**summary, "failed": failed}
 
-    def _judged(self, run: RunData, arm: str) -> list[RequestRow]:
-        rows = (row for row in run.rows if row.arm == arm)
-        return [row.since_due() if self.options.scheduled else row for row in rows]
-
-    def _lag(self, rows: Sequence[RequestRow]) -> dict[str, Any] | None:
-        if not self.options.scheduled:
-            return None
-        lag = Lag.between([row.scheduled_s for row in rows], [row.sent_s for row in rows])
-        return None if lag is None else asdict(lag)
-
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
         """CDFs of the latencies, means of the stages, throughput and requests over time, and the distributions."""
         arms = {arm: [row for row in run.rows if row.arm == arm] for arm in summary["arms"]}
+        judged = arms
+        if self.options.scheduled:
+            judged = {arm: [row.since_due() for row in rows] for arm, rows in arms.items()}
         options = {**run.options, **run.options.get("pace", {})}
         how = [f"{name} {options[name]}" for name in ("concurrency", "rate", "ramp", "speed", "burstiness",
                "max_concurrency", "duration_s", "warmup", "mode", "seed") if options.get(name) is not None]  # fmt: skip
@@ -208,7 +250,7 @@ class BenchRun(RunKind):
             failures=summary["failed"],
         )
         if any(row.error is None for row in run.rows):
-            report.blocks.append(_latency_picture({arm: self._judged(run, arm) for arm in arms}))
+            report.blocks.append(_latency_picture(judged))
             if any(each["stages_ms"] for each in summary["arms"].values()):
                 report.blocks.append(_stages_picture(summary["arms"]))
             report.blocks.append(_time_picture(arms))
@@ -216,25 +258,31 @@ class BenchRun(RunKind):
         return report
 
 
-def _arm(
+def arm_figures(
     rows: Sequence[RequestRow],
     load: Mapping[str, Any],
     slo: SLO | None,
     percentiles: Sequence[float],
     scheduled: bool,
 ) -> dict[str, Any]:
-    done = [row for row in rows if row.error is None]
-    ends_s = [row.sent_s + (row.e2e_ms or 0.0) / 1e3 for row in rows]
-    duration_s = float(load.get("duration_s") or max(ends_s) - min(row.sent_s for row in rows))
-    good = None if slo is None else sum(slo.met_by_row(row) for row in rows)
-    unsent = int(load.get("unsent", 0))
-    values = {key: _values(done, key) for key in _FIGURES}
-    distributions = {name: Distribution.of(each, percentiles) for name, each in values.items()}
-    output_tokens = sum(row.output_tokens for row in done)
+    """The figures of the requests of a load. ``scheduled``: they had times at which they were due; latencies count from
+    them, and requests that were never sent miss the SLO."""
+    judged = [row.since_due() for row in rows] if scheduled else rows
+    done = [row for row in judged if row.error is None]
+    ends_s = [row.sent_s + (row.e2e_ms or 0.0) / 1e3 for row in judged]
+    begun_s = min((row.sent_s for row in judged), default=0.0)
+    duration_s = float(load["duration_s"] if "duration_s" in load else max(ends_s) - begun_s)
+    unsent, output_tokens = int(load.get("unsent", 0)), sum(row.output_tokens for row in done)
+    lag = Lag.between([row.scheduled_s for row in rows], [row.sent_s for row in rows]) if scheduled else None
+    due = len(rows) + (unsent if scheduled else 0)
 
     def per_second(count: float) -> float:
         return count / duration_s if duration_s > 0 else 0.0
 
+    goodput = None
+    if slo is not None:
+        good = sum(slo.met_by(row) for row in judged)
+        goodput = {"requests_per_s": per_second(good), "share": good / due if rows else None}
     return {
         "requests": len(rows),
         "failed": len(rows) - len(done),
@@ -242,16 +290,19 @@ def _arm(
         "planned": load.get("planned"),
         "duration_s": duration_s,
         "unsent": unsent,
-        **{name: each.to_dict() if each else None for name, each in distributions.items()},
+        **_distributions(done, percentiles),
         "stages_ms": _stages(done),
         "output_tokens_per_s": per_second(output_tokens),
         "total_tokens_per_s": per_second(output_tokens + sum(row.prompt_tokens for row in done)),
         "requests_per_s": per_second(len(done)),
-        "goodput": None
-        if good is None
-        else {"requests_per_s": per_second(good), "share": good / (len(rows) + (unsent if scheduled else 0))},
+        "goodput": goodput,
         "kv_bytes_equal_expected": all(row.kv_bytes == row.kv_bytes_expected for row in done),
+        "lag": None if lag is None else asdict(lag),
     }
+
+
+def _distributions(rows: Sequence[RequestRow], percentiles: Sequence[float]) -> dict[str, Any]:
+    return {key: distribution(_values(rows, key), percentiles) for key in FIGURES}
 
 
 def _values(rows: Sequence[RequestRow], key: str) -> list[float]:
@@ -332,7 +383,7 @@ def _latency_picture(arms: Mapping[str, Sequence[RequestRow]]) -> Picture:
     for key in ("ttft_ms", "itl_ms", "e2e_ms"):
         shares = cumulative({arm: _values(rows, key) for arm, rows in arms.items()}, percent=True)
         mark = Mark(shares, "value", "share", by="series", looks=_looks(arms), kind="steps")
-        panels.append(Panel([mark], x="ms", y="share, %", title=_FIGURES[key], xlim=(0, None), ylim=(0, 101),
+        panels.append(Panel([mark], x="ms", y="share, %", title=FIGURES[key], xlim=(0, None), ylim=(0, 101),
                             legend="" if panels else "lower right"))  # fmt: skip
     caption = "Share of the requests (ITL: of the gaps) that were at most so long."
     share = {"sharey": True}
@@ -413,10 +464,10 @@ def _token_times_s(row: RequestRow) -> list[float]:
 
 def _table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
     usual = {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
-    names = next((each[key] for each in arms.values() for key in _FIGURES if each[key]), usual)
+    names = next((each[key] for each in arms.values() for key in FIGURES if each[key]), usual)
     records = [
         {"figure": f"{title}, ms", "mode": arm, **(each[key] or dict.fromkeys(names))}
-        for key, title in _FIGURES.items()
+        for key, title in FIGURES.items()
         for arm, each in arms.items()
     ]
     columns = ("figure", "mode", *(f"{name} | {name}:{'.0f' if name == 'count' else '.2f'}" for name in names))
