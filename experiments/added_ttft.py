@@ -6,7 +6,7 @@ difference of a stage over the middle half of the pairs, whose differences lie a
 they leave unexplained sum to the added ``ttft_decode``.
 
 Cells under load send the same Poisson arrivals and prompts in each mode, one mode after the other
-(`experiments.under_load`). Their causes are the differences of the arms' means; waiting has stages of its own there.
+(`experiments.modes`). Their causes are the differences of the arms' means; waiting has stages of its own there.
 
 The prediction of the exposed transfer time is arithmetic: the prompt's bytes over the measured ceiling of the link, in
 the parts that the overlap mode makes of them (`ops.doctor.handoff_prediction`), plus the fixed cost of a hand-off. The
@@ -15,62 +15,61 @@ link, under load as well."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field, PositiveInt
 
-from experiments.bench.report import SLO
-from experiments.experiment import Bench, Cell, Experiment
+from experiments.experiment import Cell
 from experiments.machine_load import LOAD, beside_text
-from experiments.mode_pairs import (
+from experiments.modes import (
+    ATTAINMENT,
     COLOCATED,
     PD,
+    QUEUES,
+    LinkModel,
+    LoadPlan,
+    ModeMatrix,
     PairOptions,
-    PairSender,
     added_ms,
     added_text,
+    attainment_panel,
     causes_of,
-    chunk_tokens,
-    differences_of,
-    layout_facts,
-    middle_pairs,
-    pairs_of,
-    unclear_text,
-)
-from experiments.plots import added_ttft as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, failures, unexpected_bytes
-from experiments.run_folder import FinishedCell, RunData
-from experiments.shapes.widths import WIDTHS, model_path
-from experiments.under_load import (
-    ATTAINMENT,
-    QUEUES,
-    LoadPlan,
     check_rates,
     check_slo,
     load_caveats,
-    slo_of,
+    middle_pairs,
+    pair_figures,
+    pairs_of,
     slo_text,
     summarise_load,
     sustains,
+    unclear_text,
 )
+from experiments.report.drawing import ARM_LOOKS, PALETTE, Mark, Panel, Picture, Rule, TableBlock, table
+from experiments.report.page import Report, setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.lengths import Fixed
-from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
-from pdserve.client.async_client import AsyncClient
+from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval, apart, interval_text
-from pdserve.core.kv_layout import KVLayout
-from pdserve.core.timeline import Figure
+from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval, apart
+from pdserve.core.timeline import UNATTRIBUTED, Figure
 
-_WARM_UP_PAIRS = 2
-_CALIBRATIONS = 6
-_OUTPUT_TOKENS = 4
+WIDTHS = ("mha", "gqa", "mla", "mqa")
+"""Shapes of one model with KV caches of different widths: a Llama of 12 heads of 48 dimensions and 30 layers, with 12,
+4, 2 and 1 KV heads. All have random weights, so that nothing but the shape matters. ``mla`` has the cache size of
+multi-head latent attention, not its computation: DeepSeek-V2 caches 4.5 times the head dimension per token and layer
+(216 values here); two KV heads cache 192."""
+_SHAPES = Path(__file__).parent / "shapes"
 _HEADLINE_LEN = 512
 """The answer is about this prompt length, or the nearest one that was measured."""
 _METHOD = (
@@ -131,7 +130,7 @@ class AddedTtftOptions(PairOptions):
     rounds: int = Field(6, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
 
 
-class AddedTtft(Experiment):
+class AddedTtft(ModeMatrix):
     """See the module."""
 
     name: ClassVar[str] = "added-ttft"
@@ -151,7 +150,7 @@ class AddedTtft(Experiment):
             transports = {link.transport for worker in attached.workers for link in worker.links}
             if not transports:
                 raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-            fit = [length for length in options.prompt_lens if length + _OUTPUT_TOKENS <= Room.of(attached).tokens]
+            fit = [length for length in options.prompt_lens if length + self.output_len <= Room.of(attached).tokens]
             if not fit:
                 raise InvalidRequest(f"--prompt-lens: none fits the {Room.of(attached).tokens} tokens of the service")
             loaded = [
@@ -188,7 +187,7 @@ class AddedTtft(Experiment):
             self._idle(
                 options.width_prompt_len,
                 place,
-                {"model.path": model_path(width), **service},
+                {"model.path": f"dummy:{_SHAPES / width / 'config.json'}", **service},
                 f"width-{width}",
                 width=width,
             )
@@ -223,8 +222,8 @@ class AddedTtft(Experiment):
                 f"{length}/{place['transport']}/{place['overlap']}/rate-{rate:g}",
                 {"prompt_len": length, **place, "load": f"rate-{rate:g}", "rate": rate},
                 service,
-                self._load(rate).planned(),
-                self._load(rate).sending_s,
+                self.load(rate).planned(),
+                self.load(rate).sending_s,
                 may_overload=True,
             )
             for length in lengths
@@ -234,27 +233,17 @@ class AddedTtft(Experiment):
     def _load_lengths(self, idle: Sequence[int]) -> Sequence[int]:
         return self.options.load_prompt_lens or sorted({_nearest(idle), max(idle)})
 
-    def _load(self, rate: float) -> LoadPlan:
+    def load(self, rate: float) -> LoadPlan:
+        """As the options say."""
         return LoadPlan(rate, self.options.duration_s, self.options.rounds, self.options.seed)
 
-    async def measure(self, bench: Bench) -> None:
-        """Calibrate the link, then send the pairs; under load the rounds of both modes."""
-        length = int(bench.cell.parameters["prompt_len"])
-        async with AsyncClient(bench.target) as client:
-            status = await client.status()
-            bench.facts |= layout_facts(status)
-            sender = PairSender(bench, client, status.vocab_size, _OUTPUT_TOKENS, self.options.seed)
-            fixed_ms = []
-            for _ in range(_CALIBRATIONS):
-                done = await sender.unrecorded(2, PD, 2)
-                wire_ms = done.kv_bytes / done.transfer.ceiling_gbs / 1e6 if done.transfer.ceiling_gbs else 0.0
-                fixed_ms.append(max(0.0, done.transfer.exposed_ms - wire_ms))
-            bench.facts["fixed_ms"] = statistics.median(fixed_ms[1:])
-            if "rate" in bench.cell.parameters:
-                workload = Synthetic(Fixed(length), Fixed(self.options.load_output_len))
-                await self._load(bench.cell.parameters["rate"]).send(bench, client, workload)
-                return
-            await sender.send(length, self.options.pairs, self.options, warm_up=_WARM_UP_PAIRS)
+    def workload(self, prompt_len: int) -> Workload:
+        """Random prompts of one length."""
+        return Synthetic(Fixed(prompt_len), Fixed(self.options.load_output_len))
+
+    def least_pairs(self) -> int:
+        """As the options say."""
+        return self.options.pairs
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells`` has an object per cell.
@@ -287,33 +276,13 @@ class AddedTtft(Experiment):
             {
                 "cell": cell.cell,
                 **cell.parameters,
-                **summarise_load(cell, rows, self._slo(cell, run), self.options.seed),
+                **summarise_load(cell, rows, self.slo(self.options.slo, cell, run), self.options.seed),
                 **_handoffs(cell, [row for row in rows if row.arm == PD and row.error is None]),
             }
             for cell in run.cells
             if "rate" in cell.parameters and (rows := run.rows_of(cell.cell))
         ]
-        failed = [
-            each
-            for cell in run.cells
-            for each in differences_of(cell.cell, run.rows_of(cell.cell), under_load="rate" in cell.parameters)
-        ]
-        failed += [
-            each
-            for cell in run.cells
-            if "rate" not in cell.parameters
-            for each in failures(cell.cell, run.rows_of(cell.cell))
-        ]
-        return {"experiment": self.name, "cells": [*idle, *loaded], **break_even_of(loaded), "failed": failed}
-
-    def _slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
-        """The SLO of a cell under load; an automatic one comes from the idle cell of its length."""
-        alike = [
-            each
-            for each in run.cells
-            if each.parameters == {**{k: v for k, v in cell.parameters.items() if k != "rate"}, "load": "idle"}
-        ]
-        return slo_of(self.options.slo, run.rows_of(alike[0].cell) if alike else [])
+        return {"experiment": self.name, "cells": [*idle, *loaded], **break_even_of(loaded), "failed": self.failed(run)}
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
         """The waterfall of causes, the curves over length, prediction against measurement, attainment under load,
@@ -336,23 +305,23 @@ class AddedTtft(Experiment):
             caveats=[*_caveats(cells, bool(loaded)), *load_caveats(loaded)],
             failures=summary["failed"],
         )
-        idle = [cell for cell in cells if _plain(cell)]
+        idle = _series([cell for cell in cells if _plain(cell)])
         if idle:
-            report.blocks += [plots.waterfall_of_causes(_headline(idle)), plots.over_length(idle)]
+            report.blocks += [_waterfall_picture(_headline(idle)), _length_picture(idle)]
             if any(cell["predicted_ms"] is not None for cell in idle):
-                report.blocks.append(plots.predicted_and_achieved(idle))
-            report.blocks.append(plots.three_times(idle))
+                report.blocks.append(_prediction_picture(idle))
+            report.blocks.append(_times_picture(idle))
         late = [cell for cell in cells if cell.get("first_token") == "decode"]
         if idle and late:
-            report.blocks.append(plots.first_tokens(_headline(idle), late[0]))
+            report.blocks.append(_first_token_picture(_headline(idle), late[0]))
         explained = [cell for cell in loaded if cell["causes_ms"] is not None]
         if explained:
-            report.blocks.append(plots.waterfall_of_causes(_headline_under_load(summary, explained)))
+            report.blocks.append(_waterfall_picture(_headline_under_load(summary, explained)))
         if any(cell["slo_ms"] for cell in loaded):
-            report.blocks.append(plots.attainment_over_rate(loaded))
-        widths = [cell for cell in cells if cell.get("width")]
+            report.blocks.append(_attainment_picture(loaded))
+        widths = _series([cell for cell in cells if cell.get("width")])
         if len(widths) > 1:
-            report.blocks.append(plots.over_width(widths))
+            report.blocks.append(_width_picture(widths))
         if cells:
             report.blocks.append(_table(cells))
         if loaded:
@@ -446,8 +415,7 @@ def _summarise_cell(cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
     return {
         "cell": cell.cell,
         **cell.parameters,
-        "n": len(pairs),
-        "errors": errors,
+        **pair_figures(rows, pairs, errors),
         LOAD: cell.facts.get(LOAD),
         "added_ttft_ms": {figure.value: each for figure, each in added.items() if each is not None},
         "arms_ms": {
@@ -462,10 +430,6 @@ def _summarise_cell(cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
         "middle_colocated_ms": round(statistics.fmean(row.ttft_decode_ms or 0.0 for row in middle_colocated), 4),
         **causes_of(middle_pd, middle_colocated, total["median"]),
         **_handoffs(cell, pd_rows),
-        "kv_bytes": sum(row.kv_bytes for row in pd_rows),
-        "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
-        "kv_bytes_equal": unexpected_bytes(rows) is None,
-        "tokens_equal": all(pd.token_hash == colocated.token_hash for pd, colocated in pairs),
     }
 
 
@@ -480,7 +444,7 @@ def _handoffs(cell: FinishedCell, rows: Sequence[RequestRow]) -> dict[str, Any]:
     ceiling_gbs = statistics.median(_transfer(row, "ceiling_gbs") for row in rows)
     prefill_ms = statistics.fmean(row.stages_ms.get(Figure.TTFT_DECODE, {}).get("prefill", 0.0) for row in rows)
     values = (
-        _predicted_ms(cell, ceiling_gbs, prefill_ms / 1e3),
+        _predicted_ms(cell, ceiling_gbs, prefill_ms),
         statistics.fmean(_transfer(row, "exposed_ms") for row in rows),
         statistics.fmean(_transfer(row, "wire_ms") + _transfer(row, "import_ms") for row in rows),
         statistics.fmean(_transfer(row, "request_to_ready_ms") for row in rows),
@@ -500,26 +464,14 @@ def _transfer(row: RequestRow, key: str) -> float:
     return float(row.transfer.get(key, 0.0))
 
 
-def _predicted_ms(cell: FinishedCell, ceiling_gbs: float, prefill_s: float) -> float | None:
+def _predicted_ms(cell: FinishedCell, ceiling_gbs: float, prefill_ms: float) -> float | None:
     """The exposed time that arithmetic gives; None if the link was not measured or the model's layers are unknown."""
-    shape = cell.facts.get("layout")
-    overlap = cell.parameters["overlap"]
-    if not ceiling_gbs or shape is None:
+    if not ceiling_gbs or cell.facts.get("layout") is None:
         return None
-    config = cell.config
-    layout = KVLayout.uniform(
-        "", shape["dtype"], cell.facts["block_size"], shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
-    )
-    prompt_len = int(cell.parameters["prompt_len"])
-    plan = HandoffPlan(
-        layout,
-        prompt_len,
-        chunk_tokens(config, prompt_len),
-        config.transfer.overlap if overlap == "as-configured" else overlap,
-        config.transfer.layer_groups,
-    )
-    exposed_s = predict(plan.parts(), LinkRate(ceiling_gbs), prefill_s).exposed_s
-    return exposed_s * 1e3 + float(cell.facts["fixed_ms"])
+    overlap = cell.parameters["overlap"]
+    chosen = cell.config.transfer.overlap if overlap == "as-configured" else overlap
+    model = LinkModel.of(cell, int(cell.parameters["prompt_len"]), prefill_ms)
+    return model.exposed_ms(chosen, ceiling_gbs) + float(cell.facts["fixed_ms"])
 
 
 def _headline(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -621,94 +573,303 @@ def _caveats(cells: Sequence[Mapping[str, Any]], loaded: bool) -> list[str]:
     return caveats
 
 
-def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "n", "added ttft, ms", "added ttft_decode, ms", "its mean, ms", "disturbed pairs", "explained, %",
-              "predicted, ms", "exposed, ms",
-              "on the wire, ms", "ceiling, GB/s", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
-    rows = []
-    for cell in cells:
-        added = [interval_text(cell["added_ttft_ms"][figure.value], "+") for figure in Figure]
-        total = cell["added_ttft_ms"][Figure.TTFT_DECODE.value]
-        rows.append(
-            (
-                cell["cell"],
-                str(cell["n"]),
-                *added,
-                f"{total['mean']:+.2f}",
-                "–" if total["disturbed"] is None else str(len(total["disturbed"])),
-                f"{cell['explained_pct']:.1f}",
-                "–" if cell["predicted_ms"] is None else f"{cell['predicted_ms']:.2f}",
-                f"{cell['achieved_ms']:.2f}",
-                f"{cell['wire_ms']:.2f}",
-                f"{cell['ceiling_gbs']:.2f}",
-                f"{cell['kv_bytes'] // cell['n']:,}",
-                "yes" if cell["kv_bytes_equal"] else "NO",
-                "yes" if cell["tokens_equal"] else "NO",
-            )
+def _series(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The cells with the name of their line, and the megabytes that a request moves."""
+    return [
+        {**cell, "series": " · ".join(_place(cell)), "megabytes": cell["kv_bytes"] / cell["n"] / 1e6} for cell in cells
+    ]
+
+
+def _waterfall_picture(cell: Mapping[str, Any]) -> Picture:
+    """The colocated ``ttft_decode``, what each stage adds to it, and the disaggregated one, which is both together."""
+    idle = cell["load"] == "idle"
+    added = Interval.from_dict(cell["added_ttft_ms"]["ttft_decode"])
+    colocated_ms = cell["middle_colocated_ms"] if idle else cell["arms_ms"][COLOCATED]["ttft_decode"]
+    causes = [(name, value) for name, value in cell["causes_ms"].items() if abs(value) >= 0.005]
+    # What is unattributed and, of pairs, the distance of the middle half's mean from the median.
+    causes.append(("unexplained", cell["unexplained_ms"]))
+    starts = list(itertools.accumulate((value for _, value in causes), initial=colocated_ms))
+    bars = [
+        {"name": "colocated", "from": 0.0, "ms": colocated_ms, "color": ARM_LOOKS[COLOCATED]["color"], "form": ".2f"},
+        *(
+            {"name": name, "from": start, "ms": value, "color": COLORS.get(name, COLORS[UNATTRIBUTED]), "form": "+.2f"}
+            for (name, value), start in zip(causes, starts, strict=False)
+        ),
+        {"name": "disaggregated", "from": 0.0, "ms": colocated_ms + added.value, "color": ARM_LOOKS[PD]["color"],
+         "form": ".2f"},
+    ]  # fmt: skip
+    edges = [*starts, colocated_ms + added.value]
+    margin = max(0.5 * (max(edges) - min(edges)), 0.5)
+    low = max(0.0, min(edges) - margin)
+    rows = [str(bar["name"]) for bar in bars]
+    bars = [{**bar, "text": f"{bar['ms']:{bar['form']}}"} for bar in bars]
+    panel = Panel(
+        [Mark(bars, "ms", "name", kind="bars", to="from", text="text", look={"height": 0.68})],
+        x=f"ms until token 2 is at the client{' (axis starts later than 0)' if low else ''}",
+        rows=rows,
+        xlim=(low, max(edges) + margin),
+    )
+    where = [f"{cell['prompt_len']} tokens", cell["transport"], *([] if idle else [f"{cell['rate']:g} requests/s"])]
+    where += filter(None, (beside_text(cell),))
+    means = f"Means over {cell['n']} requests of each arm"
+    if idle:
+        means = (
+            f"Means over the middle half of {cell['n']} pairs, whose differences lie around the median; disaggregated "
+            "is colocated and the median difference"
         )
-    return TableBlock(
+    chance = "" if added.sign else " As no difference could be measured, its causes may be chance."
+    return Picture(
+        "causes" if idle else "causes_under_load",
+        f"From colocated to disaggregated, stage by stage ({', '.join(where)})",
+        f"{means}. Each bar is the difference of one stage between the arms. Together they are the added ttft_decode "
+        f"of {added.text()}, except for {cell['unexplained_ms']:+.2f} ms that no stage explains.{chance}",
+        [panel],
+    )
+
+
+def _length_picture(cells: Sequence[Mapping[str, Any]]) -> Picture:
+    """Added ``ttft`` and ``ttft_decode`` over the prompt length, one line per transport and overlap."""
+    lengths = sorted({cell["prompt_len"] for cell in cells})
+    names = list(dict.fromkeys(cell["series"] for cell in cells))
+    panels = [
+        Panel(
+            [
+                *(mark for cell in cells for mark in _difference_marks(cell, figure, names.index(cell["series"]))),
+                Mark(cells, "prompt_len", f"added_ttft_ms.{figure.value}", by="series"),
+                Rule("y"),
+            ],
+            x="prompt length, tokens",
+            y="added, ms",
+            title=f"added {figure.value}",
+            log="x",
+            ticks=lengths,
+            xlim=(lengths[0] / 1.3, lengths[-1] * 1.3),
+            legend="" if number else "best",
+        )
+        for number, figure in enumerate(Figure)
+    ]
+    return Picture(
+        "added_over_length",
+        "Added latency over prompt length",
+        "Median of the paired differences, disaggregated minus colocated, with 95 % intervals. Faint points are the "
+        "pairs, hollow ones those beside which other processes used the machine; triangles at the edge stand for pairs "
+        "beyond it. Left: token 1, which does not wait for the hand-off. Right: token 2, which does.",
+        panels,
+        columns=2,
+    )
+
+
+def _difference_marks(cell: Mapping[str, Any], figure: Figure, number: int) -> list[Mark]:
+    """The single differences behind a median, a little to its right; hollow where the pair was disturbed. Those more
+    than eight times as far from the median as the middle half are drawn at that distance, as triangles."""
+    added = cell["added_ttft_ms"][figure.value]
+    lower, upper = np.percentile(added["differences_ms"], (25, 75))
+    reach, color = 8 * max(float(upper - lower), 0.5), PALETTE[number % len(PALETTE)]
+    low, high = added["median"] - reach, added["median"] + reach
+    drawn: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for place, ms in enumerate(added["differences_ms"]):
+        marker = "^" if ms > high else "v" if ms < low else "o"
+        fill = "none" if place in (added["disturbed"] or ()) else color
+        point = {"x": cell["prompt_len"] * 1.06, "ms": min(max(ms, low), high)}
+        drawn.setdefault((marker, fill), []).append(point)
+    return [
+        Mark(points, "x", "ms", kind="points",
+             look={"color": color, "marker": marker, "markerfacecolor": fill, "markersize": 3.2, "alpha": 0.45})
+        for (marker, fill), points in drawn.items()
+    ]  # fmt: skip
+
+
+def _prediction_picture(cells: Sequence[Mapping[str, Any]]) -> Picture:
+    """Exposed transfer time: what arithmetic gives, and what was measured."""
+    known = [cell for cell in cells if cell["predicted_ms"] is not None]
+    limit = 1.1 * max(max(cell["predicted_ms"], cell["achieved_ms"]) for cell in known)
+    panel = Panel(
+        [Mark(known, "predicted_ms", "achieved_ms", by="series", kind="points"), Rule("diagonal")],
+        x="predicted exposed time, ms",
+        y="measured exposed time, ms",
+        xlim=(0, limit),
+        ylim=(0, limit),
+        legend="best",
+    )
+    return Picture(
+        "predicted",
+        "Predicted against measured",
+        "The prediction is the prompt's bytes over the link's measured ceiling, in the parts of the overlap mode, plus "
+        "the fixed cost of a hand-off measured with one block. Points on the dashed line are explained by arithmetic; "
+        "points above it waited for something else.",
+        [panel],
+    )
+
+
+def _times_picture(cells: Sequence[Mapping[str, Any]]) -> Picture:
+    """Exposed, wire and request-to-ready time of every cell: three figures that are easily confused."""
+    rows = [f"{cell['prompt_len']} · {cell['series']}" for cell in cells]
+    kinds = {"achieved_ms": "exposed", "wire_ms": "on the wire", "request_to_ready_ms": "request to ready"}
+    points = [
+        {"row": row, "kind": kind, "ms": cell[key]}
+        for key, kind in kinds.items()
+        for row, cell in zip(rows, cells, strict=True)
+    ]
+    panel = Panel(
+        [Mark(points, "ms", "row", by="kind", kind="points")], x="ms (logarithmic)", log="x", rows=rows, legend="above"
+    )
+    return Picture(
+        "three_times",
+        "Exposed, wire, and request-to-ready time",
+        "Exposed is what the request waits for after its prompt is computed. The wire time is spent on moving bytes, "
+        "most of it hidden behind the prefill. Request-to-ready spans from decode's allocation to the last block, and "
+        "so contains the prefill.",
+        [panel],
+    )
+
+
+def _width_picture(cells: Sequence[Mapping[str, Any]]) -> Picture:
+    """Added ``ttft_decode`` over the bytes of KV that a request moves."""
+    named = [{**cell, "name": cell["width"].upper()} for cell in cells]
+    megabytes = [cell["megabytes"] for cell in cells]
+    panel = Panel(
+        [Mark(named, "megabytes", "added_ttft_ms.ttft_decode", by="width", kind="points", text="name", note=(7, 5))],
+        x="KV per request, MB",
+        y="added ttft_decode, ms",
+        log="x",
+        xlim=(0.6 * min(megabytes), 1.8 * max(megabytes)),
+    )
+    return Picture(
+        "over_width",
+        f"KV width ({cells[0]['prompt_len']} tokens, {cells[0]['transport']})",
+        "The same model with as many KV heads as heads (MHA), a third (GQA), the size of a latent cache (MLA), and one "
+        "(MQA).",
+        [panel],
+    )
+
+
+def _first_token_picture(usual: Mapping[str, Any], late: Mapping[str, Any]) -> Picture:
+    """Added ``ttft`` and ``ttft_decode`` with both settings of ``router.first_token``."""
+    tokens = {"ttft": "token 1 (ttft)", "ttft_decode": "token 2 (ttft_decode)"}
+    points = [
+        {"setting": f"router.first_token: {name}", "token": token, "added": cell["added_ttft_ms"][key]}
+        for name, cell in (("prefill", usual), ("decode", late))
+        for key, token in tokens.items()
+    ]
+    panel = Panel(
+        [Mark(points, "token", "added", by="setting", kind="points", look={"markersize": 7}), Rule("y")],
+        y="added, ms",
+        columns=list(tokens.values()),
+        legend="above",
+    )
+    return Picture(
+        "first_tokens",
+        f"Who sends token 1 ({usual['prompt_len']} tokens, {usual['transport']})",
+        "With prefill, the client gets token 1 as soon as it is sampled. With decode, it gets token 1 once the KV has "
+        "arrived, as in services that discard prefill's token: then token 1 pays for the hand-off.",
+        [panel],
+    )
+
+
+def _attainment_picture(cells: Sequence[Mapping[str, Any]]) -> Picture:
+    """The share of requests that met the SLO over the rate, both arms: a column per prompt length, a row per transport
+    and overlap."""
+    lengths = sorted({cell["prompt_len"] for cell in cells})
+    places = list(dict.fromkeys(" · ".join(_place(cell)) for cell in cells))
+    panels: list[Panel] = []
+    for place, length in itertools.product(places, lengths):
+        own = [cell for cell in cells if (" · ".join(_place(cell)), cell["prompt_len"]) == (place, length)]
+        points = [
+            {"rate": cell["rate"], "arm": arm, "met": cell["attainment"][arm]}
+            for cell in own
+            for arm in (PD, COLOCATED)
+        ]
+        panel = attainment_panel(points, "offered load, requests/s")
+        title = f"{length} tokens" + (f" · {place}" if len(places) > 1 else "")
+        panels.append(replace(panel, title=title, legend="" if panels else "best"))
+    return Picture(
+        "attainment",
+        "How many requests meet the SLO under load",
+        "Share of all requests, with 95 % intervals; failed requests miss the SLO. The dashed line is the 90 % above "
+        "which an arm sustains the load.",
+        panels,
+        columns=len(lengths),
+        share={"sharey": True},
+    )
+
+
+def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
+    records = []
+    for cell in cells:
+        added = cell["added_ttft_ms"]["ttft_decode"]
+        disturbed = None if added["disturbed"] is None else len(added["disturbed"])
+        records.append({**cell, "mean": added["mean"], "disturbed": disturbed, "bytes": cell["kv_bytes"] // cell["n"]})
+    columns = (
+        "cell",
+        "n",
+        "added ttft, ms | added_ttft_ms.ttft:+",
+        "added ttft_decode, ms | added_ttft_ms.ttft_decode:+",
+        "its mean, ms | mean:+.2f",
+        "disturbed pairs | disturbed",
+        "explained, % | explained_pct:.1f",
+        "predicted, ms | predicted_ms:.2f",
+        "exposed, ms | achieved_ms:.2f",
+        "on the wire, ms | wire_ms:.2f",
+        "ceiling, GB/s | ceiling_gbs:.2f",
+        "KV, bytes | bytes:,",
+        "= expected | kv_bytes_equal",
+        "tokens equal | tokens_equal",
+    )
+    return table(
         "All idle cells",
-        header,
-        rows,
+        records,
+        columns,
         "Added: median of the pairs' differences. Disturbed: pairs beside which other processes used the machine; they "
         "count like all others. KV bytes per request; the ceiling is the best rate of the link so far.",
     )
 
 
 def _load_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "requests per arm", "added ttft, ms", "added ttft_decode, ms", "SLO met pd, %",
-              "SLO met colocated, %", "goodput pd, 1/s", "goodput colocated, 1/s", "failed pd, colocated",
-              "lag p99 pd, colocated, ms")  # fmt: skip
-    rows = []
-    for cell in cells:
-        met = [cell["attainment"][arm] for arm in (PD, COLOCATED)]
-        good = [cell["goodput_rps"][arm] for arm in (PD, COLOCATED)]
-        lags = [cell["lag"][arm] for arm in (PD, COLOCATED)]
-        rows.append(
-            (
-                cell["cell"],
-                str(cell["n"]),
-                *(interval_text(cell["added_ttft_ms"][figure.value], "+") for figure in Figure),
-                *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
-                *("–" if each is None else f"{each['mean']:.2f}" for each in good),
-                ", ".join(str(cell["errors"][arm]) for arm in (PD, COLOCATED)),
-                ", ".join("–" if lag is None else f"{lag['p99_ms']:.1f}" for lag in lags),
-            )
-        )
-    return TableBlock(
+    columns = (
+        "cell",
+        "requests per arm | n",
+        "added ttft, ms | added_ttft_ms.ttft:+",
+        "added ttft_decode, ms | added_ttft_ms.ttft_decode:+",
+        "SLO met pd, % | attainment.pd.mean*100:.0f",
+        "SLO met colocated, % | attainment.colocated.mean*100:.0f",
+        "goodput pd, 1/s | goodput_rps.pd.mean:.2f",
+        "goodput colocated, 1/s | goodput_rps.colocated.mean:.2f",
+        "failed pd, colocated | errors.pd, errors.colocated",
+        "lag p99 pd, colocated, ms | lag.pd.p99_ms:.1f, lag.colocated.p99_ms:.1f",
+    )
+    return table(
         "Under load",
-        header,
-        rows,
+        cells,
+        columns,
         "Added: difference of the arms' means, disaggregated minus colocated. Latencies count from when a request was "
         "due.",
     )
 
 
 def _load_causes_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "added by waiting, ms", "by other stages, ms", "unexplained, ms", "explained, %",
-              "predicted on an idle link, ms", "exposed, ms", "on the wire, ms", "request to ready, ms", "KV, bytes",
-              "= expected", "equal tokens, %")  # fmt: skip
-    rows = []
+    records = []
     for cell in cells:
-        causes_ms = cell["causes_ms"]
-        waiting_ms = None if causes_ms is None else sum(causes_ms[name] for name in QUEUES)
-        other_ms = None if causes_ms is None else sum(causes_ms.values()) - waiting_ms
-        timed = (cell[key] for key in ("predicted_ms", "achieved_ms", "wire_ms", "request_to_ready_ms"))
-        share = cell["tokens_equal_share"]
-        rows.append(
-            (
-                cell["cell"],
-                *("–" if ms is None else f"{ms:+.2f}" for ms in (waiting_ms, other_ms, cell["unexplained_ms"])),
-                "–" if causes_ms is None else f"{cell['explained_pct']:.1f}",
-                *("–" if ms is None else f"{ms:.2f}" for ms in timed),
-                f"{cell['kv_bytes']:,}",
-                "yes" if cell["kv_bytes_equal"] else "NO",
-                "–" if share is None else f"{100 * share:.1f}",
-            )
-        )
-    return TableBlock(
+        causes_ms = cell["causes_ms"] or {}
+        waiting_ms = sum(causes_ms[name] for name in QUEUES) if causes_ms else None
+        other_ms = sum(causes_ms.values()) - waiting_ms if waiting_ms is not None else None
+        records.append({**cell, "waiting_ms": waiting_ms, "other_ms": other_ms})
+    columns = (
+        "cell",
+        "added by waiting, ms | waiting_ms:+.2f",
+        "by other stages, ms | other_ms:+.2f",
+        "unexplained, ms | unexplained_ms:+.2f",
+        "explained, % | explained_pct:.1f",
+        "predicted on an idle link, ms | predicted_ms:.2f",
+        "exposed, ms | achieved_ms:.2f",
+        "on the wire, ms | wire_ms:.2f",
+        "request to ready, ms | request_to_ready_ms:.2f",
+        "KV, bytes | kv_bytes:,",
+        "= expected | kv_bytes_equal",
+        "equal tokens, % | tokens_equal_share*100:.1f",
+    )
+    return table(
         "Under load: causes and hand-offs",
-        header,
-        rows,
+        records,
+        columns,
         f"Differences of the arms' means of ttft_decode. Waiting: {', '.join(QUEUES)}. KV bytes of all requests.",
     )

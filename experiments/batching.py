@@ -22,22 +22,20 @@ from pydantic import Field
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, StepSample, Task
-from experiments.engine_alone.step_case import StepCase
+from experiments.engine_alone.program import Built, StepCase, StepSample, Task
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.load import Load, run_load
-from experiments.neighbours import Tail, passes
-from experiments.plots import batching as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
+from experiments.neighbours import passes
+from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, cumulative, table, tail_marks
+from experiments.report.page import Report, setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequest, simulate
-from experiments.statistics import mean_interval, percentile
+from experiments.statistics import percentile, plain_mean, tail
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import all_at_once, random_arrivals
+from experiments.workloads.conversation import Room
 from experiments.workloads.lengths import Lognormal, Uniform
-from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -123,7 +121,7 @@ class Batching(Experiment):
             f"{arm}/pass-{number + 1}",
             {"batching": arm, "repeats": list(repeats)},
             {} if arm == AS_CONFIGURED else self._service(arm),
-            2 * len(repeats),
+            2 * len(repeats) * self.options.requests,
         )
 
     def _service(self, arm: str) -> dict[str, Any]:
@@ -218,34 +216,16 @@ class Batching(Experiment):
             """Send the requests of a repeat; record them unless it is negative."""
             seed = options.seed * 1000 + repeat
             schedule = all_at_once() if rate is None else random_arrivals(rate, seed)
-            await bench.settle(client, kind)
-            begin_s = bench.elapsed_s
-            load = await run_load(
-                client,
-                workload.conversations(options.requests, seed, vocab_size),
-                schedule,
-                mode=Mode.COLOCATED,
+            conversations = workload.conversations(options.requests, seed, vocab_size)
+            if repeat < 0:
+                await bench.settle(client, kind)
+                return await run_load(client, conversations, schedule, mode=Mode.COLOCATED)
+            arm = str(bench.cell.parameters["batching"])
+            load = await bench.load(
+                client, conversations, schedule, arm=arm, repeat=repeat, kind=kind, mode=Mode.COLOCATED
             )
-            if repeat >= 0:
-                for each in load.outcomes:
-                    bench.record(
-                        each.generation,
-                        each.error,
-                        arm=str(bench.cell.parameters["batching"]),
-                        repeat=repeat,
-                        index=each.index,
-                        kind=kind,
-                        scheduled_s=begin_s + each.scheduled_s,
-                        sent_s=begin_s + each.sent_s,
-                    )
-                bench.facts.setdefault("runs", []).append(
-                    {
-                        "arm": bench.cell.parameters["batching"],
-                        "kind": kind,
-                        "repeat": repeat,
-                        "duration_s": load.duration_s,
-                    }
-                )
+            done = {"arm": arm, "kind": kind, "repeat": repeat, "duration_s": load.duration_s}
+            bench.facts.setdefault("runs", []).append(done)
             return load
 
         await warm_up(bench, client, requests_of(workload, options.seed, vocab_size), (Mode.COLOCATED,))
@@ -259,7 +239,6 @@ class Batching(Experiment):
         for repeat in bench.cell.parameters["repeats"]:
             for kind in (ARRIVALS, AT_ONCE):
                 await send(kind, repeat, rate if kind == ARRIVALS else None)
-                bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``decode_steps`` and ``prefill_steps`` by batch size: ``batch``, ``tokens``, ``step_ms``, ``tokens_per_s``.
@@ -317,16 +296,13 @@ class Batching(Experiment):
         for batch in sorted(set(batches)):
             for step in facts["steps"] if facts else ():
                 if (step["batch"], step["tokens"], step["context"]) == (batch, tokens, context):
-                    step_ms = mean_interval(step["step_ms"], self.options.seed)
-                    rate = mean_interval([batch * tokens / ms * 1e3 for ms in step["step_ms"]], self.options.seed)
-                    assert step_ms is not None
-                    assert rate is not None
+                    rates = [batch * tokens / ms * 1e3 for ms in step["step_ms"]]
                     found.append(
                         {
                             "batch": batch,
                             "tokens": batch * tokens,
-                            "step_ms": step_ms.to_dict(),
-                            "tokens_per_s": rate.to_dict(),
+                            "step_ms": plain_mean(step["step_ms"], self.options.seed),
+                            "tokens_per_s": plain_mean(rates, self.options.seed),
                         }
                     )
         return found
@@ -342,11 +318,12 @@ class Batching(Experiment):
             }
             at_once = [each for each in results if each["kind"] == AT_ONCE]
             summary[kind] = {
-                "output_tokens_per_s": self._interval(
-                    [output[each["seed"]] / each["duration_s"] for each in at_once if each["seed"] in output]
+                "output_tokens_per_s": plain_mean(
+                    [output[each["seed"]] / each["duration_s"] for each in at_once if each["seed"] in output],
+                    self.options.seed,
                 ),
                 **{
-                    key: self._interval([each[key] for each in at_once])
+                    key: plain_mean([each[key] for each in at_once], self.options.seed)
                     for key in ("running", "live", "reserved", "scattered")
                 },
                 "preemptions": sum(each["preemptions"] for each in results),
@@ -371,7 +348,7 @@ class Batching(Experiment):
                     rates.append(tokens / each["duration_s"])
             summary[name] = {
                 "repeats": len(rates),
-                "output_tokens_per_s": self._interval(rates),
+                "output_tokens_per_s": plain_mean(rates, self.options.seed),
                 **_latencies([row for row in rows if row.kind == ARRIVALS], ("ttft_ms", "itl_ms", "e2e_ms")),
                 "late_ms": round(
                     max((row.sent_s - row.scheduled_s for row in rows if row.kind == ARRIVALS), default=0.0) * 1e3, 3
@@ -379,10 +356,6 @@ class Batching(Experiment):
                 "errors": sum(row.error is not None for row in rows),
             }
         return summary
-
-    def _interval(self, values: Sequence[float]) -> dict[str, Any] | None:
-        interval = mean_interval(values, self.options.seed)
-        return None if interval is None else interval.to_dict()
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
         """The sweeps, the kinds of batching, the pools, and tables."""
@@ -395,12 +368,12 @@ class Batching(Experiment):
             failures=summary["failed"],
         )
         if summary["decode_steps"] and summary["prefill_steps"]:
-            report.blocks.append(plots.sweeps(summary["decode_steps"], summary["prefill_steps"], self.options.context))
+            report.blocks.append(_sweeps_picture(summary, self.options.context))
         arms = {name: arm for name, arm in summary["batching"].items() if arm["e2e_ms"]}
         if arms:
             rows = [row for row in run.rows if row.kind == ARRIVALS and row.arm in arms and row.e2e_ms is not None]
-            latencies = {name: [row.e2e_ms or 0.0 for row in rows if row.arm == name] for name in arms}
-            report.blocks += [plots.joining(arms, latencies), _batching_table(arms)]
+            e2e_s = {name: [(row.e2e_ms or 0.0) / 1e3 for row in rows if row.arm == name] for name in arms}
+            report.blocks += [_joining_picture(arms, e2e_s), _batching_table(arms)]
         if summary["pools"]:
             facts = next(cell.facts["pools"] for cell in run.cells if cell.cell == POOL)
             first = {
@@ -408,7 +381,7 @@ class Batching(Experiment):
                 for each in facts
                 if each["kind"] == AT_ONCE and each["seed"] == self.options.seed
             }
-            report.blocks += [plots.pool_over_time(first), plots.pools(summary["pools"]), _pool_table(summary["pools"])]
+            report.blocks += [_timeline_picture(first), _pools_picture(summary["pools"]), _pool_table(summary["pools"])]
         return report
 
     def _method(self, summary: Mapping[str, Any]) -> str:
@@ -475,8 +448,7 @@ def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, 
                 values += value
             elif value is not None:
                 values.append(value)
-        tail = Tail.of(values)
-        found[figure] = None if tail is None else tail.to_dict()
+        found[figure] = tail(values)
     return found
 
 
@@ -565,42 +537,160 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     return caveats
 
 
-def _three(tail: Mapping[str, float] | None) -> str:
-    return "–" if tail is None else " / ".join(f"{tail[key]:.1f}" for key in ("mean", "p50", "p99"))
+_ARMS = {CONTINUOUS: {"color": PALETTE[2]}, STATIC: {"color": PALETTE[6]}, AS_CONFIGURED: {"color": PALETTE[0]}}
+_POOLS = {
+    "paged": ("paged", PALETTE[2]),
+    "contiguous-request": ("contiguous: prompt + limit", PALETTE[4]),
+    "contiguous-context": ("contiguous: longest request", PALETTE[3]),
+}
+_TAIL = "{0}.mean:.1f / {0}.p50:.1f / {0}.p99:.1f"
+
+
+def _sweeps_picture(summary: Mapping[str, Any], context: int) -> Picture:
+    """Step time and tokens per second over the batch size, for decode and for prefill."""
+    panels = [
+        Panel(
+            [Mark(summary[steps], "batch", key, look={"color": PALETTE[number]})],
+            x="requests in the step",
+            y=unit,
+            title=steps.partition("_")[0],
+            log="x",
+            ticks=[step["batch"] for step in summary[steps]],
+            ylim=(0, None),
+        )
+        for key, unit in (("step_ms", "step time, ms"), ("tokens_per_s", "tokens per second"))
+        for number, steps in enumerate(("decode_steps", "prefill_steps"))
+    ]
+    first = summary["prefill_steps"][0]
+    return Picture(
+        "sweeps",
+        "Batch size",
+        f"One engine step over the number of requests in it, with 95 % intervals. Left: decode, one token each after a "
+        f"context of {context}. Right: prefill, a prompt of {first['tokens'] // first['batch']} tokens each. A decode "
+        "step reads all weights, however few requests it has; a prefill step has enough tokens for the arithmetic to "
+        "take longer than that.",
+        panels,
+        columns=2,
+    )
+
+
+def _joining_picture(arms: Mapping[str, Mapping[str, Any]], e2e_s: Mapping[str, Sequence[float]]) -> Picture:
+    """Throughput of the kinds of batching, and the distribution of the time per request."""
+    records = [{"arm": name, **arm} for name, arm in arms.items()]
+    rate = Panel(
+        [Mark(records, "output_tokens_per_s", "arm", by="arm", looks=_ARMS, look={"height": 0.5}, kind="bars")],
+        x="output tokens per second, all requests at once",
+        title="throughput",
+        rows=list(arms),
+    )
+    whole = Panel(
+        [Mark(cumulative(e2e_s), "value", "share", by="series", looks=_ARMS, kind="steps")],
+        x="time from arrival to last token, s",
+        y="share of requests",
+        title="open-loop arrivals",
+        xlim=(0, None),
+        ylim=(0, 1.02),
+        legend="lower right",
+    )
+    return Picture(
+        "joining",
+        "Static and continuous batching",
+        "Left: throughput when all requests are there at the same time, mean over repeats with its 95 % interval. "
+        "Right: cumulative distribution of the time per request when they arrive one by one; further left is better. "
+        "A static batch lasts as long as its longest output, and who arrives meanwhile waits for its end.",
+        [rate, whole],
+        columns=2,
+        height_in=3.8,
+    )
+
+
+def _timeline_picture(timelines: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
+    """What the pool holds over virtual time, for each way to give out memory."""
+    panels = []
+    for name, points in timelines.items():
+        label, color = _POOLS[name]
+        data = [dict(zip(("s", "computed", "reserved"), point, strict=False)) for point in points]
+        marks = [
+            Mark(data, "s", key, kind="area", factor=100, look={"color": color, "label": text, "alpha": alpha})
+            for key, text, alpha in (("reserved", "reserved", 0.3), ("computed", "computed KV", None))
+        ]
+        panels.append(Panel(marks, x="virtual time, s", y="share of the pool, %", title=label, xlim=(0, None),
+                            ylim=(0, 100)))  # fmt: skip
+    return Picture(
+        "pool_over_time",
+        "What the pool holds (simulated)",
+        "All requests are there at the start. Dark: tokens whose KV is computed. Light: reserved for requests, but "
+        "empty. White: free. Contiguous reservation keeps room for outputs that mostly end earlier.",
+        panels,
+        columns=len(panels),
+        share={"sharex": True, "sharey": True},
+        legend=True,
+    )
+
+
+def _pools_picture(pools: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """Throughput, requests at a time, and time per request of each way to give out memory."""
+    records = [
+        {"pool": _POOLS[name][0], **pool, "e2e_s": {key: ms / 1e3 for key, ms in pool["e2e_ms"].items()}}
+        for name, pool in pools.items()
+    ]
+    looks = {name: {"color": color, "marker": "o"} for name, color in _POOLS.values()}
+    panels = [
+        Panel(marks, x=x, title=title, rows=[record["pool"] for record in records], xlim=(0, None))
+        for marks, x, title in (
+            *(
+                ([Mark(records, key, "pool", by="pool", looks=looks, kind="points")], x, title)
+                for key, x, title in (
+                    ("output_tokens_per_s", "output tokens per second", "throughput"),
+                    ("running", "requests at a time", "batch"),
+                )
+            ),
+            (tail_marks(records, "e2e_s", "pool", looks), "s (dot: median, bar: p99)", "time per request"),
+        )
+    ]
+    return Picture(
+        "pools",
+        "Paged against contiguous (simulated)",
+        "Throughput and requests at a time when all requests are there at the start, means over seeds with 95 % "
+        "intervals; time per request with open-loop arrivals.",
+        panels,
+        columns=3,
+        share={"sharey": True},
+    )
 
 
 def _batching_table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
-    return TableBlock(
-        "Static and continuous batching",
-        ("batching", "repeats", "TTFT mean / p50 / p99, ms", "ITL mean / p50 / p99, ms",
-         "total time mean / p50 / p99, ms", "output tokens/s"),
-        [
-            (name, str(arm["repeats"]), *(_three(arm[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")),
-             interval_text(arm["output_tokens_per_s"], ".1f"))
-            for name, arm in arms.items()
-        ],
-        "Latencies with open-loop arrivals; throughput with all requests at once.",
-    )  # fmt: skip
+    columns = (
+        "batching | arm",
+        "repeats",
+        f"TTFT mean / p50 / p99, ms | {_TAIL.format('ttft_ms')}",
+        f"ITL mean / p50 / p99, ms | {_TAIL.format('itl_ms')}",
+        f"total time mean / p50 / p99, ms | {_TAIL.format('e2e_ms')}",
+        "output tokens/s | output_tokens_per_s:.1f",
+    )
+    records = [{"arm": name, **arm} for name, arm in arms.items()]
+    caption = "Latencies with open-loop arrivals; throughput with all requests at once."
+    return table("Static and continuous batching", records, columns, caption)
 
 
 def _pool_table(pools: Mapping[str, Mapping[str, Any]]) -> TableBlock:
-    return TableBlock(
+    columns = (
+        "pool",
+        f"TTFT mean / p50 / p99, ms | {_TAIL.format('ttft_ms')}",
+        f"TPOT mean / p50 / p99, ms | {_TAIL.format('tpot_ms')}",
+        f"total time mean / p50 / p99, ms | {_TAIL.format('e2e_ms')}",
+        "output tokens/s | output_tokens_per_s:.1f",
+        "requests at a time | running:.1f",
+        "live, % of the pool | live.mean*100:.0f",
+        "reserved, % | reserved.mean*100:.0f",
+        "of the free, scattered, % | scattered.mean*100:.0f",
+        "preemptions",
+    )
+    return table(
         "Paged and contiguous pools (simulated)",
-        ("pool", "TTFT mean / p50 / p99, ms", "TPOT mean / p50 / p99, ms", "total time mean / p50 / p99, ms",
-         "output tokens/s", "requests at a time", "live, % of the pool", "reserved, %", "of the free, scattered, %",
-         "preemptions"),
-        [
-            (
-                name,
-                *(_three(pool[key]) for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
-                interval_text(pool["output_tokens_per_s"], ".1f"),
-                interval_text(pool["running"], ".1f"),
-                *(f"{100 * pool[key]['mean']:.0f}" for key in ("live", "reserved", "scattered")),
-                str(pool["preemptions"]),
-            )
-            for name, pool in pools.items()
-        ],
+        [{"pool": name, **pool} for name, pool in pools.items()],
+        columns,
         "Latencies with open-loop arrivals; throughput and shares of the pool with all requests at once. Live: holds "
         "computed KV. Reserved: belongs to a request. Scattered: free, but outside the longest free run, which only "
         "matters for contiguous reservation.",
-    )  # fmt: skip
+    )

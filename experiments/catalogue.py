@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
 from experiments.batching import Batching
-from experiments.bench.run import BenchRun
-from experiments.chunked_prefill import ChunkedPrefill
+from experiments.bench_report import BenchRun
 from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
-from experiments.interference import Interference
+from experiments.interference import ChunkedPrefill, Interference
 from experiments.link_sweep import LinkSweep
 from experiments.prefix import Prefix
 from experiments.primer import Primer

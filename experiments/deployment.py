@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from experiments import event_loop
 from ops.launch.detach import start_detached, stop_detached
 from ops.launch.state import target_here
 from pdserve.client.async_client import AsyncClient
@@ -72,12 +73,12 @@ class Deployment:
     def status(self) -> ServiceStatus | None:
         """The status of the current service; None if there is none. Waits until every prefill worker has a link to
         every decode worker, so that the links' ceilings are known; NotReady names pairs that get none."""
-        return None if self._target is None else event_loop.run(_linked_status(self._target))
+        return None if self._target is None else run_in_loop(_linked_status(self._target))
 
     def check(self) -> None:
         """Raise NotReady if the current service does not answer any more."""
         if self._target is not None:
-            event_loop.run(_status(self._target))
+            run_in_loop(_status(self._target))
 
     def stop(self) -> None:
         """End the service that was started, if there is one; if it has already ended, report that. After an
@@ -147,3 +148,19 @@ def _missing_links(status: ServiceStatus) -> list[str]:
         if (prefill.role, decode.role) == ("prefill", "decode")
         and decode.worker_id not in {link.worker_id for link in prefill.links}
     ]
+
+
+T = TypeVar("T")
+
+
+def run_in_loop(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, but always in the same event loop: grpc.aio goes on using the first one that it has seen, and
+    complains about each call after that was closed."""
+    return _runner().run(work)
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    atexit.register(runner.close)
+    return runner

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experiments import event_loop
-from experiments.deployment import Deployment
-from experiments.machine_load import CpuUse, own_processes
-from experiments.other_requests import BUSY, OtherRequests
+from experiments.deployment import Deployment, run_in_loop
+from experiments.load import Load, Outcome, run_load
+from experiments.machine_load import BUSY, CpuUse, OtherRequests, own_processes
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
 from experiments.run_folder import CONFIG, ENVIRONMENT, RunData, RunFolder
+from experiments.workloads.arrivals import Schedule
+from experiments.workloads.conversation import Conversation
 from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
@@ -148,22 +149,65 @@ class Bench:
             self.tell(others.text(arm))
 
     async def send(
-        self, client: AsyncClient, prompt: Sequence[int], *, arm: str, repeat: int, index: int, **options: Any
+        self,
+        client: AsyncClient,
+        prompt: Sequence[int],
+        *,
+        arm: str,
+        repeat: int,
+        index: int,
+        kind: str = "",
+        due_s: float | None = None,
+        **options: Any,
     ) -> RequestRow:
-        """Send one request, wait for its end, and write its row. A failure is a row as well."""
+        """Send one request, wait for its end, and write its row. A failure is a row as well. ``due_s``: when an open
+        loop had to send it; without it the request is alone on the service, and what other processes use is noted."""
         before, sent_s = CpuUse.now(self.processes), self.elapsed_s
-        place: dict[str, Any] = {"arm": arm, "repeat": repeat, "index": index, "scheduled_s": sent_s, "sent_s": sent_s}
+        place: dict[str, Any] = {"arm": arm, "repeat": repeat, "index": index, "kind": kind, "sent_s": sent_s}
+        place["scheduled_s"] = sent_s if due_s is None else due_s
         try:
             generation = await client.generate(prompt, ignore_eos=True, **options).result()
         except PdserveError as error:
             return self.record(None, error, **place)
-        if not self.attached:
+        if due_s is None and not self.attached:
             place["others_cpu_s"] = round(CpuUse.now(self.processes).others_s(before), 3)
         return self.record(generation, **place)
 
+    async def load(
+        self,
+        client: AsyncClient,
+        conversations: Iterable[Conversation],
+        schedule: Schedule,
+        *,
+        arm: str,
+        repeat: int,
+        kind: str = "",
+        settle_s: float = 10.0,
+        **options: Any,
+    ) -> Load:
+        """Once the service is idle, send a load (`run_load`, with its ``options``), and write a row per request."""
+        await self.settle(client, kind or arm, settle_s)
+        begun_s = self.elapsed_s
+
+        def record(outcome: Outcome) -> None:
+            self.record(
+                outcome.generation,
+                outcome.error,
+                arm=arm,
+                repeat=repeat,
+                index=outcome.index,
+                turn=outcome.turn,
+                kind=kind,
+                scheduled_s=begun_s + outcome.scheduled_s,
+                sent_s=begun_s + outcome.sent_s,
+            )
+            self.advance(1)
+
+        return await run_load(client, conversations, schedule, on_done=record, **options)
+
     def run(self, measuring: Callable[[Bench], Any]) -> None:
         """Run the coroutine function ``measuring``."""
-        event_loop.run(measuring(self))
+        run_in_loop(measuring(self))
 
 
 class RunKind(ABC):

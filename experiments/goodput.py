@@ -1,6 +1,6 @@
 """``pdserve experiment goodput``: requests per second and device that meet an SLO, disaggregated and colocated.
 
-Every split xPyD is a service of its own. Both arms run on it, one after the other (`experiments.under_load`): mode
+Every split xPyD is a service of its own. Both arms run on it, one after the other (`experiments.modes`): mode
 ``pd``, and mode ``colocated``, in which each of its workers serves whole requests. So both have the same devices.
 Colocated requests do not depend on the split; their rows of all services with equally many devices count together."""
 
@@ -9,34 +9,48 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from experiments.bench.bench import BenchPlan, Pace, fitted
-from experiments.bench.report import SLO
+from experiments.bench_plan import BenchPlan, Pace, fitted
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.load import Outcome, run_load
-from experiments.mode_pairs import COLOCATED, PD, differences_of
-from experiments.plots import goodput as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
-from experiments.run_folder import FinishedCell, RunData
-from experiments.splits import Split
-from experiments.statistics import difference_interval, mean_interval
-from experiments.under_load import (
+from experiments.modes import (
     ATTAINMENT,
+    COLOCATED,
+    PD,
     REQUEST_TIMEOUT_S,
+    SLO,
     ArmLoads,
     LoadPlan,
+    Split,
+    attainment_panel,
     check_rates,
     check_slo,
+    differences_of,
     load_caveats,
     slo_of,
     slo_text,
     summarise_load,
 )
+from experiments.report.drawing import (
+    ARM_LOOKS,
+    DOTTED,
+    MARKERS,
+    PALETTE,
+    Look,
+    Mark,
+    Panel,
+    Picture,
+    Rule,
+    TableBlock,
+    table,
+)
+from experiments.report.page import Report, setup_of
+from experiments.run_folder import FinishedCell, RunData
+from experiments.statistics import difference_interval, mean_interval
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import ClosedLoop
 from experiments.workloads.catalog import WorkloadOptions
@@ -44,7 +58,7 @@ from experiments.workloads.conversation import Workload
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import Interval, interval_text
+from pdserve.core.interval import Interval
 from pdserve.core.request import Mode
 
 _IDLE_REQUESTS = 8
@@ -165,28 +179,15 @@ class Goodput(Experiment):
                 await load.send(bench, client, workload)
                 return
 
-            def record(outcome: Outcome) -> None:
-                bench.record(
-                    outcome.generation,
-                    outcome.error,
-                    arm=COLOCATED,
-                    repeat=0,
-                    index=outcome.index,
-                    turn=outcome.turn,
-                    scheduled_s=outcome.scheduled_s,
-                    sent_s=outcome.sent_s,
-                )
-                bench.advance(1)
-
             await warm_up(bench, client, requests_of(workload, self.options.seed - 2, status.vocab_size), (COLOCATED,))
-            await bench.settle(client, COLOCATED)
-            await run_load(
+            await bench.load(
                 client,
                 workload.conversations(_IDLE_REQUESTS, self.options.seed - 1, status.vocab_size),
                 ClosedLoop(1),
+                arm=COLOCATED,
+                repeat=0,
                 mode=Mode.COLOCATED,
                 timeout_s=REQUEST_TIMEOUT_S,
-                on_done=record,
             )
 
     def summarise(self, run: RunData) -> dict[str, Any]:
@@ -258,8 +259,7 @@ class Goodput(Experiment):
             failures=summary["failed"],
         )
         if summary["systems"]:
-            report.blocks += [plots.over_load(summary["systems"]), plots.attainment(summary["systems"])]
-            report.blocks.append(_systems_table(summary["systems"]))
+            report.blocks += [*_goodput_pictures(summary["systems"]), _systems_table(summary["systems"])]
         if summary["cells"]:
             report.blocks.append(_cells_table(summary["cells"]))
         return report
@@ -365,32 +365,84 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     return [*caveats, *load_caveats(summary["cells"])]
 
 
+def _looks(systems: Sequence[Mapping[str, Any]]) -> dict[str, Look]:
+    """Colocated systems are blue and dashed. The first split has the colour of disaggregation, others further ones."""
+    looks: dict[str, Look] = {}
+    splits = [each["system"] for each in systems if each["arm"] == PD]
+    for system in systems:
+        name, turn = system["system"], splits.index(system["system"]) if system["arm"] == PD else 0
+        dashes = {} if system["devices"] == systems[0]["devices"] else {"linestyle": DOTTED}
+        turned = {"color": PALETTE[1 + turn % (len(PALETTE) - 1)], "marker": MARKERS[turn % len(MARKERS)]}
+        looks[name] = turned if system["arm"] == PD else {**ARM_LOOKS[COLOCATED], **dashes, "label": name}
+    return looks
+
+
+def _goodput_pictures(systems: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """Goodput per device, and the share of requests that met the SLO, over the load per device."""
+    points = [
+        {"arm": system["system"], "rate": point["rate_per_device"], "good": point["goodput_rps_per_device"],
+         "met": point["attainment"]}
+        for system in systems
+        for point in system["points"]
+    ]  # fmt: skip
+    load = "offered load, requests/s per device"
+    attainment = replace(attainment_panel(points, load, _looks(systems)), legend="lower left")
+    good = Panel(
+        [Mark(points, "rate", "good", by="arm", looks=_looks(systems)), Rule("diagonal", look={"linestyle": DOTTED})],
+        x=load,
+        y="goodput, requests/s per device",
+        ticks=attainment.ticks,
+        xlim=(0, 1.06 * attainment.ticks[-1]),
+        ylim=(-0.02 * attainment.ticks[-1], 1.03 * attainment.ticks[-1]),
+        legend="upper left",
+    )
+    return [
+        Picture(
+            "goodput",
+            "Goodput over load",
+            "Requests per second and device that meet the SLO, with 95 % intervals. On the dotted line every request "
+            "meets it. Where a curve falls, the system spends its time on requests that are late anyway.",
+            [good],
+        ),
+        Picture(
+            "attainment",
+            "Attainment over load",
+            "Share of all requests that meet the SLO, with 95 % intervals; failed requests do not. The dashed line is "
+            "the 90 % above which a system sustains the load.",
+            [attainment],
+        ),
+    ]
+
+
 def _systems_table(systems: Sequence[Mapping[str, Any]]) -> TableBlock:
-    rows = []
-    for system in sorted(systems, key=_goodput, reverse=True):
-        good = system["goodput_rps_per_device"]
-        rows.append((
-            system["system"], str(system["devices"]), interval_text(good),
-            f"{system['at_rate_per_device']:g}", f"{system['sustained_rate_per_device']:g}",
-        ))  # fmt: skip
-    header = ("system", "devices", "goodput, requests/s per device", "at a load of, requests/s per device",
-              "≥ 90 % meet the SLO up to, requests/s per device")  # fmt: skip
-    return TableBlock("The best of each system", header, rows, "0: at no load that was measured.")
+    columns = (
+        "system",
+        "devices",
+        "goodput, requests/s per device | goodput_rps_per_device",
+        "at a load of, requests/s per device | at_rate_per_device:g",
+        "≥ 90 % meet the SLO up to, requests/s per device | sustained_rate_per_device:g",
+    )
+    ordered = sorted(systems, key=_goodput, reverse=True)
+    return table("The best of each system", ordered, columns, "0: at no load that was measured.")
 
 
 def _cells_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "arm", "requests", "failed", "SLO met, %", "goodput, requests/s", "TTFT mean, ms", "TTFT p99, ms",
-              "ITL p99, ms", "lag p99, ms")  # fmt: skip
-    rows = []
-    for cell in cells:
-        for arm in (PD, COLOCATED):
-            met, good = cell["attainment"][arm], cell["goodput_rps"][arm]
-            of_arm, lag = cell["arms_ms"][arm], cell["lag"][arm]
-            figures = (of_arm["ttft"], of_arm["ttft_p99"], of_arm["itl_p99"], lag and lag["p99_ms"])
-            rows.append((
-                cell["cell"], arm, str(0 if met is None else met["n"]), str(cell["errors"][arm]),
-                interval_text(met, ".0f", factor=100),
-                "–" if good is None else f"{good['mean']:.2f}",
-                *("–" if value is None else f"{value:.1f}" for value in figures),
-            ))  # fmt: skip
-    return TableBlock("All cells", header, rows)
+    arms = [
+        {"cell": cell["cell"], "arm": arm, **{key: cell[key][arm] for key in ("attainment", "errors", "goodput_rps",
+         "arms_ms", "lag")}, "n": (cell["attainment"][arm] or {"n": 0})["n"]}
+        for cell in cells
+        for arm in (PD, COLOCATED)
+    ]  # fmt: skip
+    columns = (
+        "cell",
+        "arm",
+        "requests | n",
+        "failed | errors",
+        "SLO met, % | attainment*100:.0f",
+        "goodput, requests/s | goodput_rps.mean:.2f",
+        "TTFT mean, ms | arms_ms.ttft:.1f",
+        "TTFT p99, ms | arms_ms.ttft_p99:.1f",
+        "ITL p99, ms | arms_ms.itl_p99:.1f",
+        "lag p99, ms | lag.p99_ms:.1f",
+    )
+    return table("All cells", arms, columns)

@@ -17,39 +17,29 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 from pydantic import Field
 
 from experiments.deployment import Deployment
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Options
 from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
-from experiments.mode_pairs import (
-    PD,
-    PairOptions,
-    PairSender,
-    added_ms,
-    chunk_tokens,
-    differences_of,
-    layout_facts,
-    pairs_of,
-)
-from experiments.plots import link_sweep as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, failures, unexpected_bytes
+from experiments.modes import LinkModel, ModeMatrix, PairOptions, added_ms, pair_figures, pairs_of
+from experiments.report.drawing import DOTTED, INK, MARKERS, PALETTE, Mark, Panel, Picture, Rule, TableBlock, table
+from experiments.report.page import Report, setup_of
+from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import mean_interval
-from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
-from pdserve.client.async_client import AsyncClient
+from ops.doctor.handoff_prediction import Overlap
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, Interval, interval_text
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.interval import MIN_VALUES, Interval
 from pdserve.core.timeline import Figure
 
 TOLERANCE, TOLERANCE_MS = 0.15, 3.0
@@ -59,10 +49,7 @@ KNEE_SHARE = 0.1
 REACHED = 0.8
 """A link that never moved more than this share of its shaped rate is slower than asked for."""
 
-_WARM_UP_PAIRS = 1
-_CALIBRATIONS = 6
 _CALIBRATION_TOKENS = 2
-_OUTPUT_TOKENS = 3
 _OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 USER_SPACE, KERNEL, AS_IT_IS = "user space", "kernel (tc)", "as it is"
 
@@ -121,7 +108,7 @@ class LinkSweepOptions(PairOptions):
     )
 
 
-class LinkSweep(Experiment):
+class LinkSweep(ModeMatrix):
     """See the module."""
 
     name: ClassVar[str] = "link-sweep"
@@ -131,6 +118,7 @@ class LinkSweep(Experiment):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self.prompt_len = self.options.prompt_len
         self._namespaces: NamespaceDeployment | None = None
 
     def deployment(
@@ -156,7 +144,7 @@ class LinkSweep(Experiment):
         if attached is not None:
             if not any(worker.links for worker in attached.workers):
                 raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-            if options.prompt_len + _OUTPUT_TOKENS > attached.context_length:
+            if options.prompt_len + self.output_len > attached.context_length:
                 raise InvalidRequest(f"--prompt-len: does not fit the service's context of {attached.context_length}")
             parameters = {"gbps": None, "rtt_ms": None, "overlap": "as-configured", "shaping": AS_IT_IS}
             return [Cell("as-configured", parameters, work=options.pairs, sending_s=options.pairs_s)]
@@ -189,23 +177,14 @@ class LinkSweep(Experiment):
         return Cell(name, parameters, service, options.pairs, options.pairs_s)
 
     async def measure(self, bench: Bench) -> None:
-        """Calibrate the hand-off, then send the pairs."""
-        options, gbps = self.options, bench.cell.parameters["gbps"]
+        """Shape the cable between hosts made of namespaces, then calibrate and send the pairs."""
         if self._namespaces is not None:
-            self._namespaces.rate(gbps)
-        async with AsyncClient(bench.target) as client:
-            status = await client.status()
-            bench.facts |= layout_facts(status)
-            sender = PairSender(bench, client, status.vocab_size, _OUTPUT_TOKENS, options.seed)
-            calibrations = [await sender.unrecorded(_CALIBRATION_TOKENS, PD) for _ in range(_CALIBRATIONS)]
-            bench.facts["calibrations"] = [
-                {
-                    "exposed_ms": done.transfer.exposed_ms,
-                    "prefill_ms": done.breakdowns[Figure.TTFT_DECODE].stages_ms.get("prefill", 0.0),
-                }
-                for done in calibrations[1:]
-            ]
-            await sender.send(options.prompt_len, options.pairs, options, warm_up=_WARM_UP_PAIRS)
+            self._namespaces.rate(bench.cell.parameters["gbps"])
+        await super().measure(bench)
+
+    def least_pairs(self) -> int:
+        """As the options say."""
+        return self.options.pairs
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, one each: ``cell``, ``gbps``, ``rtt_ms``, ``overlap``, ``shaping``, ``n``, ``errors``;
@@ -221,8 +200,6 @@ class LinkSweep(Experiment):
         with the mean prefill time, in 10^9 bits per second. ``model``: what the lines are drawn from. ``links``:
         nominal links with ``name``, ``gbps``, ``rtt_ms``, ``times_phi`` and ``predicted_exposed_ms``."""
         cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
-        failed = [each for cell in run.cells for each in differences_of(cell.cell, run.rows_of(cell.cell))]
-        failed += [each for cell in cells for each in failures(cell["cell"], run.rows_of(cell["cell"]))]
         known = next((cell for cell in run.cells if cell.facts.get("layout")), None)
         model = None
         if known is not None and cells:
@@ -239,7 +216,7 @@ class LinkSweep(Experiment):
             "phi_gbps": None if model is None else round(8 * model.phi_gbs, 6),
             "model": None if model is None else asdict(model),
             "links": [] if model is None else [_on_link(link, model) for link in NAMED_LINKS],
-            "failed": failed,
+            "failed": self.failed(run),
         }
 
     def _summarise_cell(self, cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
@@ -276,8 +253,7 @@ class LinkSweep(Experiment):
             **cell.parameters,
             "gbps": shaped_gbps if shaped_gbps is not None else round(8 * ceiling_gbs, 6),
             "rtt_ms": round(rtt_ms, 6),
-            "n": len(pairs),
-            "errors": errors,
+            **pair_figures(run.rows_of(cell.cell), pairs, errors),
             "exposed": exposed.to_dict(),
             **{f"added_{figure.value}": added_ms(pairs, figure) for figure in Figure},
             "predicted_ms": None if predicted_ms is None else round(predicted_ms, 4),
@@ -294,10 +270,6 @@ class LinkSweep(Experiment):
             "wire_ms": round(statistics.fmean(float(row.transfer.get("wire_ms", 0.0)) for row in pd_rows), 4),
             "clock_error_ms": round(max(row.clock_error_ms for row in pd_rows), 4),
             "transports_used": sorted({row.transport for row in pd_rows}),
-            "kv_bytes": sum(row.kv_bytes for row in pd_rows),
-            "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
-            "kv_bytes_equal": unexpected_bytes(run.rows_of(cell.cell)) is None,
-            "tokens_equal": all(pd.token_hash == colocated.token_hash for pd, colocated in pairs),
         }
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
@@ -314,90 +286,16 @@ class LinkSweep(Experiment):
         if not cells:
             return report
         model = None if summary["model"] is None else LinkModel(**summary["model"])
-        lines = None if model is None else model.exposed_ms
-        report.blocks.append(plots.over_bandwidth(summary, NAMED_LINKS, lines))
+        report.blocks.append(_bandwidth_picture(summary, model))
         if len({cell["gbps"] for cell in cells}) > 1:
-            report.blocks.append(plots.added_over_bandwidth(summary))
+            report.blocks.append(_added_picture(summary))
         over_rtt = [cell for cell in cells if cell["gbps"] == self.options.round_trip_gbps]
         if len({cell["rtt_ms"] for cell in over_rtt}) > 1:
-            report.blocks.append(plots.over_round_trip(over_rtt, lines))
+            report.blocks.append(_round_trip_picture(over_rtt, model))
         if summary["links"]:
             report.blocks.append(_links_table(summary))
         report.blocks.append(_table(cells))
         return report
-
-
-@dataclass(frozen=True, slots=True)
-class LinkModel:
-    """Predicts the exposed time of one prompt. ``layout`` has num_layers, num_kv_heads, head_dim and dtype;
-    ``chunk_tokens``, ``layer_groups`` and ``max_inflight_bytes`` are the service's settings."""
-
-    layout: Mapping[str, Any]
-    block_size: int
-    prompt_tokens: int
-    chunk_tokens: int
-    layer_groups: int
-    max_inflight_bytes: int
-    prefill_ms: float
-
-    @classmethod
-    def of(cls, cell: FinishedCell, prompt_tokens: int, prefill_ms: float) -> LinkModel:
-        """The model of a cell that knows its layout, with the settings of its service."""
-        transfer = cell.config.transfer
-        return cls(
-            cell.facts["layout"],
-            cell.facts["block_size"],
-            prompt_tokens,
-            chunk_tokens(cell.config, prompt_tokens),
-            transfer.layer_groups,
-            transfer.max_inflight_bytes,
-            prefill_ms,
-        )
-
-    def _plan(self, overlap: Overlap, tokens: int) -> HandoffPlan:
-        shape = self.layout
-        layout = KVLayout.uniform(
-            "", shape["dtype"], self.block_size, shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
-        )
-        return HandoffPlan(layout, tokens, self.chunk_tokens, overlap, self.layer_groups)
-
-    def exposed_ms(
-        self,
-        overlap: Overlap,
-        gbs: float,
-        rtt_ms: float = 0.0,
-        *,
-        tokens: int | None = None,
-        prefill_ms: float | None = None,
-    ) -> float:
-        """The exposed time on a link of ``gbs`` (10^9 bytes per second), without the fixed cost. ``tokens`` and
-        ``prefill_ms`` are those of another prompt.
-
-        Nothing is sent before decode's announcement has come, half a round trip after both workers began."""
-        plan = self._plan(overlap, self.prompt_tokens if tokens is None else tokens)
-        link = LinkRate(gbs, rtt_ms / 1e3, self.max_inflight_bytes)
-        prefill_ms = self.prefill_ms if prefill_ms is None else prefill_ms
-        announced = rtt_ms / 2 / prefill_ms if prefill_ms > 0 else 0.0
-        parts = [HandoffPart(max(part.ready, announced), part.num_bytes) for part in plan.parts()]
-        return 1e3 * predict(parts, link, prefill_ms / 1e3).exposed_s
-
-    @property
-    def phi_gbs(self) -> float:
-        """Φ, in 10^9 bytes per second."""
-        return hiding_gbs(self._plan("none", self.prompt_tokens).parts(), self.prefill_ms / 1e3)
-
-    def rate_of(self, overlap: Overlap, exposed_ms: float, fixed_ms: float) -> float | None:
-        """The rate at which so much is exposed, in 10^9 bits per second; None if no rate is fast enough."""
-        low, high = 1e-6, 1e6
-        if self.exposed_ms(overlap, high / 8) + fixed_ms > exposed_ms:
-            return None
-        while high / low > 1.0001:
-            middle = math.sqrt(low * high)
-            if self.exposed_ms(overlap, middle / 8) + fixed_ms > exposed_ms:
-                low = middle
-            else:
-                high = middle
-        return high
 
 
 def _rate_gbs(row: RequestRow) -> float:
@@ -527,46 +425,173 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     return caveats
 
 
-def _links_table(summary: Mapping[str, Any]) -> TableBlock:
-    header = ("link", "Gbit/s", "round trip, ms", "times Φ", *(f"exposed with {each}, ms" for each in _OVERLAPS))
-    rows = [
-        (
-            link["name"],
-            f"{link['gbps']:g}",
-            f"{link['rtt_ms']:g}",
-            f"{link['times_phi']:.3g}",
-            *(f"{link['predicted_exposed_ms'][each]:.3g}" for each in _OVERLAPS),
-        )
-        for link in summary["links"]
+_NAMES = {"none": "serial (none)", "chunk": "chunk-wise", "layer": "layer-wise", "as-configured": "as configured"}
+_LOOKS = {
+    overlap: {"label": name, "color": PALETTE[number], "marker": MARKERS[number]}
+    for number, (overlap, name) in enumerate(_NAMES.items())
+}
+"""An overlap mode looks the same in every picture."""
+_BANDWIDTH = "bandwidth of the link, Gbit/s"
+
+
+def _line(overlap: str, xs: Iterable[float], predicted: Callable[[float], float], **look: Any) -> Mark:
+    """The prediction over ``xs`` as a line."""
+    points = [{"x": float(x), "ms": predicted(float(x))} for x in xs]
+    return Mark(points, "x", "ms", look={"color": _LOOKS[overlap]["color"], "marker": "", "alpha": 0.75, **look})
+
+
+def _by_overlap(cells: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The cells of each overlap mode, whose predictions share the fixed cost of a hand-off."""
+    overlaps = sorted({cell["overlap"] for cell in cells}, key=list(_NAMES).index)
+    return {overlap: [cell for cell in cells if cell["overlap"] == overlap] for overlap in overlaps}
+
+
+def _predicted_at(
+    model: LinkModel, mode: Overlap, series: Sequence[Mapping[str, Any]], gbps: float, rtt_ms: float
+) -> float:
+    """What a prompt exposes at a rate and round trip, with the fixed cost of the cells ``series``."""
+    return model.exposed_ms(mode, gbps / 8, rtt_ms) + statistics.median(cell["fixed_ms"] or 0.0 for cell in series)
+
+
+def _marks(cells: Sequence[Mapping[str, Any]], x: str, floor: float = 0.0) -> list[Mark]:
+    """Exposed times with their intervals, and a dash for the prediction of each cell; none below ``floor``."""
+    raised = [
+        {
+            **cell,
+            "exposed": {key: max(floor, ms) if ms is not None else None for key, ms in cell["exposed"].items()},
+            "predicted_ms": None if cell["predicted_ms"] is None else max(floor, cell["predicted_ms"]),
+        }
+        for cell in cells
     ]
+    dash = {overlap: {**look, "label": None, "marker": "_"} for overlap, look in _LOOKS.items()}
+    return [
+        Mark(raised, x, "exposed", by="overlap", looks=_LOOKS, kind="points"),
+        Mark(raised, x, "predicted_ms", by="overlap", looks=dash, kind="points", look={"markersize": 15}),
+    ]
+
+
+def _bandwidth_picture(summary: Mapping[str, Any], model: LinkModel | None) -> Picture:
+    """Exposed time over the rate: predicted lines, measured points, Φ, and marks of named links."""
+    cells = [cell for cell in summary["cells"] if not cell["rtt_ms"] or cell["shaping"] == AS_IT_IS]
+    means = [cell["exposed"]["mean"] for cell in cells if cell["exposed"]["mean"] > 0]
+    floor_ms, phi = min(0.5 * min(means, default=1.0), 1.0), summary["phi_gbps"]
+    shown = [*(cell["gbps"] for cell in cells), *(link.gbps for link in NAMED_LINKS), phi or NAMED_LINKS[0].gbps]
+    rates = np.geomspace(0.5 * min(shown), 2 * max(shown), 200)
+    marks: list[Mark | Rule] = []
+    for overlap, series in _by_overlap(cells).items() if model else ():
+        configured = overlap == "as-configured"
+        for mode in _OVERLAPS if configured else [each for each in _OVERLAPS if each == overlap]:
+            label = {"label": f"{_NAMES[mode]}, predicted"} if configured else {}
+            assert model is not None
+            marks.append(_line(mode, rates, partial(_predicted_at, model, mode, series, rtt_ms=0.0), **label))
+    marks += [*_marks(cells, "gbps", floor_ms)]
+    marks += (
+        [Rule("x", phi, f"Φ = {phi:.2g} Gbit/s", {"color": INK, "linestyle": "-", "linewidth": 1.3})] if phi else []
+    )
+    marks += [Rule("x", link.gbps, link.name, {"linestyle": DOTTED}) for link in NAMED_LINKS]
+    return Picture(
+        "exposed_over_bandwidth",
+        "Exposed transfer time over bandwidth",
+        f"Points are means with 95 % intervals; the link was shaped: {summary['shaping']}. Lines are the prediction, "
+        "including the fixed cost of a hand-off, for the mean prefill time of all cells; a short dash is that "
+        "for the prefill time of its cell. Right of Φ, overlap hides nearly all of the transfer; left of it, no "
+        "overlap can. Dotted lines mark the nominal rates of named links, without their round trips.",
+        [
+            Panel(
+                marks,
+                x=_BANDWIDTH,
+                y="exposed transfer time, ms",
+                log="xy",
+                xlim=(rates[0], rates[-1]),
+                ylim=(floor_ms, None),
+                legend="above",
+            )
+        ],
+        height_in=5.4,
+    )
+
+
+def _added_picture(summary: Mapping[str, Any]) -> Picture:
+    """Added ``ttft`` and ``ttft_decode`` over the rate."""
+    cells = [cell for cell in summary["cells"] if not cell["rtt_ms"]]
+    phi = [Rule("x", summary["phi_gbps"], look={"color": INK, "linestyle": "-"})] if summary["phi_gbps"] else []
+    panels = [
+        Panel(
+            [Mark(cells, "gbps", f"added_{figure.value}", by="overlap", looks=_LOOKS), *phi, Rule("y")],
+            x=_BANDWIDTH,
+            y="added, ms",
+            title=f"added {figure.value}",
+            log="x",
+            ticks=[cell["gbps"] for cell in cells],
+            legend="best" if figure is Figure.TTFT else "",
+        )
+        for figure in Figure
+    ]
+    return Picture(
+        "added_over_bandwidth",
+        "Added latency over bandwidth",
+        "Median of the paired differences, disaggregated minus colocated, with 95 % intervals. Left: token 1, which "
+        "does not wait for the hand-off. Right: token 2, which does. The vertical line is Φ.",
+        panels,
+        columns=2,
+        share={"sharey": True},
+    )
+
+
+def _round_trip_picture(cells: Sequence[Mapping[str, Any]], model: LinkModel | None) -> Picture:
+    """Exposed time and added ``ttft_decode`` over the round trip, at one rate."""
+    trips_ms = np.linspace(0.0, max(cell["rtt_ms"] for cell in cells), 50)
+    lines = [
+        _line(overlap, trips_ms, partial(_predicted_at, model, series[0]["overlap"], series, 8 * series[0]["link_gbs"]))
+        for overlap, series in _by_overlap(cells).items()
+        if model is not None
+    ]
+    added = Mark(cells, "rtt_ms", "added_ttft_decode", by="overlap", looks=_LOOKS, kind="points")
+    return Picture(
+        "over_round_trip",
+        f"Over the round trip, at {cells[0]['gbps']:g} Gbit/s",
+        "Left: the exposed transfer time, with the prediction as a line and, for the cell's own prefill, a dash. "
+        "Right: what token 2 waits for in all. A hand-off needs half a round trip, because decode has announced the "
+        "destination before; the window of unacknowledged bytes bounds the rate on long links.",
+        [
+            Panel(
+                [*lines, *_marks(cells, "rtt_ms")], x="round trip, ms", y="exposed, ms", title="exposed", legend="best"
+            ),
+            Panel([added, Rule("y")], x="round trip, ms", y="added ttft_decode, ms", title="added ttft_decode"),
+        ],
+        columns=2,
+    )
+
+
+def _links_table(summary: Mapping[str, Any]) -> TableBlock:
+    columns = (
+        "link | name",
+        "Gbit/s | gbps:g",
+        "round trip, ms | rtt_ms:g",
+        "times Φ | times_phi:.3g",
+        *(f"exposed with {each}, ms | predicted_exposed_ms.{each}:.3g" for each in _OVERLAPS),
+    )
     caption = (
         "Nominal rates and typical round trips. Exposed times are predicted, without the fixed cost of a hand-off."
     )
-    return TableBlock("What named links would expose", header, rows, caption)
+    return table("What named links would expose", summary["links"], columns, caption)
 
 
 def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "shaped by", "n", "exposed, ms", "predicted, ms", "within 15 % or 3 ms", "added ttft_decode, ms",
-              "prefill, ms", "fixed, ms", "ceiling, GB/s", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
-    rows = []
-    for cell in cells:
-        exposed, added = interval_text(cell["exposed"]), interval_text(cell["added_ttft_decode"], "+")
-        rows.append(
-            (
-                cell["cell"],
-                cell["shaping"],
-                str(cell["n"]),
-                exposed,
-                "–" if cell["predicted_ms"] is None else f"{cell['predicted_ms']:.2f}",
-                "–" if cell["within"] is None else "yes" if cell["within"] else "no",
-                added,
-                f"{cell['prefill_ms']:.1f}",
-                "–" if cell["fixed_ms"] is None else f"{cell['fixed_ms']:.2f}",
-                f"{cell['ceiling_gbs']:.4g}",
-                f"{cell['kv_bytes'] // cell['n']:,}",
-                "yes" if cell["kv_bytes_equal"] else "NO",
-                "yes" if cell["tokens_equal"] else "NO",
-            )
-        )
-    caption = "KV bytes per request; ceiling as measured when the link was opened."
-    return TableBlock("All cells", header, rows, caption)
+    columns = (
+        "cell",
+        "shaped by | shaping",
+        "n",
+        "exposed, ms | exposed",
+        "predicted, ms | predicted_ms:.2f",
+        "within 15 % or 3 ms | within:yes|no",
+        "added ttft_decode, ms | added_ttft_decode:+",
+        "prefill, ms | prefill_ms:.1f",
+        "fixed, ms | fixed_ms:.2f",
+        "ceiling, GB/s | ceiling_gbs:.4g",
+        "KV, bytes | bytes:,",
+        "= expected | kv_bytes_equal",
+        "tokens equal | tokens_equal",
+    )
+    records = [{**cell, "bytes": cell["kv_bytes"] // cell["n"]} for cell in cells]
+    return table("All cells", records, columns, "KV bytes per request; ceiling as measured when the link was opened.")

@@ -1,4 +1,4 @@
-"""The load that other processes put on this host before and beside a measurement, by the kernel's counters."""
+"""What disturbs a measurement: load that other processes put on this host, and requests of others on the service."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import psutil
+
+from pdserve.client.status import ServiceStatus
 
 BESIDE_CORES = 0.25
 """What is measured while other processes use this many cores or more is measured beside other load."""
@@ -74,3 +76,41 @@ def beside_text(facts: Mapping[str, Any]) -> str:
     load = facts.get(LOAD) or {}
     most = max((load[key] or 0.0 for key in ("before_cores", "during_cores") if key in load), default=0.0)
     return f"beside other load: {most:.1f} of {load['cores']} cores" if most >= BESIDE_CORES else ""
+
+
+BUSY = "busy"
+"""The fact of a cell that lists what was not measured on an idle service: ``arm``, ``running`` and ``queued``."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRequests:
+    """How many requests ran and were queued that are not the measurement's."""
+
+    running: int
+    queued: int
+
+    @classmethod
+    def of(cls, status: ServiceStatus) -> Self | None:
+        """Those of a service that should be idle; None if it is."""
+        if status.idle:
+            return None
+        on_workers = sum(worker.running + worker.waiting for worker in status.workers)
+        return cls(max(status.running, on_workers), status.queued)
+
+    def text(self, what: str) -> str:
+        """A sentence about ``what`` is measured beside them."""
+        return (
+            f"{what} began on a busy service: {self.running} running and {self.queued} queued requests were not the "
+            "measurement's, and the figures include what they cost."
+        )
+
+
+def busy_texts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fact `BUSY` in words: one sentence per arm, with the most requests of others."""
+    arms: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        arms.setdefault(entry["arm"], []).append(entry)
+    return [
+        OtherRequests(*(max(entry[key] for entry in of_arm) for key in ("running", "queued"))).text(arm)
+        for arm, of_arm in arms.items()
+    ]

@@ -28,19 +28,18 @@ from pydantic import Field
 from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.mode_pairs import chunk_tokens
-from experiments.plots import prefix as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
+from experiments.modes import chunk_tokens
+from experiments.report.drawing import DASHED, FAINT, PALETTE, Look, Mark, Panel, Picture, TableBlock, table
+from experiments.report.page import Report, setup_of
 from experiments.request_row import RequestRow, failures, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
-from experiments.workloads.room import Room
+from experiments.workloads.conversation import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError
-from pdserve.core.interval import MIN_VALUES, Interval, interval_text, median_interval
+from pdserve.core.interval import MIN_VALUES, Interval, median_interval
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
@@ -189,11 +188,7 @@ class Prefix(Experiment):
             failures=summary["failed"],
         )
         if cells:
-            report.blocks += [
-                plots.ttft_over_shared(cells, summary["predicted"]),
-                plots.bytes_over_shared(cells, summary["predicted"]),
-                _table(cells),
-            ]
+            report.blocks += [*_pictures(cells, summary["predicted"]), _table(cells)]
         return report
 
 
@@ -369,32 +364,94 @@ def _caveats(cells: Sequence[Mapping[str, Any]], predicted: Sequence[Mapping[str
     return caveats
 
 
-def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("shared", "cached on", "n", "ttft, ms", "predicted, ms", "ttft_decode, ms", "prefill, ms",
-              "computed tokens", "blocks skipped", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
-    names = {NONE: "neither", PREFILL: "prefill", BOTH: "both"}
-    rows = []
-    for cell in cells:
-        predicted = cell["predicted_ttft_ms"]
-        rows.append(
-            (
-                str(cell["shared_len"]),
-                names[cell["arm"]],
-                str(cell["n"]),
-                interval_text(cell["ttft_ms"], ".1f"),
-                "–" if predicted is None else f"{predicted:.1f}",
-                interval_text(cell["ttft_decode_ms"], ".1f"),
-                f"{cell['prefill_ms']:.1f}",
-                f"{cell['computed_tokens']:g}",
-                f"{cell['kv_blocks_skipped']:g}",
-                f"{cell['kv_bytes'] // cell['n']:,}",
-                "yes" if cell["kv_bytes"] == cell["kv_bytes_expected"] == cell["kv_bytes_arithmetic"] else "NO",
-                "yes" if cell["tokens_equal"] else "NO",
-            )
+_LOOKS: dict[str, Look] = {
+    NONE: {"label": "no reuse", "color": PALETTE[6], "markersize": 11, "markerfacecolor": "white"},
+    PREFILL: {"label": "cached on prefill", "color": PALETTE[0]},
+    BOTH: {"label": "cached on prefill and decode", "color": PALETTE[1]},
+}
+_ARITHMETIC = {"color": FAINT, "linewidth": 1.2, "linestyle": DASHED}
+
+
+def _pictures(cells: Sequence[Mapping[str, Any]], predicted: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """``ttft`` and ``ttft_decode``, and the bytes per request, over the shared length, beside what arithmetic gives."""
+    length, lens = cells[0]["prompt_len"], sorted({cell["shared_len"] for cell in cells})
+    axis: dict[str, Any] = {
+        "x": "shared with an earlier request, tokens",
+        "ticks": lens,
+        "xlim": (-0.04 * length, 1.04 * length),
+        "ylim": (0, None),
+    }
+    records = [{**cell, "megabytes": cell["kv_bytes"] / cell["n"] / 1e6} for cell in cells]
+    lines = [{**line, "megabytes": {arm: each / 1e6 for arm, each in line["kv_bytes"].items()}} for line in predicted]
+    arithmetic = Mark(lines, "shared_len", "ttft_ms.prefill", kind="steps",
+                      look={**_ARITHMETIC, "label": "arithmetic, with reuse"})  # fmt: skip
+    plain = {arm: {**look, "markersize": 5} for arm, look in _LOOKS.items()}
+    times = [
+        Panel(
+            [Mark(records, "shared_len", f"{figure.value}_ms", by="arm", looks=plain), *extra],
+            y="time, ms",
+            title=title,
+            legend=legend,
+            **axis,
         )
-    return TableBlock(
-        "All cells",
-        header,
-        rows,
-        "KV bytes per request; expected are the prompt's blocks less the skipped ones, times the bytes of a block.",
+        for figure, title, extra, legend in (
+            (Figure.TTFT, "ttft: token 1", [arithmetic] if lines else [], "lower left"),
+            (Figure.TTFT_DECODE, "ttft_decode: token 2", [], ""),
+        )
+    ]
+    moved = [
+        *(Mark(lines, "shared_len", f"megabytes.{arm}", kind="steps", look={**_ARITHMETIC, **label})
+          for arm, label in ((NONE, {}), (BOTH, {"label": "arithmetic"})) if lines),
+        # Where two arms move the same, the smaller mark leaves the larger one visible.
+        Mark(records, "shared_len", "megabytes", by="arm", looks=_LOOKS, kind="points"),
+    ]  # fmt: skip
+    return [
+        Picture(
+            "ttft_over_shared",
+            f"TTFT over the shared length (prompts of {length} tokens)",
+            "Mean with 95 % intervals. Dashed: the prefill of the arm without reuse, scaled by the FLOPs of the tokens "
+            "that are left to compute, plus everything else as it is. Both caches save the same computation; token 2 "
+            "also waits for what has to be moved.",
+            times,
+            columns=2,
+            share={"sharey": True},
+        ),
+        Picture(
+            "bytes_over_shared",
+            "Bytes moved over the shared length",
+            "Points: bytes that decode received and verified. Dashed: (blocks of the prompt − blocks that decode has) "
+            "× bytes of a block. What only prefill has cached is moved like what it computes.",
+            [Panel(moved, y="KV moved per request, MB", legend="lower left", **axis)],
+        ),
+    ]
+
+
+def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
+    names = {NONE: "neither", PREFILL: "prefill", BOTH: "both"}
+    records = [
+        {
+            **cell,
+            "cached": names[cell["arm"]],
+            "bytes": cell["kv_bytes"] // cell["n"],
+            "equal": cell["kv_bytes"] == cell["kv_bytes_expected"] == cell["kv_bytes_arithmetic"],
+        }
+        for cell in cells
+    ]
+    columns = (
+        "shared | shared_len",
+        "cached on | cached",
+        "n",
+        "ttft, ms | ttft_ms:.1f",
+        "predicted, ms | predicted_ttft_ms:.1f",
+        "ttft_decode, ms | ttft_decode_ms:.1f",
+        "prefill, ms | prefill_ms:.1f",
+        "computed tokens | computed_tokens:g",
+        "blocks skipped | kv_blocks_skipped:g",
+        "KV, bytes | bytes:,",
+        "= expected | equal",
+        "tokens equal | tokens_equal",
     )
+    caption = (
+        "KV bytes per request; expected are the prompt's blocks less the skipped ones, times the bytes of a block."
+    )
+    return table("All cells", records, columns, caption)

@@ -27,9 +27,21 @@ from experiments.engine_alone.arithmetic import Cost, ModelArithmetic
 from experiments.engine_alone.process import measurements
 from experiments.engine_alone.program import STEPS, WARM_STEPS, WITH, WITHOUT, Built, Rates, Task, Warm
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.plots import primer as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
+from experiments.report.drawing import (
+    DASHED,
+    DOTTED,
+    FAINT,
+    INK,
+    PALETTE,
+    Mark,
+    Panel,
+    Picture,
+    Rule,
+    TableBlock,
+    short,
+    table,
+)
+from experiments.report.page import Report, setup_of
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import plain_mean
 from pdserve.client.status import ServiceStatus
@@ -228,13 +240,13 @@ class Primer(Experiment):
             failures=summary["failed"],
         )
         if summary["kv_cache"] is not None:
-            report.blocks.append(plots.with_and_without(summary["kv_cache"]))
+            report.blocks.append(_cache_picture(summary["kv_cache"]))
         if summary["profile"] is not None:
-            report.blocks.append(plots.phases(summary["profile"]))
+            report.blocks.append(_phases_picture(summary["profile"]))
         if summary["decode"]:
-            report.blocks += [plots.step_time(summary), plots.saturation(summary)]
+            report.blocks += _decode_pictures(summary)
         if summary["prefill"] or summary["decode"]:
-            report.blocks += [plots.roofline(summary), _steps_table(summary)]
+            report.blocks += [_roofline_picture(summary), _steps_table(summary)]
         if summary["ridge"]:
             report.blocks.append(_ridge_table(summary))
         return report
@@ -428,11 +440,6 @@ def _by(cell: FinishedCell, key: str) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
-def _short(value: float) -> str:
-    """Three significant digits without an exponent."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
-
-
 def _method(options: PrimerOptions) -> str:
     return (
         f"the engine's model runner alone, {options.repeats} repeats after one that is not counted; order reversed "
@@ -447,8 +454,8 @@ def _engine_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("engine", f"{place}, {machine['dtype']}, {machine['weight_bytes'] / 1e6:.1f} MB of weights per step"),
         (
             "device",
-            f"products at {interval_text(machine['peak_gflops'], _short)} GFLOP/s, reading at "
-            f"{interval_text(machine['read_gbs'], _short)} GB/s: ridge at {machine['ridge_flops_per_byte']:.1f} FLOP "
+            f"products at {interval_text(machine['peak_gflops'], short)} GFLOP/s, reading at "
+            f"{interval_text(machine['read_gbs'], short)} GB/s: ridge at {machine['ridge_flops_per_byte']:.1f} FLOP "
             "per byte",
         ),
     ]
@@ -462,27 +469,27 @@ def _answer(summary: Mapping[str, Any]) -> str:
         less = f"{speedup.value:.1f} times less" if speedup.lo > 1 else "not measurably less"
         sentences.append(
             f"Generating {cache['output_len']} tokens after {cache['prompt_len']} takes "
-            f"{interval_text(cache['total_s'][WITHOUT], _short)} s without a KV cache and "
-            f"{interval_text(cache['total_s'][WITH], _short)} s with it, {less}."
+            f"{interval_text(cache['total_s'][WITHOUT], short)} s without a KV cache and "
+            f"{interval_text(cache['total_s'][WITH], short)} s with it, {less}."
         )
     if profile is not None:
         prefill, decode = profile["phases"]["prefill"], profile["phases"]["decode"]
         sentences.append(
             f"Per token, prefill takes {profile['token_ms']['prefill']['mean']:.2f} ms (intensity "
-            f"{_short(prefill['intensity'])} FLOP per byte, bound by {prefill['bound']}) and decode of one request "
-            f"{profile['token_ms']['decode']['mean']:.2f} ms ({_short(decode['intensity'])} FLOP per byte, bound by "
+            f"{short(prefill['intensity'])} FLOP per byte, bound by {prefill['bound']}) and decode of one request "
+            f"{profile['token_ms']['decode']['mean']:.2f} ms ({short(decode['intensity'])} FLOP per byte, bound by "
             f"{decode['bound']})."
         )
     if ridges:
         ridge = ridges[0]
         measured = (
-            f"from a batch of {interval_text(ridge['doubling_batch'], _short)} on"
+            f"from a batch of {interval_text(ridge['doubling_batch'], short)} on"
             if ridge["doubling_batch"] is not None
             else f"with none of the measured batches (up to {ridge['largest_batch']})"
         )
         sentences.append(
             f"At a context of {ridge['context']} a decode step takes twice as long as with one request {measured}; the "
-            f"formula (product rate ÷ read rate) puts the ridge at {_short(ridge['formula_batch'])}."
+            f"formula (product rate ÷ read rate) puts the ridge at {short(ridge['formula_batch'])}."
         )
     return " ".join(sentences) or "No cell was completed."
 
@@ -512,58 +519,273 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     return caveats
 
 
-def _steps_table(summary: Mapping[str, Any]) -> TableBlock:
-    header = ("step", "time, ms", "tokens/s", "GFLOP", "MB", "FLOP per byte", "GFLOP/s", "GB/s", "roof, ms",
-              "of the roof, %", "bound by")  # fmt: skip
-    steps = [(f"prefill of {point['tokens']}", point) for point in summary["prefill"]]
-    steps += [(f"decode of {point['batch']} at {point['context']}", point) for point in summary["decode"]]
-    rows = [
-        (
-            name,
-            interval_text(point["time_ms"], _short),
-            _short(point["tokens_per_s"]["mean"]),
-            _short(point["gflop"]),
-            _short(point["megabytes"]),
-            _short(point["intensity"]),
-            _short(point["reached_gflops"]),
-            _short(point["reached_gbs"]),
-            _short(point["roof_ms"]),
-            f"{point['of_roof_pct']:.0f}",
-            point["bound"],
-        )
-        for name, point in steps
+_ROOF = {"linestyle": DASHED, "linewidth": 1.0, "marker": ""}
+
+
+def _totals_panel(rows: Sequence[tuple[str, str, Mapping[str, Any], float]]) -> Panel:
+    """Measured and published seconds of each row of name, colour, interval and published seconds."""
+    records = [
+        {
+            "row": name,
+            "s": total,
+            "note": f"{total['mean']:.3g} s",
+            "published": at,
+            "published_note": f"{at:g} s on {PUBLISHED_ON}",
+        }
+        for name, _, total, at in rows
     ]
-    return TableBlock(
+    looks = {name: {"color": color, "marker": "o", "markersize": 8, "label": None} for name, color, *_ in rows}
+    published = {"color": FAINT, "marker": "|", "markersize": 26}
+    seconds = [each for _, _, total, at in rows for each in (total["mean"], at)]
+    return Panel(
+        [
+            Mark(records, "s", "row", by="row", looks=looks, kind="points", text="note", note=(0, 9)),
+            Mark(records, "published", "row", kind="points", look=published, text="published_note", note=(0, -22)),
+        ],
+        x="seconds (logarithmic)",
+        title="in all",
+        log="x",
+        rows=[name for name, *_ in rows],
+        xlim=(min(seconds) / 3, max(seconds) * 3),
+    )
+
+
+def _cache_picture(cache: Mapping[str, Any]) -> Picture:
+    """Seconds of the whole generation beside the published ones, and the time of each token."""
+    arms = {WITHOUT: ("without KV cache", PALETTE[1]), WITH: ("with KV cache", PALETTE[0])}
+    tokens = [
+        {"arm": arms[arm][0], "before": cache["prompt_len"] + place, "ms": ms}
+        for arm in arms
+        for place, ms in enumerate(cache["token_ms"][arm])
+    ]
+    looks = {name: {"color": color, "markersize": 3} for name, color in arms.values()}
+    each = Panel(
+        [Mark(tokens, "before", "ms", by="arm", looks=looks)],
+        x="tokens before this one",
+        y="time of one token, ms",
+        title="each token",
+        ylim=(0, None),
+        legend="best",
+    )
+    totals = [(*look, cache["total_s"][arm], cache["published_s"][arm]) for arm, look in arms.items()]
+    return Picture(
+        "kv_cache",
+        f"Generation with and without a KV cache ({cache['prompt_len']} + {cache['output_len']} tokens)",
+        "Left: the whole generation, mean of the repeats with 95 % intervals (often smaller than the mark), beside the "
+        "published figures. Right: mean time of each token. Without a cache every token computes the whole sequence "
+        f"before it; with a cache only the first one does. Together {cache['gflop']['without']:.1f} GFLOP against "
+        f"{cache['gflop']['with']:.1f}.",
+        [_totals_panel(totals), each],
+        columns=2,
+        height_in=3.8,
+    )
+
+
+def _phases_picture(profile: Mapping[str, Any]) -> Picture:
+    """Seconds of prefill and decode beside the published ones, and the time per token of each."""
+    looks = {"prefill": {"color": PALETTE[2]}, "decode": {"color": PALETTE[3]}}
+    names = {
+        "prefill": f"prefill of {profile['prompt_len']} tokens",
+        "decode": f"decode of {profile['output_len'] - 1} tokens",
+    }
+    totals = [
+        (names[phase], look["color"], profile["total_s"][phase], profile["published_s"][phase])
+        for phase, look in looks.items()
+    ]
+    tokens = [{"phase": phase, "ms": ms, "note": f"{ms['mean']:.3g} ms"} for phase, ms in profile["token_ms"].items()]
+    means = [each["ms"]["mean"] for each in tokens]
+    mark = Mark(tokens, "ms", "phase", by="phase", looks=looks, look={"markersize": 8}, kind="points", text="note",
+                note=(0, 9))  # fmt: skip
+    per_token = Panel([mark], x="time per token, ms (logarithmic)", title="per token", log="x", rows=list(names),
+                      xlim=(min(means) / 3, max(means) * 3))  # fmt: skip
+    return Picture(
+        "phases",
+        f"Prefill and decode of one request ({profile['prompt_len']} + {profile['output_len']} tokens)",
+        "Mean with 95 % intervals (often smaller than the mark). Left: both phases beside the published figures. "
+        "Right: the same per token. Prefill computes many tokens with each weight that it reads; decode reads all "
+        "weights for one token.",
+        [_totals_panel(totals), per_token],
+        columns=2,
+        height_in=3.8,
+    )
+
+
+def _decode_pictures(summary: Mapping[str, Any]) -> list[Picture]:
+    """Time of a decode step over batch size and context; tokens per second over batch size, with what they approach."""
+    contexts = [ridge["context"] for ridge in summary["ridge"]]
+    colors = {context: {"color": PALETTE[number % len(PALETTE)]} for number, context in enumerate(contexts)}
+    points = [{**point, "series": f"context {point['context']}"} for point in summary["decode"]]
+    batches = sorted({point["batch"] for point in points})
+    shown = batches[:: -(-len(batches) // 4)]
+    over_context = [{**point, "series": f"batch {point['batch']}"} for point in points if point["batch"] in shown]
+    stars = [
+        {"batch": ridge["doubling_batch"]["mean"], "ms": 2 * first["time_ms"]["mean"], "context": ridge["context"]}
+        for ridge in summary["ridge"]
+        if ridge["doubling_batch"] is not None
+        for first in [next(point for point in points if point["context"] == ridge["context"])]
+    ]
+    roofs = {context: {**look, "label": "least time (roofline)" if context == contexts[0] else None}
+             for context, look in colors.items()}  # fmt: skip
+    starred = {context: {**look, "label": "twice batch 1" if context == stars[0]["context"] else None}
+               for context, look in colors.items() if stars}  # fmt: skip
+    step_time = [
+        Panel(
+            [
+                Mark(points, "batch", "time_ms", by="series"),
+                Mark(points, "batch", "roof_ms", by="context", looks=roofs, look=_ROOF),
+                Mark(stars, "batch", "ms", by="context", looks=starred, kind="points",
+                     look={"marker": "*", "markersize": 13, "markeredgecolor": "white"}),
+            ],
+            x="batch size, requests (logarithmic)",
+            y="time of a decode step, ms",
+            log="xy",
+            ticks=batches,
+            legend="best",
+        ),
+        Panel(
+            [Mark(over_context, "context", "time_ms", by="series")],
+            x="context, tokens (logarithmic)",
+            log="xy",
+            ticks=contexts,
+            xlim=(contexts[0] / 2, contexts[0] * 2) if len(contexts) == 1 else (None, None),
+            legend="best",
+        ),
+    ]  # fmt: skip
+    formula = summary["machine"]["ridge_batch"]
+    saturated = [
+        Rule("y", ridge["saturated_tokens_per_s"]["mean"], "1 ÷ time per further request" if number == 0 else "",
+             {**colors[ridge["context"]], "linestyle": DASHED})
+        for number, ridge in enumerate(summary["ridge"])
+        if ridge["saturated_tokens_per_s"] is not None
+    ]  # fmt: skip
+    saturation = Panel(
+        [
+            Mark(points, "batch", "tokens_per_s", by="series"),
+            *saturated,
+            Rule("x", formula, f"ridge by formula: {formula:.1f}", {"linestyle": DOTTED}),
+        ],
+        x="batch size, requests (logarithmic)",
+        y="tokens per second",
+        log="x",
+        ticks=batches,
+        ylim=(0, None),
+        legend="above",
+    )
+    return [
+        Picture(
+            "step_time",
+            "Time of a decode step over batch size and context",
+            "Mean of the repeats (each the median of several steps) with 95 % intervals. Left: as long as reading the "
+            "weights takes longest, a further request costs little; stars mark where the step takes twice as long as "
+            "with one request. Dashed: the least time that the measured product and read rates allow. Right: the same "
+            "points over the context, whose keys and values every step reads.",
+            step_time,
+            columns=2,
+            share={"sharey": True},
+        ),
+        Picture(
+            "saturation",
+            "Tokens per second over batch size",
+            "Mean with 95 % intervals. Dashed: what the rate approaches by the line time = fixed + each · batch. "
+            "Dotted: the ridge batch by the formula, product rate ÷ read rate × bytes of a number ÷ 2.",
+            [saturation],
+        ),
+    ]
+
+
+def _roofline_picture(summary: Mapping[str, Any]) -> Picture:
+    """Reached FLOP/s over intensity, below the roofs of the device."""
+    machine, contexts = summary["machine"], sorted({point["context"] for point in summary["decode"]})
+    peak, read, ridge = machine["peak_gflops"], machine["read_gbs"], machine["ridge_flops_per_byte"]
+    points = [
+        *(
+            {**point, "series": f"decode, context {point['context']}",
+             "note": str(point["batch"]) if point["context"] == contexts[0] else ""}
+            for point in summary["decode"]
+        ),
+        *({**point, "series": "prefill", "note": str(point["tokens"])} for point in summary["prefill"]),
+    ]  # fmt: skip
+    low, high = (
+        edge([ridge, *(point["intensity"] for point in points)]) * factor for edge, factor in ((min, 0.5), (max, 2))
+    )
+
+    def roof(edge: str) -> list[dict[str, float]]:
+        corner = peak[edge] / read[edge]
+        return [{"x": low, "y": low * read[edge]}, {"x": corner, "y": peak[edge]}, {"x": high, "y": peak[edge]}]
+
+    ink = {"color": INK, "marker": ""}
+    edges = [edge for edge in ("lo", "hi") if peak[edge] is not None and read[edge] is not None]
+    lowest = min([*(point["reached_gflops"] for point in points), low * read["mean"]]) / 2
+    panel = Panel(
+        [
+            Mark(roof("mean"), "x", "y", look=ink),
+            *(Mark(roof(edge), "x", "y", look={**ink, "linewidth": 0.8, "alpha": 0.4}) for edge in edges),
+            Mark(points, "intensity", "reached_gflops", by="series", kind="points", text="note", note=(6, -11)),
+            Rule("y", peak["mean"], f"products: {peak['mean']:.0f} GFLOP/s; reading: {read['mean']:.1f} GB/s",
+                 {"linewidth": 0}),
+            Rule("x", ridge, f"ridge {ridge:.1f}", {"linestyle": DOTTED}),
+        ],
+        x="intensity, FLOP per byte (logarithmic)",
+        y="reached, GFLOP/s (logarithmic)",
+        log="xy",
+        xlim=(low, high),
+        ylim=(lowest, peak["mean"] * 2),
+        legend="lower right",
+    )  # fmt: skip
+    return Picture(
+        "roofline",
+        "Roofline",
+        "Points are steps of the engine: FLOPs and bytes from the model's shape, the time measured. Numbers are the "
+        f"batch of a decode step (at context {contexts[0] if contexts else '–'}) and the tokens of a prefill. No step "
+        "can be above the roofs, which are the device's measured read rate times the intensity, and its measured "
+        "product rate (thin lines: 95 % intervals).",
+        [panel],
+        height_in=5.0,
+    )
+
+
+def _steps_table(summary: Mapping[str, Any]) -> TableBlock:
+    steps = [{**point, "step": f"prefill of {point['tokens']}"} for point in summary["prefill"]]
+    steps += [{**point, "step": f"decode of {point['batch']} at {point['context']}"} for point in summary["decode"]]
+    columns = (
+        "step",
+        "time, ms | time_ms:short",
+        "tokens/s | tokens_per_s.mean:short",
+        "GFLOP | gflop:short",
+        "MB | megabytes:short",
+        "FLOP per byte | intensity:short",
+        "GFLOP/s | reached_gflops:short",
+        "GB/s | reached_gbs:short",
+        "roof, ms | roof_ms:short",
+        "of the roof, % | of_roof_pct:.0f",
+        "bound by | bound",
+    )
+    return table(
         "All steps",
-        header,
-        rows,
+        steps,
+        columns,
         "GFLOP and MB from the model's shape; GFLOP/s and GB/s are these over the measured time. The roof is the least "
         "time that the measured product and read rates allow.",
     )
 
 
 def _ridge_table(summary: Mapping[str, Any]) -> TableBlock:
-    header = ("context", "doubling batch", "predicted", "half-saturation batch", "fixed, ms", "per request, ms",
-              "saturated tokens/s", "formula")  # fmt: skip
-    rows = [
-        (
-            str(ridge["context"]),
-            f"> {ridge['largest_batch']}"
-            if ridge["doubling_batch"] is None
-            else interval_text(ridge["doubling_batch"], _short),
-            _short(ridge["predicted_doubling_batch"]),
-            *(
-                "–" if ridge[key] is None else interval_text(ridge[key], _short)
-                for key in ("half_saturation_batch", "fixed_ms", "each_ms", "saturated_tokens_per_s")
-            ),
-            _short(ridge["formula_batch"]),
-        )
-        for ridge in summary["ridge"]
-    ]
-    return TableBlock(
+    records = [{**ridge, "doubling_batch": ridge["doubling_batch"] or f"> {ridge['largest_batch']}"}
+               for ridge in summary["ridge"]]  # fmt: skip
+    columns = (
+        "context",
+        "doubling batch | doubling_batch:short",
+        "predicted | predicted_doubling_batch:short",
+        "half-saturation batch | half_saturation_batch:short",
+        "fixed, ms | fixed_ms:short",
+        "per request, ms | each_ms:short",
+        "saturated tokens/s | saturated_tokens_per_s:short",
+        "formula | formula_batch:short",
+    )
+    return table(
         "Where decode leaves the memory roof",
-        header,
-        rows,
+        records,
+        columns,
         f"Formula: product rate ÷ read rate × bytes of a number ÷ 2 ({_A100}). Doubling: the step takes twice as long "
         "as with one request; the prediction has attention's work for this context in it. Fixed and per request are "
         "the line through all batches; their ratio is the half-saturation batch.",

@@ -1,6 +1,6 @@
 """``pdserve experiment routing``: the routing policies on a trace in which many requests share few beginnings.
 
-The trace has Mooncake's format (`experiments.workloads.skewed`, or a file of one's own). Its shared beginnings together
+The trace has Mooncake's format (`experiments.workloads.trace`, or a file of one's own). Its shared beginnings together
 are larger than the KV pool of one worker, and smaller than all of them: a policy that sends requests to where their
 beginning is cached computes less. Requests decode where they were prefilled (mode ``colocated``), so that all workers
 are equal and the choice of one is all that differs.
@@ -23,24 +23,21 @@ from typing import Any, ClassVar, get_args
 from pydantic import Field
 
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.load import Outcome, run_load
-from experiments.plots import routing as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
+from experiments.modes import REQUEST_TIMEOUT_S
+from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
+from experiments.report.page import Report, setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import mean_interval, percentile
-from experiments.under_load import REQUEST_TIMEOUT_S
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
-from experiments.workloads.room import Room
-from experiments.workloads.skewed import SkewedPrefixes
-from experiments.workloads.trace import TRACE_BLOCK_SIZE, Trace
+from experiments.workloads.conversation import Room
+from experiments.workloads.trace import TRACE_BLOCK_SIZE, SkewedPrefixes, Trace
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import RoutingPolicy
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, Interval, apart, interval_text
+from pdserve.core.interval import MIN_VALUES, Interval, apart
 from pdserve.core.request import Mode, counted_requests
 
 BASELINE = "round_robin"
@@ -153,30 +150,16 @@ class Routing(Experiment):
             bench.facts["workload"] = trace.describe()
             seed = self.options.seed
             await warm_up(bench, client, requests_of(trace, seed - 1, status.vocab_size), (Mode.COLOCATED,))
-            await bench.settle(client, bench.cell.parameters["policy"])
-            begun_s = bench.elapsed_s
-
-            def record(outcome: Outcome) -> None:
-                bench.record(
-                    outcome.generation,
-                    outcome.error,
-                    arm=bench.cell.parameters["policy"],
-                    repeat=bench.cell.parameters["round"],
-                    index=outcome.index,
-                    scheduled_s=begun_s + outcome.scheduled_s,
-                    sent_s=begun_s + outcome.sent_s,
-                )
-
-            load = await run_load(
+            load = await bench.load(
                 client,
                 trace.conversations(len(trace.requests), seed, status.vocab_size),
                 timed_arrivals(trace.times_s),
+                arm=bench.cell.parameters["policy"],
+                repeat=bench.cell.parameters["round"],
                 mode=Mode.COLOCATED,
                 timeout_s=REQUEST_TIMEOUT_S,
-                on_done=record,
             )
             bench.facts["load"] = {"took_s": load.duration_s, "lag": asdict(load.lag) if load.lag else None}
-            bench.advance(1)
 
     async def _calibrate(self, bench: Bench, client: AsyncClient, status: ServiceStatus) -> None:
         """Note the fact ``rate``: arrivals per second of all loads."""
@@ -252,7 +235,7 @@ class Routing(Experiment):
         )
         measured = [each for each in policies if each["ttft_ms"] is not None]
         if measured:
-            report.blocks += [plots.ttft_by_policy(measured), _table(measured)]
+            report.blocks += [_picture(measured), _table(measured)]
         return report
 
 
@@ -332,27 +315,56 @@ def _caveats(summary: Mapping[str, Any], options: RoutingOptions) -> list[str]:
     return caveats
 
 
-def _table(policies: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("policy", "n", "TTFT, ms", "p50", "p99", "× round_robin", "cached tokens", "computed tokens",
-              "share of the busiest worker")  # fmt: skip
-    rows = [
-        (
-            each["policy"],
-            str(each["n"]),
-            interval_text(each["ttft_ms"], ".0f"),
-            f"{each['ttft_p50_ms']:.0f}",
-            f"{each['ttft_p99_ms']:.0f}",
-            "–" if each["x_round_robin"] is None else f"{each['x_round_robin']:.2f}",
-            f"{each['hit_rate']:.0%}",
-            f"{each['computed_tokens']:,}",
-            f"{each['busiest_share']:.0%}",
-        )
-        for each in sorted(policies, key=lambda each: each["ttft_ms"]["mean"])
+def _picture(policies: Sequence[Mapping[str, Any]]) -> Picture:
+    """Mean, median and 99th percentile of the TTFT of each policy, and its share of cached tokens."""
+    ordered = sorted(policies, key=lambda each: float(each["ttft_ms"]["mean"]))
+    rows = [each["policy"] for each in ordered]
+    ttft = [
+        Mark(ordered, "ttft_ms", "policy", kind="bars", look={"label": "mean"}),
+        *(
+            Mark(
+                ordered, key, "policy", kind="points", look={"label": label, "color": PALETTE[number], "marker": marker}
+            )
+            for key, label, number, marker in (
+                ("ttft_p50_ms", "median", 1, "s"),
+                ("ttft_p99_ms", "99th percentile", 4, "v"),
+            )
+        ),
     ]
-    return TableBlock(
+    cached = [{**each, "hits": 100 * each["hit_rate"]} for each in ordered]
+    hits = Mark(cached, "hits", "policy", kind="bars", look={"color": PALETTE[2]})
+    return Picture(
+        "ttft_by_policy",
+        "TTFT by policy",
+        "Bars: means with 95 % intervals. What is cached need not be computed, so requests also wait less for those "
+        "before them.",
+        [
+            Panel(ttft, x="TTFT from when the request was due, ms", title="time to first token", rows=rows,
+                  xlim=(0, None), legend="best"),
+            Panel([hits], x="prompt tokens found in the worker's cache, %", title="cached tokens", rows=rows,
+                  xlim=(0, 100)),
+        ],
+        columns=2,
+        share={"sharey": True},
+    )  # fmt: skip
+
+
+def _table(policies: Sequence[Mapping[str, Any]]) -> TableBlock:
+    columns = (
+        "policy",
+        "n",
+        "TTFT, ms | ttft_ms:.0f",
+        "p50 | ttft_p50_ms:.0f",
+        "p99 | ttft_p99_ms:.0f",
+        "× round_robin | x_round_robin:.2f",
+        "cached tokens | hit_rate:.0%",
+        "computed tokens | computed_tokens:,",
+        "share of the busiest worker | busiest_share:.0%",
+    )
+    return table(
         "All policies",
-        header,
-        rows,
+        sorted(policies, key=lambda each: float(each["ttft_ms"]["mean"])),
+        columns,
         "Mean TTFT with 95 % intervals. × round_robin: its mean TTFT over that of the policy. Cached tokens: share of "
         "the prompt tokens that were found in the worker's cache.",
     )

@@ -15,9 +15,18 @@ from typing import Any, Protocol
 from experiments import environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, RunKind
-from experiments.machine_load import LOAD, CpuUse, beside_text, cores_of_others, load_facts, own_processes
-from experiments.other_requests import BUSY, busy_texts
-from experiments.report.page import Report, TableBlock
+from experiments.machine_load import (
+    BUSY,
+    LOAD,
+    CpuUse,
+    beside_text,
+    busy_texts,
+    cores_of_others,
+    load_facts,
+    own_processes,
+)
+from experiments.report.drawing import TableBlock
+from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
 from pdserve.client.status import ServiceStatus

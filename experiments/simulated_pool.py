@@ -18,7 +18,7 @@ from engine.messages import EngineEvent, KVEvent, KVRole, Step, Submit
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from experiments.engine_alone.step_case import StepCase
+from experiments.engine_alone.program import StepCase
 from experiments.workloads.arrivals import random_arrivals
 from pdserve.core.clock import FakeClock
 from pdserve.core.request import Request

@@ -32,12 +32,20 @@ def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hasha
     return Interval(float(np.mean(values)), lo, hi, sample.n)
 
 
-def plain_mean(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
-    """`mean_interval` of at least one value, as plain values for a summary. ValueError without values."""
-    interval = mean_interval(values, seed)
-    if interval is None:
-        raise ValueError("there are no values")
-    return interval.to_dict()
+def plain_mean(values: Sequence[float], seed: int = 0, groups: Sequence[Hashable] | None = None) -> Any:
+    """`mean_interval` as plain values for a summary; None without values."""
+    interval = mean_interval(values, seed, groups)
+    return None if interval is None else interval.to_dict()
+
+
+def tail(values: Sequence[float]) -> dict[str, float | int] | None:
+    """Mean, percentiles, maximum and number ``n`` of a figure in milliseconds, rounded to a microsecond; None without
+    values."""
+    if not values:
+        return None
+    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+    figures = {"mean": sum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "max": max(values)}
+    return {**{key: round(value, 3) for key, value in figures.items()}, "n": len(values)}
 
 
 def difference_interval(

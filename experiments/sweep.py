@@ -2,7 +2,7 @@
 split, and rate that a YAML file lists.
 
 Rate 0 is an idle service: pairs of requests, one at a time, A B B A. Any other rate is an open-loop load
-(`experiments.under_load`). Combinations with the same service settings share a service."""
+(`experiments.modes`). Combinations with the same service settings share a service."""
 
 from __future__ import annotations
 
@@ -13,44 +13,36 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from experiments.bench.report import SLO
-from experiments.experiment import Bench, Cell, Experiment
-from experiments.mode_pairs import (
+from experiments import overview
+from experiments.experiment import Cell, Options
+from experiments.modes import (
     COLOCATED,
     PD,
+    LoadPlan,
+    ModeMatrix,
     PairOptions,
-    PairSender,
+    Split,
     added_ms,
     added_text,
-    differences_of,
-    pairs_of,
-)
-from experiments.plots import overview
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow, failures, unexpected_bytes
-from experiments.run_folder import FinishedCell, RunData
-from experiments.splits import Split
-from experiments.statistics import mean_interval
-from experiments.under_load import (
-    LoadPlan,
     check_slo,
     latencies,
     load_caveats,
-    slo_of,
+    pairs_of,
     summarise_load,
 )
+from experiments.report.drawing import table
+from experiments.report.page import Report, setup_of
+from experiments.request_row import RequestRow, unexpected_bytes
+from experiments.run_folder import RunData
+from experiments.statistics import mean_interval
+from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.lengths import Fixed
-from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
-from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, InvalidRequest
-from pdserve.core.interval import MIN_VALUES, apart, interval_text
+from pdserve.core.interval import MIN_VALUES, apart
 from pdserve.core.timeline import Figure
-
-_WARM_UP_PAIRS = 1
 
 Transport = Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl"]
 Overlap = Literal["none", "chunk", "layer"]
@@ -124,13 +116,17 @@ class SweepOptions(PairOptions):
             raise InvalidRequest(f"service: {key} is set by workers, transports, overlaps or model; leave it out")
 
 
-class Sweep(Experiment):
+class Sweep(ModeMatrix):
     """See the module."""
 
     name: ClassVar[str] = "sweep"
     question: ClassVar[str] = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
     options_type: ClassVar[type[SweepOptions]] = SweepOptions
     options: SweepOptions
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.output_len = self.options.output_len
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """The product of the file's lists, ordered so that each service is started once. For a running service:
@@ -160,8 +156,8 @@ class Sweep(Experiment):
                 for rate in sorted(options.rates):
                     load = f"rate-{rate:g}" if rate else "idle"
                     parameters = {**place, "prompt_len": length, "load": load, **({"rate": rate} if rate else {})}
-                    work = self._load(rate).planned() if rate else options.repeats
-                    sending_s = self._load(rate).sending_s if rate else options.pairs_s
+                    work = self.load(rate).planned() if rate else options.repeats
+                    sending_s = self.load(rate).sending_s if rate else options.pairs_s
                     name = "/".join(map(str, (*place.values(), length, load)))
                     cells.append(Cell(name, parameters, service, work, sending_s, may_overload=bool(rate)))
         return cells
@@ -179,20 +175,17 @@ class Sweep(Experiment):
         transports = sorted({link.transport for worker in attached.workers for link in worker.links})
         return {"workers": Split.of(attached).name, "transport": "+".join(transports), "overlap": "as-configured"}
 
-    def _load(self, rate: float) -> LoadPlan:
+    def load(self, rate: float) -> LoadPlan:
+        """As the file says."""
         return LoadPlan(rate, self.options.duration_s, self.options.repeats, self.options.seed)
 
-    async def measure(self, bench: Bench) -> None:
-        """Rate 0: warm-up and pairs. Otherwise: the loads of both arms."""
-        length, output_len = int(bench.cell.parameters["prompt_len"]), self.options.output_len
-        async with AsyncClient(bench.target) as client:
-            if "rate" in bench.cell.parameters:
-                load = self._load(bench.cell.parameters["rate"])
-                await load.send(bench, client, Synthetic(Fixed(length), Fixed(output_len)))
-                return
-            vocab_size = (await client.status()).vocab_size
-            sender = PairSender(bench, client, vocab_size, output_len, self.options.seed)
-            await sender.send(length, self.options.repeats, self.options, warm_up=_WARM_UP_PAIRS)
+    def workload(self, prompt_len: int) -> Workload:
+        """Random prompts of one length."""
+        return Synthetic(Fixed(prompt_len), Fixed(self.options.output_len))
+
+    def least_pairs(self) -> int:
+        """As the file says."""
+        return self.options.repeats
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, one per combination: ``cell``, its parameters, ``exposed_ms``, ``kv_bytes``,
@@ -205,7 +198,7 @@ class Sweep(Experiment):
                 continue
             exposed = mean_interval(_exposed_ms(rows), self.options.seed)
             if "rate" in cell.parameters:
-                figures = summarise_load(cell, rows, self._slo(cell, run), self.options.seed)
+                figures = summarise_load(cell, rows, self.slo(self.options.slo, cell, run), self.options.seed)
             else:
                 figures = _summarise_idle(rows)
             cells.append({
@@ -214,26 +207,10 @@ class Sweep(Experiment):
                 "exposed_ms": None if exposed is None else exposed.to_dict(),
                 **figures,
             })  # fmt: skip
-        failed = [
-            each
-            for cell in cells
-            for each in differences_of(cell["cell"], run.rows_of(cell["cell"]), under_load=cell["load"] != "idle")
-        ]
-        failed += [
-            each
-            for cell in cells
-            if cell["load"] == "idle"
-            for each in failures(cell["cell"], run.rows_of(cell["cell"]))
-        ]
-        return {"experiment": self.name, "cells": cells, "failed": failed}
-
-    def _slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
-        alike = {**{key: value for key, value in cell.parameters.items() if key != "rate"}, "load": "idle"}
-        idle = [row for each in run.cells if each.parameters == alike for row in run.rows_of(each.cell)]
-        return slo_of(self.options.slo, idle)
+        return {"experiment": self.name, "cells": cells, "failed": self.failed(run)}
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
-        """The pictures of `experiments.plots.overview`, and a table."""
+        """The pictures of `experiments.overview`, and a table."""
         cells: Sequence[Mapping[str, Any]] = summary["cells"]
         loaded = [cell for cell in cells if cell["load"] != "idle"]
         report = Report(
@@ -255,9 +232,20 @@ class Sweep(Experiment):
             ],
             failures=summary["failed"],
         )
-        report.blocks += [drawing.picture() for drawing in overview.drawings([overview.Source("", run, summary)])]
+        report.blocks += overview.pictures([overview.Source("", run, summary)])
         if cells:
-            report.blocks.append(_table(cells))
+            columns = (
+                "cell",
+                "n",
+                "failed",
+                "added ttft, ms | added_ttft_ms.ttft",
+                "added ttft_decode, ms | added_ttft_ms.ttft_decode",
+                "exposed, ms | exposed_ms",
+                "SLO met pd, % | attainment.pd.mean*100:.0f",
+                "SLO met colocated, % | attainment.colocated.mean*100:.0f",
+            )
+            records = [{**cell, "failed": sum(cell["errors"].values())} for cell in cells]
+            report.blocks.append(table("All cells", records, columns))
         return report
 
 
@@ -300,18 +288,3 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
             f"in {worse}, and indistinguishably in {len(judged) - better - worse}."
         )
     return " ".join(sentences) or "No pair of requests was completed."
-
-
-def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("cell", "n", "failed", "added ttft, ms", "added ttft_decode, ms", "exposed, ms", "SLO met pd, %",
-              "SLO met colocated, %")  # fmt: skip
-    rows = []
-    for cell in cells:
-        intervals = [*(cell["added_ttft_ms"][figure.value] for figure in Figure), cell["exposed_ms"]]
-        met = [(cell.get("attainment") or {}).get(arm) for arm in (PD, COLOCATED)]
-        rows.append((
-            cell["cell"], str(cell["n"]), str(sum(cell["errors"].values())),
-            *(interval_text(each) for each in intervals),
-            *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
-        ))  # fmt: skip
-    return TableBlock("All cells", header, rows)

@@ -28,14 +28,25 @@ import numpy as np
 from pydantic import Field
 
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.mode_pairs import PD
+from experiments.modes import PD
 from experiments.pairs.memcpy import Memcpy
 from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
 from experiments.pairs.raw_tcp import RawTcp
 from experiments.pairs.transport_pair import TransportPair
-from experiments.plots import transport as plots
-from experiments.report.page import Report, TableBlock
-from experiments.report.setup import setup_of
+from experiments.report.drawing import (
+    DASHED,
+    DOTTED,
+    FAINT,
+    MARKERS,
+    PALETTE,
+    Mark,
+    Panel,
+    Picture,
+    Rule,
+    TableBlock,
+    table,
+)
+from experiments.report.page import Report, setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import plain_mean
@@ -44,11 +55,13 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, Interval, interval_text
+from pdserve.core.interval import MIN_VALUES, Interval
 
 MEMCPY, SOCKET = "memcpy", "socket"
 CEILING_OF = {"shm": MEMCPY, "nixl": MEMCPY, "tcp": SOCKET, "grpc_stream": SOCKET, "torch_dist": SOCKET}
 """The transports that can be measured on one machine, and the ceiling of each."""
+NAMES = {MEMCPY: "one thread's memcpy", SOCKET: "a blocking socket"}
+"""The ceilings, in words."""
 MESSAGE_BYTES = TransferConfig().message_bytes
 LOCAL, SERVICE = "local", "service"
 _KIB = 2**10
@@ -222,8 +235,7 @@ class Transport(Experiment):
             failures=summary["failed"],
         )
         if summary["cells"]:
-            report.blocks += [plots.rate_over_size(summary), plots.time_over_size(summary)]
-            report.blocks += [_cells_table(summary), _fits_table(summary)]
+            report.blocks += [*_pictures(summary), _cells_table(summary), _fits_table(summary)]
         return report
 
 
@@ -381,11 +393,11 @@ def _answer(summary: Mapping[str, Any]) -> str:
     what = "message" if summary["where"] == LOCAL else "hand-off"
     parts = []
     for name, cell in sorted(best.items(), key=lambda item: -item[1]["gbs"]["mean"]):
-        of = "the link's ceiling" if cell["ceiling"] == "link" else plots.NAMES[cell["ceiling"]]
+        of = "the link's ceiling" if cell["ceiling"] == "link" else NAMES[cell["ceiling"]]
         share = f", {100 * cell['share']['mean']:.0f} % of {of}" if cell["share"] else ""
         cost = f", and a {what} costs {costs[name].value:.0f} µs" if name in costs else ""
         parts.append(f"{name} moves {cell['gbs']['mean']:.2g} GB/s{share}{cost}")
-    return f"With {plots.size_text(largest)}, {'; '.join(parts)}."
+    return f"With {size_text(largest)}, {'; '.join(parts)}."
 
 
 def _caveats(summary: Mapping[str, Any]) -> list[str]:
@@ -412,48 +424,118 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     return caveats
 
 
-def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
-    rows = []
-    for cell in (*summary["ceilings"], *summary["cells"]):
-        ceiling = "–"
-        if cell["ceiling"]:
-            ceiling = f"{cell['ceiling_gbs']:.2f} GB/s" if cell["ceiling"] == "link" else plots.NAMES[cell["ceiling"]]
-        rows.append(
-            (
-                plots.NAMES.get(cell["transport"], cell["transport"]),
-                plots.size_text(cell["size_bytes"]),
-                interval_text(cell["gbs"]),
-                interval_text(cell["time_us"], ",.0f"),
-                ceiling,
-                interval_text(cell["share"]),
-                str(cell["gbs"]["n"]),
-            )
+def size_text(num_bytes: float) -> str:
+    """``64 KiB``, ``1.5 MiB``."""
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:g} B"
+
+
+def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
+    """Rates over the size with the ceilings, and times with the fitted lines."""
+    local, cells = summary["where"] == LOCAL, summary["cells"]
+    names = list(dict.fromkeys(cell["transport"] for cell in sorted(cells, key=lambda cell: cell["size_bytes"])))
+    looks = {
+        name: {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)]}
+        for number, name in enumerate(names)
+    }
+    dashes = {name: {"label": NAMES[name], "color": FAINT, "marker": "", "linestyle": dash}
+              for name, dash in ((MEMCPY, DASHED), (SOCKET, DOTTED))}  # fmt: skip
+    links = {name: {**look, "label": f"ceiling of {name}", "marker": "", "linestyle": DASHED}
+             for name, look in looks.items()}  # fmt: skip
+
+    def panel(marks: Sequence[Mark | Rule], y: str) -> Panel:
+        sizes = sorted({cell["size_bytes"] for cell in (*cells, *summary["ceilings"])})
+        return Panel(
+            marks,
+            x="payload" if local else "KV of a request",
+            y=y,
+            log="xy",
+            ticks=sizes,
+            tick_text=size_text,
+            xlim=(sizes[0] / 1.4, sizes[-1] * 1.4),
+            legend="right",
         )
-    return TableBlock(
-        "Rates",
-        ("transport", "size", "GB/s", "time, µs", "ceiling", "share of ceiling", "n"),
-        rows,
-        "Means with 95 % intervals over n repeats. 1 GB/s is 10⁹ bytes per second.",
+
+    ceilings = [Mark(cells, "size_bytes", "ceiling_gbs", by="transport", looks=links)] if not local else []
+    rates = [
+        Mark(summary["ceilings"], "size_bytes", "gbs", by="transport", looks=dashes),
+        Mark(cells, "size_bytes", "gbs", by="transport", looks=looks),
+        *ceilings,
+    ]
+    times: list[Mark | Rule] = [Mark(cells, "size_bytes", "time_us", by="transport", looks=looks, kind="points")]
+    for fit in summary["fits"]:
+        own = [cell["size_bytes"] for cell in cells if cell["transport"] == fit["transport"]]
+        cost_us, rate = fit["per_message_us"]["mean"], fit["rate_gbs"]["mean"]
+        points = [{"size": float(size), "us": cost_us + float(size) / rate / 1e3}
+                  for size in (np.geomspace(min(own), max(own), 60) if own else ())]  # fmt: skip
+        line = {**looks.get(fit["transport"], {}), "marker": "", "linewidth": 1.2, "label": None}
+        times.append(Mark([point for point in points if point["us"] > 0], "size", "us", look=line))
+    if local and any(cell["size_bytes"] > MESSAGE_BYTES for cell in cells):
+        times.append(Rule("x", summary["message_bytes"], "several messages →"))
+    return [
+        Picture(
+            "rate_over_size",
+            "Rate over size",
+            "Means with 95 % intervals; both axes are logarithmic. Grey lines are the ceilings, measured in the same "
+            "turns: one thread that copies memory bounds what moves within a host, a blocking socket what moves over "
+            "one."
+            if local
+            else "Bytes of a hand-off over the receiver's time for them, with 95 % intervals, and the ceiling of the "
+            "link, which is the best rate it has reached so far. Both axes are logarithmic.",
+            [panel(rates, "GB/s (10⁹ bytes per second)")],
+            height_in=4.8,
+        ),
+        Picture(
+            "time_over_size",
+            "Time over size, and the cost of a message" if local else "Time over size",
+            "Points are means with 95 % intervals. Lines are time = cost + bytes / rate, fitted to "
+            + (
+                "the sizes of one message; where a line is flat, the cost of a message dominates. Points beside their "
+                "line show that the rate depends on the size, as it does once payloads exceed the processor's cache. "
+                "To the right of the dotted line several messages are under way at once."
+                if local
+                else "all prompt lengths; the cost is that of a whole hand-off."
+            ),
+            [panel(times, "time, µs")],
+            height_in=4.8,
+        ),
+    ]
+
+
+def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
+    records = []
+    for cell in (*summary["ceilings"], *summary["cells"]):
+        ceiling = NAMES.get(cell["ceiling"])
+        if cell["ceiling"] == "link":
+            ceiling = f"{cell['ceiling_gbs']:.2f} GB/s"
+        name = NAMES.get(cell["transport"], cell["transport"])
+        records.append({**cell, "name": name, "size": size_text(cell["size_bytes"]), "ceiling": ceiling})
+    columns = (
+        "transport | name",
+        "size",
+        "GB/s | gbs",
+        "time, µs | time_us:,.0f",
+        "ceiling",
+        "share of ceiling | share",
+        "n | gbs.n",
     )
+    caption = "Means with 95 % intervals over n repeats. 1 GB/s is 10⁹ bytes per second."
+    return table("Rates", records, columns, caption)
 
 
 def _fits_table(summary: Mapping[str, Any]) -> TableBlock:
-    rows = []
-    for fit in summary["fits"]:
-        cost, rate = interval_text(fit["per_message_us"], ".0f"), interval_text(fit["rate_gbs"])
-        rows.append(
-            (
-                plots.NAMES.get(fit["transport"], fit["transport"]),
-                cost,
-                rate,
-                f"{fit['misfit_pct']:.0f}",
-            )
-        )
     what = "message" if summary["where"] == LOCAL else "hand-off"
-    return TableBlock(
+    return table(
         "time = cost + bytes / rate",
-        ("transport", f"cost of a {what}, µs", "rate, GB/s", "largest error, %"),
-        rows,
+        [{**fit, "name": NAMES.get(fit["transport"], fit["transport"])} for fit in summary["fits"]],
+        (
+            "transport | name",
+            f"cost of a {what}, µs | per_message_us:.0f",
+            "rate, GB/s | rate_gbs",
+            "largest error, % | misfit_pct:.0f",
+        ),
         "Least squares of relative errors, made in each repeat on its own. Where the largest error is large, the rate "
         "depends on the size, and the cost is only an orientation.",
     )

@@ -14,7 +14,6 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Metric
-from router.needs import WaitMode
 
 from checkpoints.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
@@ -45,6 +44,7 @@ from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from router.registry import WorkerRegistry
 from router.router import Router
+from router.view import WaitMode
 from runtime.awake_clock import RunningAwakeClock
 from runtime.grpc_tls import server_credentials
 from runtime.plane_tls import PlaneTls

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -28,13 +28,14 @@ from pdserve.core.errors import InvalidRequest, PdserveError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from experiments.bench.bench import BenchPlan
-    from experiments.bench.report import SLO, BenchReport, Distribution
-    from experiments.bench.run import BenchRecorder
+    from experiments.bench_plan import BenchPlan
+    from experiments.bench_report import BenchRecorder
+    from experiments.modes import SLO
 
 T = TypeVar("T")
 
-_ROWS = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+Report = Mapping[str, Any]
+"""What ``--json`` prints of a load."""
 _GOODPUT_KEYS = {"e2el": "e2e"}
 """Figures of ``--goodput`` that have another name here."""
 
@@ -139,8 +140,8 @@ def bench(
     The options' names of `vllm bench serve` are understood as well: --num-prompts, --request-rate (inf: all at once),
     --dataset-name, --random-input-len, --random-output-len, --random-prefix-len, --goodput ttft:200 tpot:50,
     --save-result, --result-dir."""
-    from experiments.bench.bench import BenchPlan, Pace
-    from experiments.bench.report import arms_to_dict, parse_percentiles
+    from experiments.bench_plan import BenchPlan, Pace
+    from experiments.bench_report import parse_percentiles
     from experiments.workloads.catalog import WorkloadOptions
 
     chosen_rate = _either("rate", rate, "request-rate", request_rate)
@@ -182,7 +183,9 @@ def bench(
         into = Path("results")
     reports, page = asyncio.run(_run(Target.of(target, **access), plan, into))
     if as_json:
-        print_json(reports[0].to_dict() if plan.loads == 1 else arms_to_dict(reports))
+        arms = {report["mode"]: report for report in reports}
+        ends = {"partial": any(map(itemgetter("partial"), reports)), "leaked_blocks": reports[-1]["leaked_blocks"]}
+        print_json(reports[0] if plan.loads == 1 else {**ends, "arms": arms})
     else:
         console = stdout_console()
         console.print(_latencies(reports))
@@ -190,9 +193,9 @@ def bench(
             console.print(line, soft_wrap=True, markup=False)
         if page is not None:
             console.print(f"report      {page}", soft_wrap=True, markup=False)
-    if any(report.partial for report in reports):
+    if any(report["partial"] for report in reports):
         raise typer.Exit(130)
-    if any(report.failures for report in reports) or reports[-1].leaked_blocks != 0:
+    if any(report["failed"] for report in reports) or reports[-1]["leaked_blocks"] != 0:
         raise typer.Exit(1)
 
 
@@ -213,7 +216,7 @@ def _ramp(text: str) -> tuple[float, float]:
 
 def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | None:
     """The objectives of ``--slo ttft=200,itl=50``, or of ``--goodput ttft:200 tpot:50`` (with commas or spaces)."""
-    from experiments.bench.report import SLO
+    from experiments.modes import SLO
 
     if more and goodput is None:
         raise InvalidRequest(f"{more[0]}: bench takes options only, see `pdserve bench --help`")
@@ -225,12 +228,13 @@ def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | 
     return SLO.parse(",".join(f"{_GOODPUT_KEYS.get(key, key)}={value}" for key, _, value in parts))
 
 
-async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[BenchReport], Path | None]:
+async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[Report], Path | None]:
     """Reports of the loads, of which the last one has the leaked blocks of all; and the page of the run's folder, if
     one is to be made in ``into``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from experiments.bench.bench import fitted, run_bench
+    from experiments.bench_plan import fitted, run_bench
+    from experiments.bench_report import BenchRecorder, report_of
     from experiments.load import Outcome
     from ops.settled import leaked_blocks, settled
     from pdserve.client.async_client import AsyncClient
@@ -249,8 +253,6 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
         stop, hurry = asyncio.Event(), asyncio.Event()
         recorder = None
         if into is not None:
-            from experiments.bench.run import BenchRecorder
-
             recorder = BenchRecorder(into, plan, str(target))
             recorder.begin(before)
 
@@ -270,15 +272,16 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
                     recorder.record(outcome)
                 progress.update(task, advance=1, failed=f"[red]{failed} failed[/]" if failed else "")
 
-            reports = await run_bench(client, plan, before, on_done, stop)
+            loads = await run_bench(client, plan, before, on_done, stop)
+            reports: list[Report] = [report_of(plan, *load) for load in loads]
             leaked = await _unless(hurry, leaked_blocks(client, before))
-        reports = [*reports[:-1], replace(reports[-1], leaked_blocks=leaked)]
+        reports[-1] = {**reports[-1], "leaked_blocks": leaked}
         return reports, None if recorder is None else _draw(recorder, reports)
 
 
-def _draw(recorder: BenchRecorder, reports: Sequence[BenchReport]) -> Path:
+def _draw(recorder: BenchRecorder, reports: Sequence[Report]) -> Path:
     """The page of the recorded run."""
-    from experiments.bench.run import BenchRun
+    from experiments.bench_report import BenchRun
     from experiments.cli.progress import link_report
     from experiments.report.page import PAGE
     from experiments.runner import redraw
@@ -327,87 +330,80 @@ async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int
         skip.cancel()
 
 
-def _latencies(reports: Sequence[BenchReport]) -> Table:
+def _latencies(reports: Sequence[Report]) -> Table:
     """One row per figure, and per mode if there are several: of one report that has both, or of one report each."""
-    if len(reports) > 1:
-        columns = [(report.mode, report.distributions()) for report in reports]
-    elif len(reports[0].modes) > 1:
-        columns = [(mode or "all", reports[0].distributions(mode)) for mode in (None, *reports[0].modes)]
-    else:
-        columns = [("", reports[0].distributions())]
-    names = [f"p{percentile:g}" for percentile in reports[0].percentiles]
-    left = ("ms", "mode") if len(columns) > 1 else ("ms",)
-    table = plain_table(left, ("mean", "std", "min", *names, "max", "count"))
-    for key, name in _ROWS.items():
-        for place, (mode, distributions) in enumerate(columns):
-            labels = [name if place == 0 else ""] + ([mode] if len(columns) > 1 else [])
-            table.add_row(*labels, *_cells(distributions[key], len(names)))
+    from experiments.bench_report import FIGURES
+
+    first = reports[0]
+    columns: list[tuple[str, Report]] = [(report["mode"], report) for report in reports]
+    if len(reports) == 1:
+        columns = [("all", first), *first["by_mode"].items()] if len(first["by_mode"]) > 1 else [("", first)]
+    several = len(columns) > 1
+    known = next((each[key] for _, each in columns for key in FIGURES if each[key]), {"mean": 0.0, "count": 0})
+    table = plain_table(("ms", "mode") if several else ("ms",), tuple(known))
+    for key, name in FIGURES.items():
+        for place, (mode, figures) in enumerate(columns):
+            labels = [name if place == 0 else ""] + ([mode] if several else [])
+            values = figures[key] or {**dict.fromkeys(known, "–"), "count": 0}
+            table.add_row(
+                *labels, *(f"{each:.2f}" if isinstance(each, float) else str(each) for each in values.values())
+            )
     return table
 
 
-def _cells(distribution: Distribution | None, num_percentiles: int) -> list[str]:
-    if distribution is None:
-        return ["–"] * (4 + num_percentiles) + ["0"]
-    values = (distribution.mean, distribution.std, distribution.min, *distribution.percentiles.values())
-    return [*(f"{value:.2f}" for value in (*values, distribution.max)), str(distribution.count)]
-
-
-def _summary(reports: Sequence[BenchReport]) -> list[str]:
-    lines = [f"workload    {reports[0].workload}"]
+def _summary(reports: Sequence[Report]) -> list[str]:
+    lines = [f"workload    {reports[0]['workload']}"]
     for report in reports:
         if len(reports) > 1:
-            lines.append(f"{report.mode} (alone on the service)")
+            lines.append(f"{report['mode']} (alone on the service)")
         lines.extend(_of_load(report))
-    leaked = reports[-1].leaked_blocks
+    leaked = reports[-1]["leaked_blocks"]
     lines.append(f"leaked      {'unknown' if leaked is None else f'{leaked} blocks'}")
     return lines
 
 
-def _of_load(report: BenchReport) -> list[str]:
-    from pdserve.core.interval import CONFIDENCE
+def _of_load(report: Report) -> list[str]:
+    from experiments.machine_load import OtherRequests
+    from pdserve.core.interval import CONFIDENCE, Interval
     from pdserve.core.request import counted_requests
-    from pdserve.core.timeline import Figure
 
     lines = []
-    if report.partial:
-        planned = "" if report.planned is None else f"of {report.planned} "
-        lines.append(f"partial     interrupted when {len(report.outcomes)} {planned}requests had finished")
+    if report["partial"]:
+        lines.append(f"partial     interrupted when {report['requests']} of {report['planned']} requests had finished")
     lines.append(
-        f"throughput  {report.per_second(report.output_tokens):.1f} output tokens/s, "
-        f"{report.per_second(report.total_tokens):.1f} tokens/s in all, "
-        f"{report.per_second(len(report.generations)):.2f} requests/s over {report.duration_s:.2f} s"
+        f"throughput  {report['output_tokens_per_s']:.1f} output tokens/s, {report['total_tokens_per_s']:.1f} tokens/s "
+        f"in all, {report['requests_per_s']:.2f} requests/s over {report['duration_s']:.2f} s"
     )
-    good = report.good_requests
-    if good is not None and report.slo is not None:
-        limits = ", ".join(f"{key} ≤ {limit:g} ms" for key, limit in report.slo.limits_ms.items())
-        share = "–" if report.good_share is None else f"{100 * report.good_share:.1f}"
-        lines.append(f"goodput     {report.per_second(good):.2f} requests/s, {share} % within {limits}")
-    added = {figure.value: report.added_ms(figure) for figure in Figure}
-    for name, interval in added.items():
-        if interval is not None:
+    if (good := report["goodput"]) is not None:
+        limits = ", ".join(f"{key} ≤ {limit:g} ms" for key, limit in report["slo_ms"].items())
+        share = "–" if good["share"] is None else f"{100 * good['share']:.1f}"
+        lines.append(f"goodput     {good['requests_per_s']:.2f} requests/s, {share} % within {limits}")
+    for name, plain in report["added_ms"].items():
+        if plain is not None:
+            interval = Interval.from_dict(plain)
             unclear = " (no difference could be measured)" if interval.known and not interval.sign else ""
             sure = f"; {100 * CONFIDENCE:.0f} % interval" if interval.known else ""
             pairs = f"median of {interval.n} pairs, pd - colocated{sure}"
             lines.append(f"added       {name} {interval.text()}{unclear}, {pairs}")
-    if report.others is not None:
-        lines.append(f"busy        {report.others.text('this load')}")
-    lag = report.load.lag
-    if lag is not None and report.scheduled:
-        text = f"{lag.p50_ms:.2f} ms p50, {lag.p99_ms:.2f} p99, {lag.max_ms:.2f} max between schedule and sending"
-        behind = "; the load is behind its schedule, and latencies contain that wait" if lag.behind else ""
-        lines.append(f"lag         {text}{behind}")
-    if report.load.unsent:
-        unsent = counted_requests(report.load.unsent)
+    if report["busy"] is not None:
+        lines.append(f"busy        {OtherRequests(**report['busy']).text('this load')}")
+    lag = report["lag"]
+    if lag is not None and report["scheduled"]:
+        text = (
+            f"{lag['p50_ms']:.2f} ms p50, {lag['p99_ms']:.2f} p99, {lag['max_ms']:.2f} max between schedule and sending"
+        )
+        behind = "; the load is behind its schedule, and latencies contain that wait" if lag["behind"] else ""
+        lines.append(f"lag         {text} between schedule and sending{behind}")
+    if report["unsent"]:
+        unsent = counted_requests(report["unsent"])
         lines.append(f"unsent      {unsent} still waited for --max-concurrency at the end")
-    failures = ", ".join(f"{count} {kind}" for kind, count in report.failures.items()) or "none"
+    failures = ", ".join(f"{count} {kind}" for kind, count in report["failures"].items()) or "none"
     lines.append(f"failures    {failures}")
-    errors = {str(outcome.error) for outcome in report.outcomes if outcome.error is not None}
-    lines.extend(f"            {message}" for message in sorted(errors)[:3])
-    if report.refusals:
-        wait = "" if report.retry_after_ms is None else f"; retry after {report.retry_after_ms:.0f} ms (median)"
-        lines.append(f"refused     {counted_requests(len(report.refusals))}{wait}")
-    wrong = [g for g in report.generations if g.kv_bytes != g.kv_bytes_expected]
-    if wrong:
-        kv = counted_requests(len(wrong))
-        lines.append(f"kv bytes    {kv} transferred a different number of bytes than expected")
+    lines.extend(f"            {message}" for message in report["errors"][:3])
+    refused, wait_ms = report["refused"]["requests"], report["refused"]["retry_after_ms"]
+    if refused:
+        wait = "" if wait_ms is None else f"; retry after {wait_ms:.0f} ms (median)"
+        lines.append(f"refused     {counted_requests(refused)}{wait}")
+    if wrong := report["kv_bytes_wrong"]:
+        lines.append(f"kv bytes    {counted_requests(wrong)} transferred a different number of bytes than expected")
     return lines

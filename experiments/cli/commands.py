@@ -2,15 +2,176 @@
 
 from __future__ import annotations
 
-import typer
+import functools
+from pathlib import Path
+from typing import Annotated, Any
 
-from experiments.cli import bench, compare, experiment, plot
+import typer
+from typer.core import TyperGroup
+
+from experiments.cli import bench
+from ops.cli.options import JsonOption, plain_table, print_json, print_note, stderr_console, stdout_console
+from pdserve.core.errors import InvalidRequest
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="folder of the run to compare with")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="folder of another run of the same experiment")],
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=PERCENT: exit code 1 if a figure of this key got worse by more, beyond its interval, or if one "
+            "of the runs lacks it; the end of a key or a pattern, such as ttft_ms=5 (repeatable)"
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="show figures that are equal in both runs as well")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the figures of two runs (of an experiment, or of bench --output) side by side.
+
+    Figures of rows are means over the requests of a cell, arm and kind, with a 95 % interval of the difference. * marks
+    a difference whose interval leaves 0 out. A larger time is worse; of goodput, throughput, savings and shares a
+    smaller value is."""
+    from experiments import compare as comparing
+    from experiments.run_folder import RunFolder
+
+    limits = [comparing.Limit.parse(text) for text in limit or ()]
+    a, b = RunFolder.open(first, "A"), RunFolder.open(second, "B")
+    found = comparing.compare(a, b)
+    options = a.config[1], b.config[1]
+    for key in sorted(options[0].keys() & options[1].keys()):
+        if options[0][key] != options[1][key]:
+            print_note(stderr_console(), f"the runs differ in {key}: {options[0][key]} and {options[1][key]}")
+    arms = comparing.arms_of(a), comparing.arms_of(b)
+    if comparing.common_arm(a, b):
+        print_note(stderr_console(), f"arm {arms[1][0]} of B is compared with arm {arms[0][0]} of A")
+    elif arms[0] != arms[1]:
+        both = ", ".join(name for name in arms[0] if name in arms[1]) or "none"
+        print_note(stderr_console(), f"arms of A: {', '.join(arms[0])}; of B: {', '.join(arms[1])}; compared: {both}")
+    lacking = comparing.missing(a, b)
+    for name, other in (("B", "A"), ("A", "B")):
+        if keys := [each.key for each in lacking if each.of == name]:
+            print_note(stderr_console(), f"figures of {other} that {name} lacks: {len(keys)}, such as {keys[0]}")
+    for name, folder in (("A", a), ("B", b)):
+        for failure in folder.summary.get("failed", ()):
+            print_note(stderr_console(), f"{name} failed: {failure}")
+    broken = comparing.violations([*found, *lacking], limits)
+    if as_json:
+        print_json(
+            {
+                "a": str(first),
+                "b": str(second),
+                "figures": [each.to_dict() for each in found],
+                "missing": [{"key": each.key, "run": each.of} for each in lacking],
+                "violations": [{"key": each.key, "limit_percent": which.percent} for each, which in broken],
+            }
+        )
+    else:
+        table = plain_table(("figure",), ("A", "B", "B - A", "%", "95 % of B - A", ""))
+        for each in found:
+            if everything or each.difference:
+                interval = each.interval
+                table.add_row(
+                    each.key,
+                    f"{each.a:.4g}",
+                    f"{each.b:.4g}",
+                    f"{each.difference:+.4g}",
+                    "–" if each.percent is None else f"{each.percent:+.1f}",
+                    "–" if interval is None else f"[{interval.lo:.4g}, {interval.hi:.4g}]",
+                    "*" if each.distinct else "",
+                )
+        console = stdout_console()
+        console.print(table if table.row_count else f"all {len(found)} figures are equal")
+    for broke, which in broken:
+        if isinstance(broke, comparing.Missing):
+            text = f"[red]missing[/]: {broke.key} has a limit of {which.percent:g} %, and {broke.of} lacks it"
+        else:
+            values = f"{broke.a:.4g} became {broke.b:.4g}"
+            text = f"[red]worse[/]: {broke.key}: {values}, beyond the limit of {which.percent:g} %"
+        stderr_console().print(text, soft_wrap=True)
+    if broken:
+        raise typer.Exit(1)
+
+
+_FORMATS = ("png", "svg", "pdf", "csv")
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs")],
+    formats: Annotated[str, typer.Option("--format", help="png, svg, pdf, csv (several with commas)")] = "png",
+    output: Annotated[Path, typer.Option(help="folder for the pictures; it is made")] = Path("plots"),
+) -> None:
+    """Draw runs into one set of pictures: exposed transfer over prompt length, goodput over rate, and the distributions
+    of the stages, as far as the runs have the data. Needs no service.
+
+    csv writes the data of each picture. Several runs share the pictures, named by their folders."""
+    from experiments.catalogue import run_of
+    from experiments.overview import Source, pictures
+    from experiments.run_folder import RunFolder
+
+    chosen = [part.strip() for part in formats.split(",") if part.strip()]
+    unknown = [each for each in chosen if each not in _FORMATS]
+    if unknown or not chosen:
+        raise InvalidRequest(f"format: {(unknown or [''])[0]!r} is none of {', '.join(_FORMATS)}")
+    folders = [RunFolder.open(path, "RUN") for path in runs]
+    sources = []
+    for folder in folders:
+        data = folder.load()
+        label = f"{data.name}/{folder.path.resolve().name}" if len(folders) > 1 else ""
+        sources.append(Source(label, data, run_of(folder).summarise(data)))
+    found = pictures(sources)
+    if not found:
+        raise InvalidRequest("RUN: the runs have nothing to draw: no request was recorded with a breakdown")
+    output.mkdir(parents=True, exist_ok=True)
+    console = stdout_console()
+    for picture in found:
+        for kind_of_file in chosen:
+            path = output / f"{picture.stem}.{kind_of_file}"
+            if kind_of_file == "csv":
+                picture.frame().to_csv(path, index=False)
+            else:
+                path.write_bytes(picture.file(kind_of_file))
+            console.print(str(path), markup=False, soft_wrap=True)
+
+
+class _Experiments(TyperGroup):
+    """The commands of `experiments.cli.experiment_commands`, imported when they are needed: an experiment imports Ray
+    and numpy, which takes longer than most commands of `pdserve` run."""
+
+    @functools.cached_property
+    def _group(self) -> Any:  # typer does not publish the type of its groups
+        from experiments.cli.experiment_commands import app as commands
+
+        return typer.main.get_group(commands)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the experiments."""
+        return list(self._group.list_commands(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of an experiment; None if there is none of this name."""
+        return self._group.get_command(ctx, cmd_name)
+
+
+experiments = typer.Typer(
+    cls=_Experiments,
+    no_args_is_help=True,
+    help="Measure what disaggregation costs and when it pays; writes a report.",
+)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder of a run")], as_json: JsonOption = False
+) -> None:
+    """Compute summary, pictures and report of a run again from its raw data. Needs no service."""
+    from experiments.cli.experiment_commands import redraw_run
+
+    redraw_run(folder, as_json)
 
 
 def add_commands(app: typer.Typer) -> None:
     """The entry point ``pdserve.commands`` of this package."""
     app.command("bench", context_settings=bench.MORE_ARGUMENTS)(bench.bench)
-    app.add_typer(experiment.app, name="experiment")
-    app.command("report")(experiment.report)
-    app.command("compare")(compare.compare)
-    app.command("plot")(plot.plot)
+    app.add_typer(experiments, name="experiment")
+    for command in (report, compare, plot):
+        app.command(command.__name__)(command)

@@ -1,5 +1,5 @@
 """The commands of `pdserve experiment`, made from the options of each experiment. Imports everything an experiment
-needs; `experiments.cli.experiment` loads it when one of them is called."""
+needs; `experiments.cli.commands` loads it when one of them is called."""
 
 from __future__ import annotations
 

@@ -18,13 +18,37 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from experiments.engine_alone.step_case import StepCase
 from experiments.messages import Message, say
 from pdserve.core.errors import PdserveError, to_wire
 from runtime.process import end_with_parent
 
 if TYPE_CHECKING:
     from experiments.engine_alone.bare_engine import BareEngine
+
+
+class StepCase(msgspec.Struct, frozen=True):
+    """A step with a part for each of ``batch`` requests: of ``tokens`` tokens, after ``context`` others whose KV is in
+    the pool. A decode step is one with single tokens."""
+
+    batch: int
+    tokens: int
+    context: int
+
+    @property
+    def kind(self) -> Literal["prefill", "decode"]:
+        """What the step does."""
+        return "decode" if self.tokens == 1 else "prefill"
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the step computes."""
+        return self.batch * self.tokens
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a computed token and one that it attends to."""
+        return self.rows * (self.context + (self.tokens + 1) / 2)
+
 
 WARM_STEPS = 2
 STEPS = 5

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from experiments.pairs.endpoint import Endpoint
-from experiments.pairs.pinning import pin
+from experiments.pairs.endpoint import Endpoint, pin
 from pdserve.core.config import TransferConfig
 
 TRANSPORT_VARIABLE = "PDSERVE_BENCH_TRANSPORT"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,29 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from experiments.report.drawing import Picture, TableBlock
+from experiments.run_folder import RunData
+
 PAGE = "report.html"
-_DPI = 140
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A matplotlib figure, saved as ``stem.png``. ``alt`` says what it shows to readers who cannot see it."""
-
-    stem: str
-    title: str
-    caption: str
-    figure: Any
-    alt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TableBlock:
-    """A table. Cells are text; numbers are formatted by the experiment, with units in the header."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
 
 
 @dataclass(slots=True)
@@ -53,37 +33,38 @@ class Report:
         shown: list[Mapping[str, Any]] = []
         for block in self.blocks:
             if isinstance(block, Picture):
-                png = _png(block.figure)
+                png = block.file()
                 (folder / f"{block.stem}.png").write_bytes(png)
                 shown.append({"picture": block, "data": base64.b64encode(png).decode("ascii")})
             else:
                 shown.append({"table": block})
-        page = _templates().get_template("page.html.jinja").render(report=self, blocks=shown, footer=footer)
-        path = folder / PAGE
-        path.write_text(page, encoding="utf-8")
-        return path
+        return _render(folder / PAGE, "page.html.jinja", report=self, blocks=shown, footer=footer)
+
+
+def setup_of(run: RunData, method: str) -> list[tuple[str, str]]:
+    """The rows of a report's set-up. ``method`` says in a sentence how was measured."""
+    machine, service = run.environment.get("machine", {}), run.environment.get("service") or {}
+    rows = [("machine", f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, {machine.get('system', '')}")]
+    if service:
+        workers = service.get("workers", [])
+        rows.append(("service", f"{service.get('model', '?')} in {service.get('dtype', '?')}, {len(workers)} workers"))
+    packages = ", ".join(f"{name} {version}" for name, version in machine.get("packages", {}).items())
+    return [*rows, ("method", method), ("versions", packages)]
 
 
 def save_index(folder: Path, title: str, entries: Sequence[Mapping[str, str]]) -> Path:
     """Write ``index.html``, which links several reports. Each entry has ``name``, ``question``, ``answer``, ``href``
     and ``state``."""
-    page = _templates().get_template("index.html.jinja").render(title=title, entries=entries)
-    path = folder / "index.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+    return _render(folder / "index.html", "index.html.jinja", title=title, entries=entries)
 
 
-def _templates() -> Environment:
-    return Environment(
+def _render(path: Path, template: str, **values: Any) -> Path:
+    environment = Environment(
         loader=PackageLoader("experiments.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    return buffer.getvalue()
+    path.write_text(environment.get_template(template).render(**values), encoding="utf-8")
+    return path

@@ -10,15 +10,48 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 
-from experiments.workloads.conversation import Conversation, Turn
-from experiments.workloads.json_lines import decode, read_bytes, read_json_lines, read_text
+from experiments.workloads.conversation import Conversation, Room, Turn
 from experiments.workloads.lengths import Fixed, Lengths
-from experiments.workloads.room import Room
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
+
+T = TypeVar("T")
+
+
+def read_bytes(option: str, path: Path) -> bytes:
+    """The content of ``path``; `InvalidRequest` naming ``option`` if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{option}: {path} cannot be read: {error.strerror or error}") from None
+
+
+def read_text(option: str, path: Path) -> str:
+    """The content of ``path``; `InvalidRequest` naming ``option`` if it cannot be read, or is not UTF-8."""
+    try:
+        return read_bytes(option, path).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{option}: {path} is not UTF-8 text (byte {error.start})") from None
+
+
+def read_json_lines(option: str, path: Path, kind: type[T], expected: str) -> Iterator[tuple[int, T]]:
+    """Line numbers (from 1) and lines as ``kind``. Empty lines are skipped. `InvalidRequest` names ``option`` if the
+    file cannot be read, and file and line, followed by ``expected``, if a line is wrong."""
+    for number, line in enumerate(read_bytes(option, path).splitlines(), 1):
+        if line.strip():
+            yield number, decode(line, kind, f"{path}:{number}", expected)
+
+
+def decode(text: bytes, kind: type[T], where: str, expected: str) -> T:
+    """JSON as ``kind``; `InvalidRequest` beginning with ``where`` and ending with ``expected`` if it is not."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{where}: {error}; expected {expected}") from None
+
 
 CHARS_PER_TOKEN = 4.0
 SHARE_GPT_EXPECTED = '[{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}, …]'

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
-from experiments.workloads.conversation import Conversation, Turn
+from experiments.workloads.conversation import Conversation, Room, Turn, random_tokens
 from experiments.workloads.lengths import Lengths, Lognormal
-from experiments.workloads.room import Room
-from experiments.workloads.tokens import random_tokens
 from pdserve.core.errors import InvalidRequest
 
 SHARED_SALT = "shared"

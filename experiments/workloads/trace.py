@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +11,10 @@ from typing import Annotated, Self
 
 import msgspec
 
-from experiments.workloads.conversation import Conversation, Turn
-from experiments.workloads.json_lines import read_json_lines
-from experiments.workloads.room import Room
+from experiments.workloads.arrivals import check_rate, random_arrivals
+from experiments.workloads.conversation import Conversation, Room, Turn, random_tokens
+from experiments.workloads.prompt_files import read_json_lines
 from experiments.workloads.synthetic import SHARED_SALT
-from experiments.workloads.tokens import random_tokens
 from pdserve.core.errors import InvalidRequest
 
 TRACE_BLOCK_SIZE = 512
@@ -123,3 +124,43 @@ class Trace:
     def _scaled(self, tokens: int) -> int:
         """Rounded up, so that a prompt keeps a token of its last block."""
         return -(-tokens * self.block_size // TRACE_BLOCK_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class SkewedPrefixes:
+    """Prompts that begin with one of ``prefixes`` shared beginnings of ``prefix_blocks`` hash ids, followed by up to
+    ``own_blocks`` hash ids of their own (at least one). The beginning number r (from 1) is drawn with a probability
+    proportional to r^-``skew``: 0 draws all equally often. Outputs have ``output_len`` tokens of the trace's scale."""
+
+    prefixes: int
+    prefix_blocks: int
+    own_blocks: int
+    skew: float
+    output_len: int
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` naming the first value that is out of range."""
+        for name in ("prefixes", "prefix_blocks", "own_blocks", "output_len"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name}: {getattr(self, name)} is below 1")
+        if not 0 <= self.skew < 10:
+            raise InvalidRequest(f"skew: {self.skew:g} is not within 0 … 10")
+
+    def trace(self, rate: float, duration_s: float, seed: int, block_size: int = TRACE_BLOCK_SIZE) -> Trace:
+        """The requests of ``duration_s`` seconds, of which ``rate`` arrive per second (a Poisson process). Equal seeds
+        give equal requests; another rate changes their times only, and how many there are."""
+        self.validate()
+        check_rate("rate", rate)
+        draw = random.Random(f"skewed/{seed}")
+        weights = [rank**-self.skew for rank in range(1, self.prefixes + 1)]
+        own_ids = itertools.count(self.prefixes * self.prefix_blocks)
+        requests = []
+        for at_s in itertools.takewhile(lambda at_s: at_s < duration_s, random_arrivals(rate, seed)):
+            (prefix,) = draw.choices(range(self.prefixes), weights)
+            shared = range(prefix * self.prefix_blocks, (prefix + 1) * self.prefix_blocks)
+            own = list(itertools.islice(own_ids, draw.randint(1, self.own_blocks)))
+            hash_ids = (*shared, *own)
+            requests.append(
+                TraceRequest(round(1e3 * at_s, 3), len(hash_ids) * TRACE_BLOCK_SIZE, self.output_len, hash_ids)
+            )
+        return Trace(Path("skewed"), tuple(requests), tuple(range(1, len(requests) + 1)), block_size)

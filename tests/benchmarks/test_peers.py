@@ -52,7 +52,7 @@ class LazyLibrary(LibraryPair):
     """A library that starts and moves nothing."""
 
     name = "lazy"
-    module = "experiments.pairs.raw_tcp_program"
+    module = "experiments.pairs.raw_tcp"
     requirement = "nothing"
     probe = False
 

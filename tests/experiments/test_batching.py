@@ -22,8 +22,7 @@ from experiments.batching import (
     _capacity,
 )
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, StepSample, Task
-from experiments.engine_alone.step_case import StepCase
+from experiments.engine_alone.program import Built, StepCase, StepSample, Task
 from experiments.experiment import Bench, Cell
 from experiments.load import Load, Outcome
 from experiments.request_row import RequestRow

@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.bench import BenchPlan, Pace, fitted, interleaved, run_bench
-from experiments.bench.report import SLO, BenchReport, Distribution, arms_to_dict, parse_percentiles
+from experiments.bench_plan import BenchPlan, Pace, fitted, interleaved, run_bench
+from experiments.bench_report import distribution, parse_percentiles, report_of
 from experiments.load import Load, Outcome
+from experiments.modes import SLO
+from experiments.request_row import RequestRow
 from experiments.workloads.arrivals import ClosedLoop
+from experiments.workloads.conversation import Room
 from experiments.workloads.lengths import Fixed, Lognormal
-from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
 from ops.settled import leaked_blocks, settled
 from pdserve import AsyncClient, ServiceStatus, ServiceWorker
 from pdserve.client.generation import Generation
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
 from pdserve.core.request import Mode
-from pdserve.core.timeline import Figure
 from pdserve.pb import inference_pb2 as pb
 from tests.ops.made_up import made_up
 from tests.pdserve.scripted_service import ScriptedService
@@ -36,21 +37,22 @@ def outcome(index: int, mode: Mode, result: Generation | PdserveError) -> Outcom
     return Outcome(index, 0, mode, 0.0, 0.0, 1.0, 20, generation, error)
 
 
+STATUS = ServiceStatus.from_proto(pb.GetStatusResponse())
+
+
+def report(outcomes: list[Outcome], duration_s: float = 1.0, unsent: int = 0, **plan: Any) -> dict[str, Any]:
+    load = Load(outcomes, duration_s, unsent, stopped=not outcomes)
+    return report_of(BenchPlan(RANDOM, Pace(), **plan), str(plan.get("mode", "pd")), load, STATUS)
+
+
 def test_distribution() -> None:
-    distribution = Distribution.of([4.0, 1.0, 3.0, 2.0])
-    assert distribution is not None
-    assert (distribution.mean, distribution.percentiles[50], distribution.count) == (2.5, 2.5, 4)
-    assert (distribution.min, distribution.max) == (1.0, 4.0)
-    assert distribution.std == pytest.approx(1.2909944)
-    assert Distribution.of([]) is None
-    tenths = Distribution.of((float(value) for value in range(10, 0, -1)), (50, 90, 99.9))
-    assert tenths is not None
-    assert tenths.percentiles[50] == 5.5
-    assert tenths.percentiles[90] == pytest.approx(9.1)
-    assert list(tenths.to_dict()) == ["mean", "std", "min", "max", "p50", "p90", "p99.9", "count"]
-    single = Distribution.of([3.0])
-    assert single is not None
-    assert set(single.to_dict().values()) == {3.0, 0.0, 1}
+    assert distribution([4.0, 1.0, 3.0, 2.0]) == {
+        "mean": 2.5, "std": pytest.approx(1.2909944), "min": 1.0, "max": 4.0, "p50": 2.5, "p90": pytest.approx(3.7),
+        "p99": pytest.approx(3.97), "count": 4,
+    }  # fmt: skip
+    assert distribution([]) is None
+    single = distribution([3.0], (50, 99.9))
+    assert single == {"mean": 3.0, "std": 0.0, "min": 3.0, "max": 3.0, "p50": 3.0, "p99.9": 3.0, "count": 1}
 
 
 def test_percentiles_are_parsed() -> None:
@@ -61,13 +63,12 @@ def test_percentiles_are_parsed() -> None:
 
 
 def test_slo() -> None:
-    generation = made_up(70)
+    row = RequestRow.of(made_up(70), None, cell="", arm="", repeat=0, index=0)
     assert SLO.parse("ttft=200, itl=50ms,tpot=0.05s").limits_ms == {"ttft": 200, "itl": 50, "tpot": 50}
-    assert SLO.parse("ttft=200,ttft_decode=200,e2e=200").met_by(generation)
-    assert not SLO.parse("ttft=1").met_by(generation)
-    assert not SLO.parse("itl=3.5").met_by(generation)
-    assert not SLO.parse("e2e=5").met_by(generation)
-    assert SLO.parse("itl=1,ttft_decode=1").met_by(made_up(second_token=False))
+    assert SLO.parse("ttft=200,ttft_decode=200,e2e=200").met_by(row)
+    assert not any(SLO.parse(text).met_by(row) for text in ("ttft=1", "itl=3.5", "e2e=5"))
+    short = RequestRow.of(made_up(second_token=False), None, cell="", arm="", repeat=0, index=0)
+    assert SLO.parse("itl=1,ttft_decode=1").met_by(short)
     for wrong in ("", "speed=3", "ttft", "ttft=x", "ttft=-1", "ttft=inf"):
         with pytest.raises(InvalidRequest, match=r"^slo: "):
             SLO.parse(wrong)
@@ -80,8 +81,7 @@ def test_the_report_counts() -> None:
         outcome(1, Mode.COLOCATED, colocated),
         outcome(2, Mode.COLOCATED, CapacityExceeded("full")),
     ]
-    report = BenchReport(Load(outcomes, 2.0), SLO.parse("ttft=200"), leaked_blocks=0, planned=4, paired=True)
-    plain = report.to_dict()
+    plain = report(outcomes, 2.0, mode="both", requests=2, slo=SLO.parse("ttft=200"))
     assert (plain["requests"], plain["failed"], plain["failures"]) == (3, 1, {"CapacityExceeded": 1})
     assert plain["output_tokens_per_s"] == 3.0
     assert plain["total_tokens_per_s"] == 73.0
@@ -91,31 +91,24 @@ def test_the_report_counts() -> None:
     assert plain["itl_ms"]["count"] == 4
     assert plain["e2e_ms"]["max"] == pd.total_ms
     assert plain["added_ms"]["ttft"] == {"median": 0.0, "lo": None, "hi": None, "n": 1}
-    assert pd.ttft_decode_ms is not None
-    assert colocated.ttft_decode_ms is not None
-    added = report.added_ms(Figure.TTFT_DECODE)
-    assert added is not None
-    assert added.value == pd.ttft_decode_ms - colocated.ttft_decode_ms == 1.5
-    assert replace(report, paired=False).added_ms(Figure.TTFT_DECODE) is None
+    assert plain["added_ms"]["ttft_decode"]["median"] == 1.5
+    assert report(outcomes)["added_ms"]["ttft_decode"] is None
     assert plain["refused"] == {"requests": 1, "retry_after_ms": None}
     assert (plain["partial"], plain["planned"]) == (False, 4)
     assert plain["lag"]["behind"] is False
 
 
-def test_latencies_count_from_when_requests_were_due() -> None:
+@pytest.mark.parametrize(("pace", "good", "late_ms"), [(Pace(), 2, 0.0), (Pace(rate=1.0), 1, 500.0)])
+def test_latencies_count_from_when_requests_were_due(pace: Pace, good: int, late_ms: float) -> None:
     generation = made_up(70)
     late = replace(outcome(0, Mode.PD, generation), sent_s=0.5)
-    limits = SLO.parse(f"ttft={generation.ttft_ms + 1}")
-    load = Load([late, outcome(1, Mode.PD, generation)], 2.0, unsent=2)
-    for scheduled, good, late_ms in ((False, 2, 0.0), (True, 1, 500.0)):
-        report = BenchReport(load, limits, leaked_blocks=0, scheduled=scheduled)
-        plain = report.to_dict()
-        assert report.good_requests == good
-        assert plain["ttft_ms"]["max"] == pytest.approx(generation.ttft_ms + late_ms)
-        assert plain["ttft_decode_ms"]["max"] == pytest.approx((generation.ttft_decode_ms or 0.0) + late_ms)
-        assert plain["e2e_ms"]["max"] == pytest.approx(generation.total_ms + late_ms)
-        assert plain["tpot_ms"]["max"] == generation.tpot_ms
-        assert plain["goodput"] == {"requests_per_s": good / 2.0, "share": good / (4 if scheduled else 2)}  # two unsent
+    plan = BenchPlan(RANDOM, pace, slo=SLO.parse(f"ttft={generation.ttft_ms + 1}"))
+    plain = report_of(plan, "pd", Load([late, outcome(1, Mode.PD, generation)], 2.0, unsent=2), STATUS)
+    assert plain["ttft_ms"]["max"] == pytest.approx(generation.ttft_ms + late_ms)
+    assert plain["ttft_decode_ms"]["max"] == pytest.approx((generation.ttft_decode_ms or 0.0) + late_ms)
+    assert plain["e2e_ms"]["max"] == pytest.approx(generation.total_ms + late_ms)
+    assert plain["tpot_ms"]["max"] == generation.tpot_ms
+    assert plain["goodput"] == {"requests_per_s": good / 2.0, "share": good / (4 if late_ms else 2)}  # two unsent
 
 
 def test_the_report_counts_refusals() -> None:
@@ -125,14 +118,12 @@ def test_the_report_counts_refusals() -> None:
         NotReady("none ready"),
         WorkerLost("gone"),
     ]
-    outcomes = [outcome(index, Mode.PD, error) for index, error in enumerate(errors)]
-    report = BenchReport(Load(outcomes, 1.0), None, leaked_blocks=0)
-    assert report.to_dict()["refused"] == {"requests": 3, "retry_after_ms": pytest.approx(200)}
+    plain = report([outcome(index, Mode.PD, error) for index, error in enumerate(errors)])
+    assert plain["refused"] == {"requests": 3, "retry_after_ms": pytest.approx(200)}
 
 
 def test_a_report_of_nothing() -> None:
-    report = BenchReport(Load([], 0.0, stopped=True), SLO.parse("ttft=1"), leaked_blocks=None, planned=4)
-    plain = report.to_dict()
+    plain = report([], 0.0, requests=4, slo=SLO.parse("ttft=1"))
     assert (plain["partial"], plain["planned"], plain["requests"]) == (True, 4, 0)
     assert plain["goodput"] == {"requests_per_s": 0.0, "share": None}
     assert (plain["leaked_blocks"], plain["lag"]) == (None, None)
@@ -185,25 +176,26 @@ def test_what_a_plan_comes_to() -> None:
     assert [interleaved(index) for index in range(4)] == [Mode.PD, Mode.COLOCATED, Mode.COLOCATED, Mode.PD]
 
 
-async def run(service: ScriptedService, plan: BenchPlan) -> list[BenchReport]:
+async def run(service: ScriptedService, plan: BenchPlan) -> list[dict[str, Any]]:
     plan.validate()
     async with AsyncClient(service.target) as client:
         status = await client.status()
         plan = await fitted(client, plan, status)
-        return await run_bench(client, plan, status, lambda outcome: None, asyncio.Event())
+        loads = await run_bench(client, plan, status, lambda outcome: None, asyncio.Event())
+        return [{**report_of(plan, *load), "load": load[1]} for load in loads]
 
 
 async def test_pairs_are_sent_one_request_at_a_time(service: ScriptedService) -> None:
-    (report,) = await run(service, BenchPlan(RANDOM, Pace(), requests=3, mode="both"))
+    (pairs,) = await run(service, BenchPlan(RANDOM, Pace(), requests=3, mode="both"))
     requests = service.servicer.requests
     modes = [pb.MODE_PD, pb.MODE_COLOCATED, pb.MODE_COLOCATED, pb.MODE_PD, pb.MODE_PD, pb.MODE_COLOCATED]
     assert [request.mode for request in requests] == modes
     prompts = [tuple(request.token_ids.ids) for request in requests]
     assert prompts[::2] == prompts[1::2]
     assert len(set(prompts)) == 3
-    ends = [(outcome.sent_s, outcome.ended_s) for outcome in report.outcomes]
+    ends = [(outcome.sent_s, outcome.ended_s) for outcome in pairs["load"].outcomes]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
-    assert report.added_ms(Figure.TTFT) is not None
+    assert pairs["added_ms"]["ttft"] is not None
 
 
 @pytest.mark.parametrize("pace", [Pace(concurrency=3), Pace(rate=200.0)])
@@ -216,12 +208,11 @@ async def test_under_load_each_mode_has_the_service_to_itself(service: ScriptedS
     prompts = [tuple(request.token_ids.ids) for request in requests]
     assert set(prompts[4:10]) == set(prompts[10:])
     assert not set(prompts[:4]) & set(prompts[4:]), "the warm-up has prompts of its own"
-    assert [report.mode for report in reports] == ["pd", "colocated"]
-    assert [len(report.outcomes) for report in reports] == [6, 6]
-    assert all(report.added_ms(Figure.TTFT) is None for report in reports)
-    plain = arms_to_dict(reports)
-    assert list(plain["arms"]) == ["pd", "colocated"]
-    assert plain["partial"] is False
+    assert [(each["mode"], each["requests"], each["partial"]) for each in reports] == [
+        ("pd", 6, False),
+        ("colocated", 6, False),
+    ]
+    assert all(each["added_ms"]["ttft"] is None for each in reports)
 
 
 async def test_a_warm_up_that_fails_is_an_error(service: ScriptedService) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.bench import BenchPlan, Pace, run_bench
-from experiments.bench.run import BenchRecorder, BenchRun, BenchRunOptions
+from experiments.bench_plan import BenchPlan, Pace, run_bench
+from experiments.bench_report import BenchRecorder, BenchRun, BenchRunOptions, report_of
 from experiments.cli.bench import _summary
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
@@ -84,7 +84,8 @@ async def test_a_load_beside_requests_of_others_has_a_caveat(tmp_path: Path, ser
         busy = replace(await client.status(), running=3, queued=2)
         recorder = BenchRecorder(tmp_path, plan, service.target)
         recorder.begin(busy)
-        reports = await run_bench(client, plan, busy, recorder.record, asyncio.Event())
+        loads = await run_bench(client, plan, busy, recorder.record, asyncio.Event())
+        reports = [report_of(plan, *load) for load in loads]
     recorder.finish(reports)
     summary = redraw(BenchRun.of(recorder.folder), recorder.folder)
     text = "auto began on a busy service: 3 running and 2 queued requests"

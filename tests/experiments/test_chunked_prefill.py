@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.chunked_prefill import ChunkedPrefill, ChunkedPrefillOptions
-from experiments.neighbour_experiment import CALIBRATION
+from experiments.interference import CALIBRATION, ChunkedPrefill, ChunkedPrefillOptions
 from experiments.neighbours import DECODING, LONG
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from experiments.goodput import Goodput, GoodputOptions
+from experiments.modes import Split
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
-from experiments.splits import Split
 from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster

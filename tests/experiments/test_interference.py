@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiments.interference import ALONE_BUSY, ALONE_IDLE, PD, Interference, InterferenceOptions
-from experiments.neighbour_experiment import CALIBRATION
+from experiments.interference import ALONE_BUSY, ALONE_IDLE, CALIBRATION, PD, Interference, InterferenceOptions
 from experiments.neighbours import CANCELLED, DECODING, LONG
-from experiments.report.page import Picture
+from experiments.report.drawing import Picture
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
@@ -91,7 +90,7 @@ def test_the_trade_shows_the_longest_gap_of_every_arm() -> None:
     summary = meter.summarise(run)
     trade = meter.report(run, summary).blocks[0]
     assert isinstance(trade, Picture)
-    _, stall, _, _ = trade.figure.axes
+    _, stall, _, _ = trade.draw().axes
     assert stall.get_xlabel().startswith("longest gap, ms")
     dots = {line.get_ydata()[0]: line.get_xdata()[0] for line in stall.lines if line.get_marker() == "o"}
     served = [name for name, arm in summary["arms"].items() if arm["long_ttft_ms"] and name != ALONE_BUSY]

@@ -14,7 +14,8 @@ import pytest
 
 from experiments import hosts, link_sweep
 from experiments.experiment import Cell
-from experiments.link_sweep import NAMED_LINKS, LinkModel, LinkSweep, LinkSweepOptions, _crossing
+from experiments.link_sweep import NAMED_LINKS, LinkSweep, LinkSweepOptions, _crossing
+from experiments.modes import LinkModel
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment

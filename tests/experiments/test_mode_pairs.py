@@ -10,7 +10,7 @@ import pytest
 
 from experiments.experiment import Bench, Cell
 from experiments.machine_load import CpuUse
-from experiments.mode_pairs import PairOptions, PairSender
+from experiments.modes import PairOptions, PairSender
 from experiments.request_row import RequestRow
 from pdserve.client.async_client import AsyncClient
 from tests.pdserve.scripted_service import ScriptedService
@@ -32,7 +32,7 @@ async def test_pairs_are_added_until_narrow_or_the_time_is_over(
     bench = Bench(Cell("x", {}, work=6), service.target, rows.append, steps.append)
     async with AsyncClient(service.target) as client:
         sender = PairSender(bench, client, 100, 4, seed=0)
-        await sender.send(8, 6, PairOptions.choose(options), warm_up=1)
+        await sender.send(8, 6, PairOptions.choose(options))
     assert least <= len(rows) // 2 <= most
     assert [(row.index, row.arm) for row in rows[:4]] == [(0, "pd"), (0, "colocated"), (1, "colocated"), (1, "pd")]
     assert sum(steps) == 6

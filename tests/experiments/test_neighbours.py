@@ -9,17 +9,15 @@ import pytest
 from experiments.neighbours import (
     DECODING,
     LONG,
-    Arm,
-    Tail,
     Traffic,
     WindowData,
     arm_summary,
     best_chunk,
-    in_turn,
     passes,
-    windows_of,
+    windows_by_arm,
 )
 from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
 
 WINDOW = {"arm": "pd", "repeat": 0, "begin_s": 10.0, "end_s": 12.0}
 
@@ -74,7 +72,8 @@ def test_windows_take_the_rows_of_their_own_arm_and_repeat() -> None:
         decoding(9.9, 50.0, (200.0,), repeat=1),
         decoding(9.9, 50.0, (300.0,), arm="x"),
     ]
-    (window,) = windows_of({"windows": [WINDOW]}, rows)
+    cell = FinishedCell("c", {}, 1.0, {"windows": [WINDOW]})
+    (window,) = windows_by_arm(RunData("x", {}, {}, (cell,), tuple(rows)))["pd"]
     assert window.itl_ms == [100.0]
 
 
@@ -97,7 +96,6 @@ def test_an_arm_pools_distributions_and_averages_rates_over_windows() -> None:
 def test_an_arm_without_windows_has_no_figures() -> None:
     summary = arm_summary([], seed=0)
     assert summary["itl_ms"] is summary["output_tokens_per_s"] is summary["long_ttft_ms"] is None
-    assert Tail.of([]) is None
 
 
 def chunk(p99: float, tokens_per_s: float) -> dict[str, Any]:
@@ -124,8 +122,6 @@ def test_arms_share_times_and_prompts_and_repeats_do_not() -> None:
     assert len(traffic.prompt(100, LONG, 0, 0)) == 8
 
 
-def test_passes_split_the_repeats_and_turns_alternate() -> None:
+def test_passes_split_the_repeats() -> None:
     assert [list(each) for each in passes(5)] == [[0, 1, 2], [3, 4]]
     assert [list(each) for each in passes(1)] == [[0]]
-    arms = [Arm("a", "pd"), Arm("b", "pd")]
-    assert [[arm.name for arm in in_turn(arms, repeat)] for repeat in (0, 1)] == [["a", "b"], ["b", "a"]]

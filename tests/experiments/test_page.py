@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from experiments.plots import style
-from experiments.report.page import Picture, Report, TableBlock, save_index
+from experiments.report.drawing import Mark, Panel, Picture, Rule, TableBlock
+from experiments.report.page import Report, save_index
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def report() -> Report:
-    figure = style.canvas()
-    figure.axes[0].plot([1, 2, 3], [3, 1, 2], color=style.PD)
-    style.label(figure.axes[0], x="tokens", y="ms", title="plot")
+    points = [
+        {"tokens": tokens, "ms": {"mean": ms, "lo": ms - 1, "hi": ms + 1, "n": 9}} for tokens, ms in ((1, 3), (2, 1))
+    ]
+    panel = Panel([Mark(points, "tokens", "ms"), Rule("y", 2.0, "limit")], x="tokens", y="ms", title="plot")
     wide = TableBlock(
         "A wide table", [f"column {n}" for n in range(20)], [[f"value {n}" for n in range(20)]], "caption"
     )
@@ -29,7 +30,7 @@ def report() -> Report:
         question="Does it read well?",
         answer="It adds +1.00 ms & explains 99 %.",
         setup=[("machine", "two cores " * 30)],
-        blocks=[Picture("plot", "A plot", "What it shows.", figure, "alt text"), wide],
+        blocks=[Picture("plot", "A plot", "What it shows.", [panel]), wide],
         caveats=["One caveat."],
         failures=["cell a: tokens differ"],
     )

@@ -12,7 +12,7 @@ from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.process import measurements
 from experiments.engine_alone.program import Task
 from experiments.primer import Primer, PrimerOptions, doubling_batch, fitted_line
-from experiments.report.page import Picture
+from experiments.report.drawing import Picture
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import run_experiment
 from pdserve.client.status import ServiceStatus

@@ -12,8 +12,7 @@ from experiments.experiment import Bench
 from experiments.request_row import RequestRow
 from experiments.routing import Routing, RoutingOptions
 from experiments.run_folder import FinishedCell, RunData
-from experiments.workloads.skewed import SkewedPrefixes
-from experiments.workloads.trace import Trace
+from experiments.workloads.trace import SkewedPrefixes, Trace
 from pdserve.core.errors import InvalidRequest
 from tests.local_cluster import local_cluster
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from experiments.experiment import Bench, Cell
-from experiments.mode_pairs import COLOCATED, PD, PairOptions, PairSender
+from experiments.modes import COLOCATED, PD, PairOptions, PairSender
 from experiments.request_row import RequestRow
 from experiments.warm_up import NOT_REACHED, not_reached_texts, requests_of, warm_up
 from experiments.workloads.lengths import Fixed
@@ -28,7 +28,7 @@ async def test_every_worker_of_a_larger_split_is_reached() -> None:
         bench = bench_of(cluster.target, rows, [])
         async with AsyncClient(cluster.target) as client:
             vocab_size = (await client.status()).vocab_size
-            await PairSender(bench, client, vocab_size, 4, seed=0).send(32, 0, PairOptions(pairs_s=0), warm_up=1)
+            await PairSender(bench, client, vocab_size, 4, seed=0).send(32, 0, PairOptions(pairs_s=0))
             workers = (await client.status()).workers
     assert {worker.worker_id for worker in workers if worker.prompt_tokens_looked_up} == {
         "prefill-0", "prefill-1", "decode-0", "decode-1"

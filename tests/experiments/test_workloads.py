@@ -15,12 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.workloads.catalog import WorkloadOptions
-from experiments.workloads.conversation import Conversation, Workload
+from experiments.workloads.conversation import Conversation, Room, Workload, random_tokens
 from experiments.workloads.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
 from experiments.workloads.prompt_files import OwnPrompts, ShareGPT, TextLines
-from experiments.workloads.room import Room
 from experiments.workloads.synthetic import PUBLISHED_SHAPES, Synthetic, published
-from experiments.workloads.tokens import random_tokens
 from experiments.workloads.trace import Trace
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
 

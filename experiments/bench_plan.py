@@ -1,4 +1,4 @@
-"""A benchmark run: warm-up, one load, or a comparison of both modes."""
+"""What `pdserve bench` sends: warm-up, one load, or a comparison of both modes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from experiments.bench.report import PERCENTILES, SLO, BenchReport
 from experiments.load import Load, Outcome, run_load
-from experiments.other_requests import OtherRequests
+from experiments.modes import SLO
 from experiments.workloads.arrivals import (
     ClosedLoop,
     Schedule,
@@ -20,9 +19,8 @@ from experiments.workloads.arrivals import (
     random_arrivals,
     timed_arrivals,
 )
-from experiments.workloads.conversation import Conversation, Workload
+from experiments.workloads.conversation import Conversation, Room, Workload
 from experiments.workloads.prompt_files import ShareGPT, TextLines
-from experiments.workloads.room import Room
 from experiments.workloads.trace import Trace
 from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
@@ -30,6 +28,7 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
 
+PERCENTILES = (50.0, 90.0, 99.0)
 BOTH = "both"
 REQUESTS = 64
 CONCURRENCY = 8
@@ -186,14 +185,13 @@ async def run_bench(
     status: ServiceStatus,
     on_done: Callable[[Outcome], None],
     stop: asyncio.Event,
-) -> list[BenchReport]:
+) -> list[tuple[str, Load, ServiceStatus]]:
     """Send what ``plan``, which has to be `fitted`, asks for. ``status`` is that of a service which has had time to
-    settle. Once ``stop`` is set, running requests are cancelled, and
-    the reports are of what had finished.
+    settle. Once ``stop`` is set, running requests are cancelled. Returns the loads, each with its mode (or `BOTH`) and
+    the status before it. An error of the warm-up is raised.
 
     With both modes on a busy service each mode has the service to itself, one after the other, with the same
-    conversations at the same times: one report each, pd first. Otherwise there is a single report. Leaked blocks are
-    not counted yet. An error of the warm-up is raised."""
+    conversations at the same times, pd first. Otherwise there is a single load."""
     vocab_size = status.vocab_size
 
     async def load(conversations: Iterator[Conversation], mode: Mode | Callable[[int], Mode]) -> Load:
@@ -217,13 +215,13 @@ async def run_bench(
         await _warm_up(client, plan, mode, vocab_size, stop)
     if plan.paired:
         pairs = (conversation for conversation in conversations() for _ in BOTH_MODES)
-        return [_report(plan, BOTH, await load(pairs, interleaved), status)]
-    reports: list[BenchReport] = []
+        return [(BOTH, await load(pairs, interleaved), status)]
+    loads: list[tuple[str, Load, ServiceStatus]] = []
     for mode in modes:
-        if reports and not stop.is_set():
+        if loads and not stop.is_set():
             status = await settled(client)
-        reports.append(_report(plan, mode, await load(conversations(), mode), status))
-    return reports
+        loads.append((mode, await load(conversations(), mode), status))
+    return loads
 
 
 def interleaved(index: int) -> Mode:
@@ -242,18 +240,3 @@ async def _warm_up(client: AsyncClient, plan: BenchPlan, mode: Mode, vocab_size:
     for outcome in load.outcomes:
         if outcome.error is not None:
             raise outcome.error
-
-
-def _report(plan: BenchPlan, mode: str, load: Load, before: ServiceStatus) -> BenchReport:
-    return BenchReport(
-        load,
-        plan.slo,
-        leaked_blocks=None,
-        planned=plan.planned,
-        paired=plan.paired,
-        percentiles=plan.percentiles,
-        workload=plan.workload.describe(),
-        mode=mode,
-        scheduled=plan.scheduled,
-        others=OtherRequests.of(before),
-    )

@@ -1,0 +1,381 @@
+"""The one way in which experiments draw: tables and pictures are declared over data frames, and drawn when a report is
+saved. All pictures have one visual language: the waterfall's colours for stages, a colour-blind-safe palette else."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from pdserve.core.interval import interval_text
+
+if TYPE_CHECKING:
+    import pandas
+
+INK, FAINT, GRID = "#1d2733", "#5f6b7a", "#e6e8eb"
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
+"""Okabe and Ito's colours, which remain distinct with any common colour vision deficiency."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHED, DOTTED = (0, (5, 2)), (0, (2, 3))
+ARM_LOOKS: Mapping[str, Mapping[str, Any]] = {
+    "pd": {"label": "disaggregated", "color": PALETTE[1], "marker": "o"},
+    "colocated": {"label": "colocated", "color": PALETTE[0], "marker": "s", "linestyle": DASHED},
+}
+"""Disaggregated and colocated look the same in every picture."""
+_DPI = 140
+
+Records = Sequence[Mapping[str, Any]]
+Look = Mapping[str, Any]
+"""Properties of matplotlib's lines or bars."""
+
+
+def frame_of(records: Records) -> pandas.DataFrame:
+    """A row per record. What is nested has dotted columns: the interval ``gbs`` of a summary becomes ``gbs.mean``,
+    ``gbs.lo``, ``gbs.hi`` and ``gbs.n``. What a record lacks is nan; other values stay what they are."""
+    import pandas  # takes long
+
+    return pandas.DataFrame([dict(_flat(record)) for record in records], dtype=object)
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _flat(each, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def cumulative(values: Mapping[str, Sequence[float]], *, percent: bool = False, longer: bool = False) -> Records:
+    """The cumulative distribution of each series as records of ``series``, ``value`` and ``share``: of values that are
+    at most as large, or ``longer``: at least as large."""
+    found = []
+    for series, each in values.items():
+        ordered = np.sort(np.asarray(each, float))
+        shares = (
+            (1 - np.arange(ordered.size) / ordered.size) if longer else np.arange(1, ordered.size + 1) / ordered.size
+        )
+        found += [
+            {"series": series, "value": float(value), "share": float(share) * (100 if percent else 1)}
+            for value, share in zip(ordered, shares, strict=True)
+        ]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a panel shows of records: column ``y`` over column ``x``, with error bars where a column is an interval."""
+
+    data: Records
+    x: str
+    y: str
+    by: str = ""
+    """The column whose values are the series."""
+    looks: Mapping[Any, Look] = field(default_factory=dict)
+    """How the series with a value of ``by`` looks; others have a colour and a marker each, in turn."""
+    look: Look = field(default_factory=dict)
+    """How all of them look."""
+    kind: Literal["line", "points", "steps", "bars", "area", "span"] = "line"
+    """bars: horizontal, from column ``to`` or 0. area: from 0. span: horizontal, until column ``to``."""
+    to: str = ""
+    text: str = ""
+    """The column with a note on each point, at ``note`` points from it."""
+    note: tuple[float, float] = (4, 0)
+    factor: float = 1.0
+    """Times which ``y`` is drawn."""
+
+    def draw(self, axes: Any, panel: Panel) -> None:
+        """Draw it."""
+        frame = frame_of(self.data)
+        if not len(frame):
+            return
+        groups = list(frame.groupby(self.by, sort=False)) if self.by else [(None, frame)]
+        for number, (name, rows) in enumerate(groups):
+            label: dict[str, Any] = {} if name is None else {"label": str(name)}
+            turn: dict[str, Any] = {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)]}
+            own: Look = self.looks.get(name, {})
+            apart = 0.28 * (number - (len(groups) - 1) / 2) if panel.columns and self.kind == "points" else 0.0
+            self._draw_series(axes, panel, rows, {**turn, **label, **self.look, **own}, apart)
+
+    def _draw_series(self, axes: Any, panel: Panel, rows: Any, look: Look, apart: float) -> None:
+        (xs, xerr), (ys, yerr) = _column(rows, self.x), _column(rows, self.y)
+        known = [i for i, pair in enumerate(zip(xs, ys, strict=True)) if not any(map(_missing, pair))]
+        if self.kind in ("line", "steps") and not panel.columns and not panel.rows:
+            known.sort(key=lambda i: xs[i])
+        xs, ys = panel.placed([xs[i] for i in known], [ys[i] for i in known], self.factor)
+        xs = [x + apart for x in xs] if apart else xs  # side by side, where series share a column
+        xerr, yerr = ([[each[i] for i in known] for each in e] if e else None for e in (xerr, yerr))
+        if yerr and self.factor != 1:
+            yerr = [[each * self.factor for each in side] for side in yerr]
+        drawn: dict[str, Any] = {"color": look["color"], "label": look.get("label")}
+        if self.kind == "bars":
+            left = None if not self.to else [rows[self.to].iloc[i] for i in known]
+            drawn["color"] = [rows["color"].iloc[i] for i in known] if "color" in rows else look["color"]
+            height = look.get("height", 0.6)
+            axes.barh(ys, xs, left=left, height=height, xerr=xerr, error_kw={"capsize": 4}, **drawn)
+            xs = [max(start, start + x) for start, x in zip(left or [0.0] * len(xs), xs, strict=True)]
+        elif self.kind == "area":
+            axes.fill_between(xs, ys, linewidth=0, step=look.get("step"), alpha=look.get("alpha"), **drawn)
+        elif self.kind == "span":
+            ends = [rows[self.to].iloc[i] for i in known]
+            axes.hlines(ys, xs, ends, linewidth=look.get("linewidth", 1.4), **drawn)
+        else:
+            usual = {"capsize": 3, "elinewidth": 1.2, "linewidth": 1.6, "markersize": 5}
+            of_kind: dict[str, Look] = {
+                "points": {"linestyle": "", "zorder": 3},
+                "steps": {"drawstyle": "steps-post", "marker": ""},
+            }
+            axes.errorbar(xs, ys, xerr=xerr, yerr=yerr, **{**usual, **look, **of_kind.get(self.kind, {})})
+        for i, x, y in zip(known, xs, ys, strict=True) if self.text else ():
+            axes.annotate(rows[self.text].iloc[i], (x, y), xytext=self.note, textcoords="offset points",
+                          va="bottom" if self.note[1] else "center", ha="center" if not self.note[0] else "left",
+                          fontsize=8.5, color=INK, zorder=5)  # fmt: skip
+
+
+def _column(frame: pandas.DataFrame, key: str) -> tuple[list[Any], list[list[float]] | None]:
+    """A column, or the estimates of an interval and how far it reaches below and above them."""
+    if f"{key}.lo" not in frame:
+        return list(frame[key]), None
+    values, lo, hi = (
+        np.asarray(frame[f"{key}.{each}"], float)
+        for each in ("median" if f"{key}.median" in frame else "mean", "lo", "hi")
+    )
+    return list(values), [list(values - lo), list(hi - values)]
+
+
+def tail_marks(records: Records, key: str, row: str, looks: Mapping[Any, Look]) -> list[Mark]:
+    """A dot at the median and a bar at p99 of a distribution, and a line between them, in a row of each record."""
+    shared: dict[str, Any] = {"by": row, "looks": looks}
+    ends = {name: {**look, "marker": "|", "markersize": 10, "markeredgewidth": 2} for name, look in looks.items()}
+    return [
+        Mark(records, f"{key}.p50", row, kind="span", to=f"{key}.p99", **shared),
+        Mark(records, f"{key}.p50", row, kind="points", **shared),
+        Mark(records, f"{key}.p99", row, kind="points", by=row, looks=ends),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A line across a panel: at ``at`` on the axis ``x`` or ``y``, or (``diagonal``) where both are equal."""
+
+    axis: Literal["x", "y", "diagonal"]
+    at: float = 0.0
+    text: str = ""
+    look: Look = field(default_factory=dict)
+
+    def draw(self, axes: Any) -> None:
+        """Draw it."""
+        dashes: Any = (0, (3, 3)) if self.at or self.axis == "diagonal" else "-"
+        look = {"color": FAINT, "linewidth": 0.9, "linestyle": dashes, "zorder": 1, **self.look}
+        if self.axis == "diagonal":
+            axes.axline((0, 0), slope=1, **look)
+            return
+        (axes.axvline if self.axis == "x" else axes.axhline)(self.at, **look)
+        upright = self.axis == "x"
+        if self.text:
+            at: Any = {"xy": (self.at, 0.98), "xycoords": axes.get_xaxis_transform(), "xytext": (-3, 0), "rotation": 90,
+                  "va": "top", "ha": "right"} if upright else {
+                  "xy": (0.01, self.at), "xycoords": axes.get_yaxis_transform(), "xytext": (0, 3)}  # fmt: skip
+            axes.annotate(self.text, textcoords="offset points", fontsize=8.5, color=look["color"], **at)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One pair of axes: what it shows, and how its axes are named."""
+
+    marks: Sequence[Mark | Rule]
+    x: str = ""
+    y: str = ""
+    title: str = ""
+    log: str = ""
+    """The logarithmic axes: ``x``, ``y``, ``xy``."""
+    ticks: Sequence[float] = ()
+    """Places of the ticks of the x axis; else matplotlib's, or 1, 2, 5, 10, … of a logarithmic one."""
+    tick_text: Callable[[float], str] = "{:g}".format
+    rows: Sequence[str] = ()
+    """The values of ``y`` in the marks, from the top: the y axis has a row for each."""
+    columns: Sequence[str] = ()
+    """The same of the x axis."""
+    row_names: Sequence[str] = ()
+    """What the rows are called, if not by their values."""
+    xlim: tuple[float | None, float | None] = (None, None)
+    ylim: tuple[float | None, float | None] = (None, None)
+    legend: str = ""
+    """Where matplotlib is to put a legend; ``above`` or ``right``: outside the axes."""
+    falling: bool = False
+    """Whether the y axis grows downwards."""
+
+    def placed(self, xs: list[Any], ys: list[Any], factor: float) -> tuple[list[Any], list[Any]]:
+        """The coordinates of points on axes that have rows or columns."""
+        ys = [self.rows.index(y) for y in ys] if self.rows else [y * factor for y in ys]
+        return [self.columns.index(x) for x in xs] if self.columns else xs, ys
+
+    def show(self, axes: Any) -> None:
+        """Draw the marks."""
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(which="both", length=0, labelcolor=INK, labelsize=9)
+        for side, spine in axes.spines.items():
+            spine.set(color="#c9ced6", visible=side in ("left", "bottom"))
+        for axis, set_scale in (("x", axes.set_xscale), ("y", axes.set_yscale)):
+            if axis in self.log:
+                set_scale("log")
+        for mark in self.marks:
+            mark.draw(axes, self) if isinstance(mark, Mark) else mark.draw(axes)
+
+    def finish(self, axes: Any) -> None:
+        """Name and limit the axes, once panels that share them have their marks too."""
+        from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+        for axis, limits, number in ((axes.xaxis, axes.set_xlim, 0), (axes.yaxis, axes.set_ylim, 1)):
+            limits(*(self.xlim, self.ylim)[number])
+            if "xy"[number] in self.log:
+                low, high = axes.get_xlim() if number == 0 else axes.get_ylim()
+                decades = math.log10(high / low)
+                subs = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
+                axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=30))
+                axis.set_minor_formatter(NullFormatter())
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        if self.ticks:
+            axes.xaxis.set_major_locator(FixedLocator(sorted(set(self.ticks))))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: self.tick_text(value)))
+        if self.rows:
+            axes.set_yticks(range(len(self.rows)), self.row_names or self.rows)
+            axes.set_ylim(len(self.rows) - 0.4, -0.6)
+        elif self.falling:
+            axes.invert_yaxis()
+        if self.columns:
+            axes.set_xticks(range(len(self.columns)), self.columns)
+            axes.set_xlim(-0.5, len(self.columns) - 0.5)
+        axes.set_xlabel(self.x, fontsize=9.5, color=FAINT)
+        axes.set_ylabel(self.y, fontsize=9.5, color=FAINT)
+        axes.set_title(self.title, loc="left", fontsize=11, fontweight="bold", color=INK)
+        if self.legend:
+            outside = {"above": {"loc": "lower left", "bbox_to_anchor": (0, 1.06 if self.title else 1), "ncols": 4},
+                       "right": {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}}  # fmt: skip
+            place: Any = outside.get(self.legend, {"loc": self.legend})
+            axes.legend(frameon=False, fontsize=9, labelcolor=INK, **place)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Panels in a grid, saved as ``stem.png``."""
+
+    stem: str
+    title: str
+    caption: str
+    panels: Sequence[Panel]
+    columns: int = 1
+    height_in: float | None = None
+    """By default what its panels need."""
+    share: Mapping[str, Any] = field(default_factory=dict)
+    """``sharex`` and ``sharey`` of matplotlib's subplots."""
+    legend: bool = False
+    """Whether one legend below all panels names their series."""
+
+    @property
+    def alt(self) -> str:
+        """What it shows, to readers who cannot see it."""
+        axes = dict.fromkeys(f"{panel.y or 'rows'} over {panel.x}" for panel in self.panels if panel.x)
+        return f"{self.title}: {'; '.join(axes)}"
+
+    def draw(self) -> Any:
+        """The matplotlib figure, without pyplot's global state."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        rows = -(-len(self.panels) // self.columns)
+        most = max(len(panel.rows) for panel in self.panels)
+        height_in = self.height_in or rows * (0.4 * most + 1.4 if most else 4.2 if rows == 1 else 3.0)
+        figure = Figure((7.0 + 1.5 * self.columns, height_in), layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)
+        grid = list(figure.subplots(rows, self.columns, squeeze=False, **self.share).flat)
+        for axes, panel in zip(grid, self.panels, strict=False):
+            panel.show(axes)
+        for axes, panel in zip(grid, self.panels, strict=False):
+            panel.finish(axes)
+        for axes in grid[len(self.panels) :]:
+            axes.set_visible(False)
+        if self.legend:
+            named: dict[str, Any] = {}
+            for axes in figure.axes[: len(self.panels)]:
+                named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | named
+            columns = 4 if max(map(len, named), default=0) < 20 else 2
+            figure.legend(list(named.values()), list(named), frameon=False, fontsize=9, ncols=columns,
+                          loc="outside lower center")  # fmt: skip
+        return figure
+
+    def file(self, kind: str = "png") -> bytes:
+        """The content of a file with the picture: png, svg or pdf."""
+        buffer = io.BytesIO()
+        self.draw().savefig(buffer, format=kind, dpi=_DPI)
+        return buffer.getvalue()
+
+    def frame(self) -> pandas.DataFrame:
+        """What the marks show. An interval has the column of its estimate, and ``lo``, ``hi`` and ``n``."""
+        import pandas
+
+        marks = [mark for panel in self.panels for mark in panel.marks if isinstance(mark, Mark)]
+        joined = pandas.concat([frame_of(mark.data) for mark in marks])
+        return joined.rename(columns=lambda name: re.sub(r"\.(mean|median)$|^.*\.(?=(lo|hi|n)$)", "", name))
+
+
+@dataclass(frozen=True, slots=True)
+class TableBlock:
+    """A table of text."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+
+def table(title: str, records: Records, columns: Sequence[str], caption: str = "") -> TableBlock:
+    """A row per record. Each of ``columns`` is ``header | column:format``, where the format is that of the column's
+    numbers, after a factor if any: ``TTFT, ms | ttft.mean:.1f``, ``hits, % | hit_rate*100:.0f``. Several columns with
+    `` / `` or a comma between them share a cell. What is missing is written –, and an interval with its edges."""
+    split = [column.partition(" | ") for column in columns]
+    frame = frame_of(records)
+    rows = [[_cell(row, spec or header) for header, _, spec in split] for row in frame.to_dict("records")]
+    return TableBlock(title, [header for header, *_ in split], rows, caption)
+
+
+def _cell(row: Mapping[Any, Any], spec: str) -> str:
+    between = " / " if " / " in spec else ", "
+    parts = [_value(row, part) for part in spec.split(between)]
+    return "–" if set(parts) == {"–"} else between.join(parts)
+
+
+def _value(row: Mapping[Any, Any], spec: str) -> str:
+    key, _, form = spec.partition(":")
+    key, _, factor = key.partition("*")
+    estimate = next((name for name in ("median", "mean") if not _missing(row.get(f"{key}.{name}"))), None)
+    if estimate is not None and f"{key}.lo" in row:
+        plain = {edge: None if _missing(row[f"{key}.{edge}"]) else row[f"{key}.{edge}"] for edge in ("lo", "hi", "n")}
+        return interval_text({estimate: row[f"{key}.{estimate}"], **plain}, short if form == "short" else form,
+                             factor=float(factor or 1))  # fmt: skip
+    value: Any = row.get(key)
+    if _missing(value):
+        return "–"
+    if isinstance(value, bool):
+        yes, no = form.split("|") if form else ("yes", "NO")
+        return yes if value else no
+    if factor:
+        value *= float(factor)
+    if isinstance(value, str):
+        return value
+    return short(value) if form == "short" else f"{value:{form}}"
+
+
+def short(value: float) -> str:
+    """Three significant digits without an exponent."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
