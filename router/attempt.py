@@ -109,7 +109,7 @@ class Attempt:
             await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
 
     def _judge(self, error: BaseException | None) -> None:
-        """Tell the registry which workers served the request, and which failed it."""
+        """Report to the registry which workers served the request, and which failed it."""
         for share in (self._assignment.prefill, self._assignment.decode):
             if share is None:
                 continue
@@ -208,27 +208,24 @@ class Attempt:
 
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens of this attempt. Raises the error that ends it, after adding workers to `failed`."""
-        return self._colocated() if self._assignment.decode is None else self._pd(self._assignment.decode)
+        decode = self._assignment.decode
+        if decode is None or self._request.max_tokens == 1:
+            return self._on_one_worker()
+        return self._on_pair(decode)
 
-    async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
+    async def _on_one_worker(self) -> AsyncGenerator[RoutedToken, None]:
         share = self._assignment.prefill
         self._send(share.worker)
         stream = self._open(share)
         share.worker.handle.run(self._request, stream, self._fetch_prefix(share.worker))
         while not self._complete:
-            yield await self._token(stream)
-
-    async def _pd(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
-        share, decode, request = self._assignment.prefill, decode_share.worker, self._request
-        if request.max_tokens == 1:
-            self._send(share.worker)
-            stream = self._open(share)
-            share.worker.handle.run(request, stream, self._fetch_prefix(share.worker))
             token = await self._token(stream)
-            self._complete = True
-            self._assignment.end()
+            if token.finish_reason is not None:
+                self._assignment.end()
             yield token
-            return
+
+    async def _on_pair(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
+        share, decode, request = self._assignment.prefill, decode_share.worker, self._request
         self._result.decode_worker = decode.worker_id
         self._result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
         self._send(share.worker, decode)

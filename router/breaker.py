@@ -8,8 +8,15 @@ from enum import StrEnum
 from pdserve.core.errors import PdserveError
 from pdserve.core.request import counted_requests
 
+TRIP_AFTER = 3
+"""A worker that fails so many requests in a row pauses: one or two may be the requests' own fault."""
+
+FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-"""Limit: pause of a worker that fails its probes."""
+"""Limit: pause of a worker that fails its probes.
+
+The first pause gives a worker time to restart its engine. It doubles after each failed probe, so that a worker that
+stays broken costs few requests."""
 
 
 class BreakerState(StrEnum):
@@ -23,7 +30,7 @@ class BreakerState(StrEnum):
 class Breaker:
     """The circuit breaker of one worker, which all its incarnations share.
 
-    ``trip_after`` failures in a row open it for ``pause_s``. Then one request probes the worker: its first token from
+    `TRIP_AFTER` failures in a row open it for `FIRST_PAUSE_S`. Then one request probes the worker: its first token from
     there closes the breaker, and a failure opens it for twice as long, up to `MAX_PAUSE_S`. A request that succeeds
     ends the row of failures. ``suspect`` keeps requests away as well, until the worker's next heartbeat: a request has
     lost its connection to it.
@@ -31,7 +38,7 @@ class Breaker:
     ``failures`` are those in a row, ``total`` all of them by the class of the error, and ``reason`` the last one.
     """
 
-    def __init__(self, trip_after: int, pause_s: float) -> None:
+    def __init__(self) -> None:
         self.suspect = False
         self.state = BreakerState.CLOSED
         self.failures = 0
@@ -39,8 +46,6 @@ class Breaker:
         self.reason = ""
         self.pause_s = 0.0
         """Length of the present pause; 0 if it is closed."""
-        self._trip_after = trip_after
-        self._first_pause_s = pause_s
         self._probing = False
         self._round = 0
 
@@ -66,9 +71,9 @@ class Breaker:
         self._probing = False
         self.failures += 1
         self.reason = str(error)
-        if self.failures < self._trip_after or self.state is BreakerState.OPEN or not may_open:
+        if self.failures < TRIP_AFTER or self.state is BreakerState.OPEN or not may_open:
             return False
-        self.pause_s = min(2 * self.pause_s or self._first_pause_s, MAX_PAUSE_S)
+        self.pause_s = min(2 * self.pause_s or FIRST_PAUSE_S, MAX_PAUSE_S)
         self.state = BreakerState.OPEN
         return True
 

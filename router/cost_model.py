@@ -129,25 +129,10 @@ class Costs(msgspec.Struct, frozen=True):
     since_explored: int = 0
     fetch: Mapping[str, Line] = {}
 
-    def prefill_s(self, kind: str, uncached: int, ahead: int = 0, decoding: int = 0) -> Estimate | None:
-        """From the arrival of a prompt at a worker of this kind to its first token."""
-        line = self.prefill.get(kind)
-        return line.at(1.0, uncached, ahead, decoding) if line else None
-
-    def handoff_s(self, link: str, kv_bytes: int) -> Estimate | None:
-        """From token 1 to the decode step that the request joins, over a link of this kind."""
-        line = self.handoff.get(link)
-        return line.at(1.0, kv_bytes) if line else None
-
     def fetch_s(self, link: str, kv_bytes: int) -> Estimate | None:
         """To get KV from the cache of another worker. Until it is measured, as long as a hand-off of so many bytes."""
-        line = self.fetch.get(link)
-        return line.at(1.0, kv_bytes) if line else self.handoff_s(link, kv_bytes)
-
-    def itl_s(self, kind: str, decoding: float) -> Estimate | None:
-        """Time per token while so many requests decode on a worker of this kind."""
-        line = self.decode.get(kind)
-        return line.at(1.0, decoding) if line else None
+        line = self.fetch.get(link) or self.handoff.get(link)
+        return line.at(1.0, kv_bytes) if line else None
 
     def describe(self) -> list[str]:
         """The lines in words, for operators."""
@@ -157,16 +142,13 @@ class Costs(msgspec.Struct, frozen=True):
             for kind, line in sorted(self.prefill.items())
         ]
         said += [
-            f"hand-off {link}: {_ms(line.coefficients[0])} + {_ms(line.coefficients[1] * 1e6)}/MB ({_from(line)})"
-            for link, line in sorted(self.handoff.items())
+            f"{what} {link}: {_ms(line.coefficients[0])} + {_ms(line.coefficients[1] * 1e6)}/MB ({_from(line)})"
+            for what, lines in (("hand-off", self.handoff), ("prefix fetch", self.fetch))
+            for link, line in sorted(lines.items())
         ]
         said += [
-            f"prefix fetch {link}: {_ms(line.coefficients[0])} + {_ms(line.coefficients[1] * 1e6)}/MB ({_from(line)})"
-            for link, line in sorted(self.fetch.items())
-        ]
-        said += [
-            f"decode on a {kind} worker: {_ms(line.at(1.0, 1.0).seconds)}/token alone, "
-            f"{_ms(line.at(1.0, 8.0).seconds)}/token at 8 running ({_from(line)})"
+            f"decode on a {kind} worker: {_ms(line.seconds(1.0, 1.0))}/token alone, "
+            f"{_ms(line.seconds(1.0, 8.0))}/token at 8 running ({_from(line)})"
             for kind, line in sorted(self.decode.items())
         ]
         return said
@@ -189,10 +171,7 @@ class CostModel:
     """Learns from completed requests. Its memory is bounded, and equal measurements in equal order give equal lines."""
 
     def __init__(self) -> None:
-        self._prefill: dict[str, _Samples] = {}
-        self._handoff: dict[str, _Samples] = {}
-        self._fetch: dict[str, _Samples] = {}
-        self._decode: dict[str, _Samples] = {}
+        self._samples: dict[str, dict[str, _Samples]] = {"prefill": {}, "handoff": {}, "fetch": {}, "decode": {}}
         self._requests = 0
         self._latest: deque[Served] = deque(maxlen=LATEST)
         self._costs = NOTHING_KNOWN
@@ -201,20 +180,21 @@ class CostModel:
         """Take in the measurements of a completed request."""
         self._requests += 1
         self._latest.append(served)
-        if served.prefill_s >= 0 and served.uncached_tokens > 0:
-            features = (1.0, served.uncached_tokens, served.tokens_ahead, served.decoding_beside)
-            _of(self._prefill, served.prefill_on).add(served.uncached_tokens, features, served.prefill_s)
-        if served.link and served.handoff_s >= 0:
-            _of(self._handoff, served.link).add(served.kv_bytes, (1.0, served.kv_bytes), served.handoff_s)
-        if served.fetch_link and served.fetch_s >= 0:
-            _of(self._fetch, served.fetch_link).add(served.fetch_bytes, (1.0, served.fetch_bytes), served.fetch_s)
-        if served.decode_on and served.itl_s >= 0:
-            _of(self._decode, served.decode_on).add(served.decoding, (1.0, served.decoding), served.itl_s)
+        tokens, moved, fetched, decoding = served.uncached_tokens, served.kv_bytes, served.fetch_bytes, served.decoding
+        beside = served.tokens_ahead, served.decoding_beside
+        for quantity, kind, size, features, seconds in (
+            ("prefill", served.prefill_on if tokens > 0 else "", tokens, (tokens, *beside), served.prefill_s),
+            ("handoff", served.link, moved, (moved,), served.handoff_s),
+            ("fetch", served.fetch_link, fetched, (fetched,), served.fetch_s),
+            ("decode", served.decode_on, decoding, (decoding,), served.itl_s),
+        ):
+            if kind and seconds >= 0:
+                _of(self._samples[quantity], kind).add(size, (1.0, *features), seconds)
 
     @property
     def handoffs(self) -> int:
         """Measured hand-offs."""
-        return sum(samples.count for samples in self._handoff.values())
+        return sum(samples.count for samples in self._samples["handoff"].values())
 
     @property
     def costs(self) -> Costs:
@@ -229,18 +209,20 @@ class CostModel:
     def refit(self) -> Costs:
         """Fit the lines again if there are new measurements. It takes milliseconds: call it about once a second."""
         if self._requests != self._costs.requests:
-            self._costs = Costs(
+            lines = {
                 # A prompt that waits before another delays it by about its own time, until this is measured.
-                {kind: line for kind, s in self._prefill.items() if (line := s.line(like={2: 1})) is not None},
-                {kind: line for kind, s in self._handoff.items() if (line := s.line()) is not None},
-                {kind: line for kind, s in self._decode.items() if (line := s.line()) is not None},
-                self._requests,
-                statistics.fmean([served.uncached_share for served in self._latest]),
-                min([served.uncached_share for served in self._latest]),
-                statistics.fmean([served.outputs_share for served in self._latest]),
-                statistics.fmean([served.decoding for served in self._latest]),
-                self._costs.since_explored,
-                {kind: line for kind, s in self._fetch.items() if (line := s.line()) is not None},
+                quantity: {kind: line for kind, s in samples.items() if (line := s.line(like={2: 1})) is not None}
+                for quantity, samples in self._samples.items()
+            }
+            latest = self._latest
+            self._costs = Costs(
+                **lines,
+                requests=self._requests,
+                uncached=statistics.fmean([served.uncached_share for served in latest]),
+                least_uncached=min([served.uncached_share for served in latest]),
+                outputs_share=statistics.fmean([served.outputs_share for served in latest]),
+                decoding=statistics.fmean([served.decoding for served in latest]),
+                since_explored=self._costs.since_explored,
             )
         return self._costs
 
@@ -262,13 +244,13 @@ class _Samples:
         latest = self._by_size.setdefault(int(size).bit_length(), deque(maxlen=PER_SIZE))
         latest.append((features, max(seconds, _MIN_SECONDS)))
 
-    def line(self, like: Mapping[int, int] | None = None) -> Line | None:
+    def line(self, like: Mapping[int, int]) -> Line | None:
         """The fitted line; None with too few measurements."""
         if self.count < MIN_SAMPLES:
             return None
         if self._line is None or self._line.samples != self.count:
             rows = [row for latest in self._by_size.values() for row in latest]
-            self._line = fit(rows, like or {}, self.count)
+            self._line = fit(rows, like, self.count)
         return self._line
 
 
@@ -318,7 +300,7 @@ def fit(rows: Sequence[tuple[tuple[float, ...], float]], like: Mapping[int, int]
         for b, k in enumerate(seen):
             covariance[j][k] = spread * inverse[a][b] / (scales[j] * scales[k])
     for j, other in like.items():
-        if j not in seen:
+        if j < width and j not in seen:
             coefficients[j] = coefficients[other]
             covariance[j][j] = (coefficients[other] / INTERVAL) ** 2
     return Line(tuple(coefficients), tuple([tuple(row) for row in covariance]), samples)

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pdserve.core.block_update import SNAPSHOT, BlockUpdate, unpack
 from pdserve.core.prefix_digests import PrefixDigests
 
+MAX_BLOCKS = 16_384
+"""Blocks of one worker that are kept: with 64 tokens each, the KV of a million tokens."""
+
 
 class PrefixIndex:
     """For each block, the workers that have it cached.
@@ -19,7 +22,7 @@ class PrefixIndex:
     Workers are bits of a number, so a step of the walk costs the same for any number of them.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._workers: dict[str, _Announced] = {}
         self._names: dict[int, str] = {}  # worker ids by bit

@@ -62,7 +62,7 @@ class WorkerRegistry:
         self.cost_model = CostModel()
         """Learns from the requests that the workers complete."""
         wanted = config.prefix_fetch != "off" or any(config.policy_of(role) in USE_PREFIXES for role in Role)
-        self.prefixes = PrefixIndex(config.prefix_index_blocks) if wanted else None
+        self.prefixes = PrefixIndex() if wanted else None
         """What the workers have in their prefix caches, if a policy needs to know, or workers fetch prefixes."""
         self._workers: dict[str, RegisteredWorker] = {}
         self._lives: dict[str, str] = {}  # the last life of each worker id, including forgotten workers
@@ -81,7 +81,7 @@ class WorkerRegistry:
         close."""
         info = handle.info
         replaced = self._workers.get(info.worker_id)
-        breaker = replaced.breaker if replaced is not None else self._new_breaker()
+        breaker = replaced.breaker if replaced is not None else Breaker()
         worker = RegisteredWorker(handle, info, self._clock.now(), breaker)
         worker.beat(load or WorkerLoad(), links, info, self._clock.now(), shared=self._gateways > 1)
         self._workers[info.worker_id] = worker
@@ -248,9 +248,6 @@ class WorkerRegistry:
             if not self.ready(worker.role):
                 worker.breaker.spare()
                 worker.cached_view = None
-
-    def _new_breaker(self) -> Breaker:
-        return Breaker(self._config.breaker_failures, self._config.breaker_pause_s)
 
     # --- queries ------------------------------------------------------------------------------------------------------
 

@@ -17,13 +17,21 @@ MAX_LOST_IN_A_ROW = 2
 The request may be the cause. The time is `LOST_AT_ONCE_S`, and no token may have come."""
 LOST_AT_ONCE_S = 1.0
 
+RETRY_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+"""The pause before the first retry of a request, and the longest one. It doubles with each retry: the first is short,
+because a single failure is over at once; a longer outage gets fewer retries."""
+
 WINDOW_S = 4
 MIN_RETRIES = 10
-"""Limit: retries within 4 s besides `router.retry_share`. Then: they wait."""
+"""Limit: retries within 4 s besides half of the requests. Then: they wait."""
+RETRY_SHARE = 0.5
+"""Retries that every window allows, and further ones as a share of its requests. With a half, an outage adds at most
+half of the load again."""
 
 
 class Failures:
-    """The failed attempts of a request. ``avoid`` and ``prefer`` go into the `router.needs.Needs` of the next
+    """The failed attempts of a request. ``avoid`` and ``prefer`` go into the `router.view.Needs` of the next
     attempt. An attempt that gave tokens resets the counts."""
 
     def __init__(self, max_attempts: int) -> None:
@@ -37,6 +45,11 @@ class Failures:
     def is_last(self) -> bool:
         """Whether the next failure ends the request."""
         return self.in_a_row + 1 >= self._max_attempts
+
+    @property
+    def pause_s(self) -> float:
+        """The pause before the next attempt, without jitter."""
+        return min(RETRY_PAUSE_S * 2 ** (self.in_a_row - 1), MAX_PAUSE_S) if self.in_a_row else 0.0
 
     def reset(self) -> None:
         """Reset the counts."""
@@ -72,15 +85,14 @@ class _Second:
 
 
 class RetryBudget:
-    """Limits retries to `MIN_RETRIES` plus ``share`` times the requests of the last `WINDOW_S` seconds, so that an
+    """Limits retries to `MIN_RETRIES` plus `RETRY_SHARE` times the requests of the last `WINDOW_S` seconds, so that an
     outage does not multiply the load.
 
     ``running`` returns the number of requests in the router, which counts if it is larger than the number of requests
     in the window.
     """
 
-    def __init__(self, share: float, clock: Clock, running: Callable[[], int]) -> None:
-        self._share = share
+    def __init__(self, clock: Clock, running: Callable[[], int]) -> None:
         self._clock = clock
         self._running = running
         self._seconds: deque[_Second] = deque()
@@ -93,7 +105,7 @@ class RetryBudget:
         """Take one retry. Returns False if none is left."""
         now = self._now()
         requests = max(self._running(), sum(second.requests for second in self._seconds))
-        if sum(second.retries for second in self._seconds) >= MIN_RETRIES + self._share * requests:
+        if sum(second.retries for second in self._seconds) >= MIN_RETRIES + RETRY_SHARE * requests:
             return False
         now.retries += 1
         return True

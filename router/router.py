@@ -32,8 +32,6 @@ from runtime.logs import bind_request
 
 log = logging.getLogger(__name__)
 
-MAX_PAUSE_S = 2.0
-
 REFIT_S = 1.0
 """The cost model's lines are fitted again so often, at most."""
 
@@ -77,7 +75,7 @@ class Router:
         self._clock = clock
         self._on_kv_failure = on_kv_failure
         self._line = WaitingLine(registry, config, clock)
-        self._budget = RetryBudget(config.retry_share, clock, lambda: self._active.total())
+        self._budget = RetryBudget(clock, lambda: self._active.total())
         self._orders = itertools.count()
         self._tickets = itertools.count()
         self._arrivals = Arrivals()
@@ -215,7 +213,7 @@ class Generation:
                 record.transition(RequestStatus.QUEUED)
                 self._forget_attempt()
                 if failures.in_a_row:
-                    await self._pause(failures.in_a_row)
+                    await self._pause(failures)
         except (asyncio.CancelledError, GeneratorExit):
             self._end(RequestStatus.FINISHED if self._stopped else RequestStatus.ABORTED)
             raise
@@ -227,14 +225,15 @@ class Generation:
             if not router._active[record.holder]:
                 del router._active[record.holder]
 
-    async def _pause(self, failures: int) -> None:
+    async def _pause(self, failures: Failures) -> None:
         """Wait before a retry, then until the retry budget allows one."""
         router, deadline = self._router, self.record.deadline
         doing = "waiting for a retry"
-        pause_s = min(router._config.retry_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
-        await deadline.sleep(pause_s * random.uniform(0.5, 1.5), doing)
+        await deadline.sleep(failures.pause_s * random.uniform(0.5, 1.5), doing)
         while not router._budget.take():
-            await deadline.sleep(router._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing} (router.retry_share)")
+            await deadline.sleep(
+                router._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing}: too many others are retried"
+            )
 
     async def _place(self, failures: Failures) -> Assignment:
         record, deadline = self.record, self.record.deadline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails
+from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails, from_message
 from pdserve.core.errors import PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
@@ -65,38 +65,19 @@ class Assembler:
             if total_ms is not None and (breakdown := timeline.breakdown(figure, total_ms)) is not None
         }
         transfer = completion.transfer
-        return Generation(
-            request_id=completion.request_id,
-            text=completion.text,
+        return from_message(
+            Generation,
+            completion,
             token_ids=tuple(completion.token_ids),
-            finish_reason=completion.finish_reason,
             mode=str(_MODES.get(completion.mode, Mode.AUTO)),
-            prefill_worker=completion.prefill_worker,
-            decode_worker=completion.decode_worker,
-            prompt_tokens=completion.prompt_tokens,
-            attempts=completion.attempts,
             transport=transfer.transport,
             block_size=transfer.block_size,
             kv_bytes=transfer.kv_bytes,
             kv_bytes_expected=transfer.kv_bytes_expected,
             kv_blocks_sent=transfer.blocks_sent,
             kv_blocks_skipped=transfer.blocks_skipped,
-            prefill_cached_tokens=completion.prefill_cached_tokens,
             placements=tuple(completion.placements),
-            transfer=TransferDetails(
-                export_ms=transfer.export_ms,
-                wire_ms=transfer.wire_ms,
-                import_ms=transfer.import_ms,
-                span_ms=transfer.span_ms,
-                exposed_ms=transfer.exposed_ms,
-                room_wait_ms=transfer.room_wait_ms,
-                request_to_ready_ms=transfer.request_to_ready_ms,
-                gbs=transfer.gbs,
-                ceiling_gbs=transfer.ceiling_gbs,
-                checksum=transfer.checksum,
-                messages=transfer.messages,
-                kv_bytes_retried=transfer.kv_bytes_retried,
-            ),
+            transfer=from_message(TransferDetails, transfer),
             ttft_ms=ttft_ms,
             ttft_decode_ms=ttft_decode_ms,
             breakdowns=breakdowns,
@@ -105,35 +86,16 @@ class Assembler:
             tokens=tuple(self._tokens[: len(completion.token_ids)]),
             timeline=timeline,
             resumes=self._resumes,
-            prefix_fetch=_prefix_fetch(completion),
+            prefix_fetch=from_message(PrefixFetch, completion.prefix_fetch)
+            if completion.HasField("prefix_fetch")
+            else None,
         )
 
 
 def _token(message: pb.Token, arrived_s: float) -> Token:
-    return Token(
-        token_id=message.token_id,
-        text=message.text,
-        index=message.index,
-        arrived_s=arrived_s,
-        logprob=message.logprob if message.HasField("logprob") else None,
-        top_logprobs=tuple(TopLogprob(top.token_id, top.text, top.logprob) for top in message.top_logprobs),
-    )
-
-
-def _prefix_fetch(completion: pb.Completion) -> PrefixFetch | None:
-    if not completion.HasField("prefix_fetch"):
-        return None
-    fetch = completion.prefix_fetch
-    return PrefixFetch(
-        source=fetch.source,
-        tokens=fetch.tokens,
-        tokens_wanted=fetch.tokens_wanted,
-        kv_bytes=fetch.kv_bytes,
-        kv_bytes_expected=fetch.kv_bytes_expected,
-        transport=fetch.transport,
-        duration_ms=fetch.duration_ms,
-        failure=fetch.failure,
-    )
+    logprob = message.logprob if message.HasField("logprob") else None
+    top = tuple([TopLogprob(each.token_id, each.text, each.logprob) for each in message.top_logprobs])
+    return Token(message.token_id, message.text, message.index, arrived_s, logprob, top)
 
 
 def _timeline(completion: pb.Completion) -> Timeline:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.core.timeline import Breakdown, ClockOffset, Event, Figure, Timeline
 
 if TYPE_CHECKING:
     import pandas
+
+T = TypeVar("T")
+
+
+def from_message(kind: type[T], message: Any, **values: Any) -> T:
+    """A dataclass with the fields of a protobuf message that have its names. ``values`` are its other fields."""
+    names = [each.name for each in fields(kind) if each.name not in values]  # type: ignore[arg-type]
+    return kind(**{name: getattr(message, name) for name in names}, **values)
 
 
 @dataclass(frozen=True, slots=True)

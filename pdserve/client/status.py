@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pdserve.client.generation import from_message
 from pdserve.core.handoff import PeerLink
 from pdserve.pb import inference_pb2 as pb
 
@@ -45,35 +46,13 @@ class ServiceWorker:
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:
         """The worker that the message describes."""
-        return cls(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            state=worker.state,
-            node=worker.node,
-            device=worker.device,
-            address=worker.address,
-            pid=worker.pid,
-            engine_pid=worker.engine_pid,
-            num_blocks=worker.num_blocks,
-            free_blocks=worker.free_blocks,
-            running=worker.running,
-            waiting=worker.waiting,
-            outstanding_tokens=worker.outstanding_tokens,
+        return from_message(
+            cls,
+            worker,
             transports=tuple(worker.transports),
-            heartbeat_age_s=worker.heartbeat_age_s,
-            engine_restarts=worker.engine_restarts,
-            preemptions=worker.preemptions,
-            links=tuple(
-                PeerLink(link.worker_id, link.transport, link.reason, link.ceiling_gbs) for link in worker.links
-            ),
-            cuda_visible_devices=worker.cuda_visible_devices,
-            cores=worker.cores,
+            links=tuple([from_message(PeerLink, link) for link in worker.links]),
             kv_refused=dict(worker.kv_refused),
-            prompt_tokens_looked_up=worker.prompt_tokens_looked_up,
-            prompt_tokens_cached=worker.prompt_tokens_cached,
-            cached_blocks=worker.cached_blocks,
             kv_addresses=dict(worker.kv_addresses),
-            failing=worker.failing,
         )
 
 
@@ -159,39 +138,16 @@ class ServiceStatus:
     @classmethod
     def from_proto(cls, status: pb.GetStatusResponse) -> ServiceStatus:
         """The status that the message describes."""
-        return cls(
-            ready=status.ready,
-            version=status.version,
-            model=status.model,
-            model_hash=status.model_hash,
-            dtype=status.dtype,
-            vocab_size=status.vocab_size,
-            context_length=status.context_length,
-            block_size=status.block_size,
-            kv_bytes_per_token=status.kv_bytes_per_token,
-            queued=status.queued,
-            running=status.running,
-            pid=status.pid,
-            uptime_s=status.uptime_s,
-            workers=tuple(ServiceWorker.from_proto(worker) for worker in status.workers),
-            checkpoint_dtype=status.checkpoint_dtype,
+        scaling = status.scaling
+        return from_message(
+            cls,
+            status,
+            workers=tuple([ServiceWorker.from_proto(worker) for worker in status.workers]),
             notes=tuple(status.notes),
             costs=tuple(status.costs),
             break_even_tokens=status.break_even_tokens if status.HasField("break_even_tokens") else None,
-            gateways=tuple(
-                ServiceGateway(each.target, each.state, each.pid, each.queued, each.running, each.uptime_s)
-                for each in status.gateways
-            ),
-            scaling=_scaling(status.scaling) if status.HasField("scaling") else None,
+            gateways=tuple([from_message(ServiceGateway, each) for each in status.gateways]),
+            scaling=from_message(ServiceScaling, scaling, actions=dict(scaling.actions))
+            if status.HasField("scaling")
+            else None,
         )
-
-
-def _scaling(scaling: pb.ScalingStatus) -> ServiceScaling:
-    return ServiceScaling(
-        scaling.controller,
-        scaling.last_action,
-        scaling.reason,
-        scaling.last_action_age_s,
-        dict(scaling.actions),
-        scaling.verdict,
-    )

@@ -117,6 +117,7 @@ class Stream(StreamCore[Gateway]):
     def __init__(self, ask: Ask, gateways: Sequence[Gateway]) -> None:
         super().__init__(ask, gateways)
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._reading = threading.Lock()
 
     def __iter__(self) -> Iterator[Token]:
         return _StreamLoop(self)
@@ -146,11 +147,14 @@ class Stream(StreamCore[Gateway]):
             self._connect()
             assembler = self._begin()
         while True:
-            arrival = self._arrivals.get()
+            with self._reading:  # another thread that reads the end has to find what came before
+                arrival = self._arrivals.get()
+                token = self._add(assembler, *arrival) if isinstance(arrival, tuple) else None
+            if token is not None:
+                return token
             if isinstance(arrival, tuple):
-                if (token := self._add(assembler, *arrival)) is not None:
-                    return token
-            elif (error := self._failure(assembler, arrival)) is not None:
+                continue
+            if (error := self._failure(assembler, arrival)) is not None:
                 try:
                     self._lost(error)
                     self._connect()

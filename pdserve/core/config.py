@@ -310,11 +310,6 @@ class RouterConfig(_Section):
         description="how a worker is chosen among the ready ones (docs/routing.md): one name for both roles, or "
         "{prefill: NAME, decode: NAME}; requests of mode colocated are placed by that of prefill",
     )
-    prefix_index_blocks: Positive = Field(
-        16_384,
-        description="most cached blocks of each worker that the policies prefix_affinity and kv_aware, and "
-        "prefix_fetch, know; of more, those that came first are forgotten",
-    )
     prefix_fetch: PrefixFetching = Field(
         "auto",
         description="KV of a prompt's beginning that another worker has cached. auto: it is fetched if, by the costs "
@@ -346,20 +341,6 @@ class RouterConfig(_Section):
         description="most attempts in a row without a new token when workers or transfers fail; after a failed "
         "transfer the last attempt runs on one worker",
     )
-    retry_pause_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        0.05,
-        description="pause before the first retry of a request, with jitter; it doubles with each retry, up to 2 s",
-    )
-    retry_share: Annotated[float, Field(ge=0)] = Field(
-        0.5,
-        description="most retries as a share of the requests of the last 4 s, plus 10; further retries wait",
-    )
-    breaker_failures: Positive = Field(
-        3,
-        description="a worker that fails so many requests in a row pauses, unless it is the last one of its role that "
-        "is ready; then one request probes it",
-    )
-    breaker_pause_s: Seconds = Field(1.0, description="its first pause; it doubles after each failed probe, up to 60 s")
     patience_s: Annotated[float, Field(ge=0, le=86_400)] | None = Field(
         None,
         description="in a service that was ready, how long a request waits for a worker to become ready again; then it "

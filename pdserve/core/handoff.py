@@ -103,7 +103,7 @@ class TransferProof(msgspec.Struct, frozen=True):
 
 
 class PrefixFetch(msgspec.Struct, frozen=True):
-    """What came of fetching the prefix of a prompt from worker ``source``, by the worker that computes the prompt.
+    """The result of fetching the prefix of a prompt from worker ``source``, by the worker that computes the prompt.
 
     It lacked ``tokens_wanted`` tokens, and ``tokens`` of them came: fewer if the source no longer had all of them, 0 if
     the fetch failed, with ``failure`` as the reason. It lasted ``duration_ms``, from the allocation of the blocks.

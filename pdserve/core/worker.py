@@ -20,7 +20,7 @@ WorkerEpoch = tuple[str, str]
 """One incarnation of a worker: its id and its epoch."""
 
 Links = Mapping[WorkerEpoch, PeerLink | PdserveError]
-"""What has come of a prefill worker's links to decode workers: the link, or why there is none."""
+"""The result of connecting a prefill worker to decode workers: the link, or why there is none."""
 
 
 class Role(StrEnum):
@@ -116,7 +116,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     token and DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last
     message has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
     ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
-    in the prefix cache, or got it from another worker's; ``prefix_fetch`` tells of the latter, with the events
+    in the prefix cache, or got it from another worker's; ``prefix_fetch`` reports the latter, with the events
     PREFIX_AWAITED and PREFIX_READY.
     """
 

@@ -13,6 +13,7 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Links, Role, WorkerLoad
+from router import retries
 from router.registry import WorkerRegistry
 from router.request_record import Deadline, RequestRecord
 from router.router import Router
@@ -98,7 +99,9 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.fixture
-def make_cluster() -> MakeCluster:
+def make_cluster(monkeypatch: pytest.MonkeyPatch) -> MakeCluster:
+    monkeypatch.setattr(retries, "RETRY_PAUSE_S", 0.0)  # sleeping takes no time, but the tests count seconds
+
     def make(
         prefill: int = 1,
         decode: int = 1,
@@ -107,7 +110,7 @@ def make_cluster() -> MakeCluster:
         **config: object,
     ) -> Cluster:
         clock = LoopClock()
-        config = {"retry_pause_s": 0.0, "patience_s": 0.0, "heartbeat_timeout_s": 3.0, **config}
+        config = {"patience_s": 0.0, "heartbeat_timeout_s": 3.0, **config}
         router_config = RouterConfig.model_validate(config)
         registry = WorkerRegistry(clock, router_config)
         router = Router(registry, router_config, clock, auto_mode, on_kv_failure)

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.core.errors import PdserveError, TransferTimeout, WorkerLost
 from pdserve.core.request import Mode
+from router import breaker as breakers
 from router.breaker import MAX_PAUSE_S, Breaker, BreakerState
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def fail(breaker: Breaker, error: PdserveError = LOST, *, may_open: bool = True)
 
 
 def test_it_opens_after_failures_in_a_row_only() -> None:
-    breaker = Breaker(3, 1.0)
+    breaker = Breaker()
     for _ in range(5):
         assert [fail(breaker), fail(breaker)] == [False, False]
         breaker.succeeded(breaker.begin())
@@ -39,7 +40,7 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
 
 
 def test_requests_that_one_loss_ends_are_one_failure() -> None:
-    breaker = Breaker(3, 1.0)
+    breaker = Breaker()
     numbers = [breaker.begin() for _ in range(10)]
     assert [breaker.failed(LOST, number, may_open=True) for number in numbers] == [False] * 10
     assert (breaker.failures, breaker.total["WorkerLost"]) == (1, 10)
@@ -47,8 +48,9 @@ def test_requests_that_one_loss_ends_are_one_failure() -> None:
     assert breaker.failures == 1, "it began before the loss"
 
 
-def test_pauses_double_and_a_success_ends_them() -> None:
-    breaker = Breaker(2, 1.0)
+def test_pauses_double_and_a_success_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakers, "TRIP_AFTER", 2)
+    breaker = Breaker()
     fail(breaker)
     pauses, passed = [], []
     for _ in range(9):
@@ -88,9 +90,10 @@ async def run(cluster: Cluster, **options: object) -> str:
 
 @pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late")])
 async def test_a_failing_worker_gets_nothing_but_a_probe_now_and_then(
-    make_cluster: MakeCluster, error: PdserveError
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, error: PdserveError
 ) -> None:
-    cluster = make_cluster(prefill=2, decode=2, breaker_pause_s=10.0, policy="round_robin")
+    monkeypatch.setattr(breakers, "FIRST_PAUSE_S", 10.0)
+    cluster = make_cluster(prefill=2, decode=2, policy="round_robin")
     bad = cluster.fleet["d0"]
     bad.fail("decode", *[error] * 100)
     worker = cluster.registry.get("d0")
@@ -117,8 +120,9 @@ async def test_a_failing_worker_gets_nothing_but_a_probe_now_and_then(
     cluster.check_idle()
 
 
-async def test_a_probe_that_runs_keeps_others_away(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(decode=2, breaker_failures=1, policy="round_robin")
+async def test_a_probe_that_runs_keeps_others_away(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakers, "TRIP_AFTER", 1)
+    cluster = make_cluster(decode=2, policy="round_robin")
     cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
     assert await run(cluster) == "d1"
     await asyncio.sleep(1.1)
@@ -132,9 +136,12 @@ async def test_a_probe_that_runs_keeps_others_away(make_cluster: MakeCluster) ->
 
 
 @pytest.mark.parametrize(("bad", "failing"), [("d0", "decode"), ("p0", "prefill")])
-async def test_a_probe_counts_from_its_first_token(make_cluster: MakeCluster, bad: str, failing: Point) -> None:
+async def test_a_probe_counts_from_its_first_token(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, bad: str, failing: Point
+) -> None:
     """A worker does not idle while a probe streams for minutes."""
-    cluster = make_cluster(prefill=2, decode=2, breaker_failures=1, policy="round_robin")
+    monkeypatch.setattr(breakers, "TRIP_AFTER", 1)
+    cluster = make_cluster(prefill=2, decode=2, policy="round_robin")
     cluster.fleet[bad].fail(failing, TransferTimeout("late"))
     while not cluster.registry.get(bad).breaker.failures:  # type: ignore[union-attr]
         await run(cluster)
@@ -152,12 +159,16 @@ async def test_a_probe_counts_from_its_first_token(make_cluster: MakeCluster, ba
     cluster.check_idle()
 
 
-async def test_the_last_worker_of_a_role_never_pauses(make_cluster: MakeCluster) -> None:
+async def test_the_last_worker_of_a_role_never_pauses(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = make_cluster(max_attempts=20)
     cluster.fleet["d0"].fail("decode", *[TransferTimeout("late")] * 8)
     assert await run(cluster, max_tokens=12) == "d0"
     # One that pauses gets a probe as soon as the other is gone.
-    cluster = make_cluster(decode=2, breaker_failures=1, breaker_pause_s=1e4, policy="round_robin")
+    monkeypatch.setattr(breakers, "TRIP_AFTER", 1)
+    monkeypatch.setattr(breakers, "FIRST_PAUSE_S", 1e4)
+    cluster = make_cluster(decode=2, policy="round_robin")
     cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
     assert await run(cluster) == "d1"
     assert cluster.registry.get("d0").state == "failing"  # type: ignore[union-attr]
@@ -167,8 +178,12 @@ async def test_the_last_worker_of_a_role_never_pauses(make_cluster: MakeCluster)
     cluster.check_idle()
 
 
-async def test_the_last_worker_serves_others_while_it_is_probed(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(decode=2, breaker_failures=1, breaker_pause_s=0.05, policy="round_robin")
+async def test_the_last_worker_serves_others_while_it_is_probed(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakers, "TRIP_AFTER", 1)
+    monkeypatch.setattr(breakers, "FIRST_PAUSE_S", 0.05)
+    cluster = make_cluster(decode=2, policy="round_robin")
     cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
     assert await run(cluster) == "d1"
     await asyncio.sleep(0.1)
@@ -187,8 +202,11 @@ async def test_the_last_worker_serves_others_while_it_is_probed(make_cluster: Ma
     cluster.check_idle()
 
 
-async def test_a_new_incarnation_inherits_the_breaker(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(decode=2, breaker_failures=1, policy="round_robin")
+async def test_a_new_incarnation_inherits_the_breaker(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakers, "TRIP_AFTER", 1)
+    cluster = make_cluster(decode=2, policy="round_robin")
     cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
     await run(cluster)
     cluster.registry.add(cluster.fleet["d0"])
@@ -198,8 +216,11 @@ async def test_a_new_incarnation_inherits_the_breaker(make_cluster: MakeCluster)
     cluster.check_idle()
 
 
-async def test_what_the_request_is_to_blame_for_counts_for_no_worker(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(decode=2, breaker_failures=1)
+async def test_what_the_request_is_to_blame_for_counts_for_no_worker(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakers, "TRIP_AFTER", 1)
+    cluster = make_cluster(decode=2)
     cluster.fleet["d0"].hangs = cluster.fleet["d1"].hangs = {"decode"}
     tasks = [asyncio.create_task(cluster.tokens(cluster.record(timeout_s=0.5))) for _ in range(4)]
     await asyncio.sleep(0.1)

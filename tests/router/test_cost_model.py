@@ -64,12 +64,11 @@ def test_it_starts_empty_and_predicts_nothing_before_there_is_enough() -> None:
     for count in range(MIN_SAMPLES):
         costs = model.refit()
         assert costs.requests == count
-        assert costs.prefill_s(P, 100) is costs.handoff_s(LINK, 100) is costs.itl_s(D, 1) is None
+        assert costs.prefill == costs.handoff == costs.decode == {}
         assert costs.describe() == []
         model.note(served(rng))
-    assert model.costs.prefill_s(P, 100) is None  # fitted on demand only
-    assert model.refit().prefill_s(P, 100) is not None
-    assert model.refit().prefill_s(D, 100) is None  # measured for no worker of that kind
+    assert model.costs.prefill == {}  # fitted on demand only
+    assert model.refit().prefill.keys() == {P}
     assert model.handoffs == MIN_SAMPLES
 
 
@@ -79,18 +78,17 @@ def test_it_recovers_planted_costs_under_noise_and_outliers(seed: int, noise: fl
     """... within three times the margin, apart from the mean of skewed noise."""
     costs = learned(300, noise, outliers, seed)
 
-    def check(estimate: Estimate | None, planted: float) -> None:
-        assert estimate is not None
+    def check(estimate: Estimate, planted: float) -> None:
         assert abs(estimate.seconds - planted) <= 3 * estimate.margin_s + (0.01 + noise**2) * planted
         assert estimate.margin_s <= (0.01 + noise) * planted
 
     for tokens, ahead, beside in [(40, 0, 0), (200, 0, 4), (3000, 0, 0), (900, 2000, 0)]:
-        prefill = costs.prefill_s(P, tokens, ahead, beside)
+        prefill = costs.prefill[P].at(1, tokens, ahead, beside)
         check(prefill, 3e-3 + 2e-4 * tokens + 1e-4 * ahead + 1e-3 * beside)
     for kv_bytes in (200_000, 60_000_000):
-        check(costs.handoff_s(LINK, kv_bytes), 1e-3 + 0.4e-9 * kv_bytes)
+        check(costs.handoff[LINK].at(1, kv_bytes), 1e-3 + 0.4e-9 * kv_bytes)
     for decoding in (1, 8, 16):
-        check(costs.itl_s(D, decoding), 5e-3 + 5e-4 * decoding)
+        check(costs.decode[D].at(1, decoding), 5e-3 + 5e-4 * decoding)
 
 
 @settings(max_examples=50, deadline=None)
@@ -113,16 +111,12 @@ def test_no_prediction_is_ever_negative(rows: list[tuple[tuple[float, ...], floa
 def test_its_margin_says_how_little_it_knows() -> None:
     """Margins shrink with measurements, and grow away from them."""
     few, many = learned(24, 0.3), learned(400, 0.3)
-    near_few, near_many = few.prefill_s(P, 200), many.prefill_s(P, 200)
-    assert near_few is not None
-    assert near_many is not None
+    near_few, near_many = few.prefill[P].at(1, 200, 0, 0), many.prefill[P].at(1, 200, 0, 0)
     assert near_many.margin_s < near_few.margin_s
     rng, model = random.Random(3), CostModel()
     for _ in range(60):
         model.note(served(rng, 0.2, uncached_tokens=50, prefill_s=0.013 * rng.lognormvariate(0, 0.2)))
-    same, far = model.refit().prefill_s(P, 50), model.refit().prefill_s(P, 5000)
-    assert same is not None
-    assert far is not None
+    same, far = model.refit().prefill[P].at(1, 50, 0, 0), model.refit().prefill[P].at(1, 5000, 0, 0)
     assert same.margin_s < 0.2 * same.seconds
     assert far.margin_s > 0.5 * far.seconds  # every prompt had the same length
 
@@ -133,8 +127,7 @@ def test_prompts_of_one_length_do_not_displace_the_others() -> None:
         model.note(served(rng, 0.1))
     for _ in range(1000):
         model.note(served(rng, 0.1, uncached_tokens=40, tokens_ahead=0, decoding_beside=0, prefill_s=0.011))
-    long = model.refit().prefill_s(P, 3000)
-    assert long is not None
+    long = model.refit().prefill[P].at(1, 3000, 0, 0)
     assert long.seconds == pytest.approx(0.603, rel=0.1)
 
 
@@ -145,8 +138,7 @@ def test_it_follows_a_change() -> None:
             one = served(rng, 0.1)
             model.note(served(rng, uncached_tokens=one.uncached_tokens, tokens_ahead=0, decoding_beside=0,
                               prefill_s=factor * (3e-3 + 2e-4 * one.uncached_tokens)))  # fmt: skip
-        now = model.refit().prefill_s(P, 900)
-        assert now is not None
+        now = model.refit().prefill[P].at(1, 900, 0, 0)
         assert now.seconds == pytest.approx(factor * 0.183, rel=0.05)
 
 
@@ -155,9 +147,7 @@ def test_a_prompt_before_another_counts_as_one_of_its_tokens_until_that_is_measu
     for _ in range(50):
         model.note(served(rng, tokens_ahead=0, decoding_beside=0, uncached_tokens=(n := rng.randint(10, 500)),
                           prefill_s=3e-3 + 2e-4 * n))  # fmt: skip
-    alone, behind = model.refit().prefill_s(P, 100), model.refit().prefill_s(P, 100, 1000)
-    assert alone is not None
-    assert behind is not None
+    alone, behind = model.refit().prefill[P].at(1, 100, 0, 0), model.refit().prefill[P].at(1, 100, 1000, 0)
     assert behind.seconds - alone.seconds == pytest.approx(0.2, rel=0.01)
     assert behind.margin_s >= 0.19
 

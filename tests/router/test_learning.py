@@ -28,15 +28,16 @@ async def test_it_learns_each_part_of_a_hand_off(make_cluster: MakeCluster) -> N
     cluster.fleet["d0"].delay_s = {"decode": 0.02, "decode_step": 0.01, "decode_more": 0.005}
     await serve(cluster, MIN_SAMPLES, Mode.PD, max_tokens=8)
     costs = cluster.registry.cost_model.refit()
-    prefill, handoff, itl = costs.prefill_s(PREFILL, 5), costs.handoff_s(LINK, 1024), costs.itl_s(DECODE, 1)
-    assert prefill is not None
-    assert handoff is not None
-    assert itl is not None
+    prefill, handoff, itl = (
+        costs.prefill[PREFILL].at(1, 5, 0, 0),
+        costs.handoff[LINK].at(1, 1024),
+        costs.decode[DECODE].at(1, 1),
+    )
     assert prefill.seconds == pytest.approx(0.1, rel=1e-3)
     assert handoff.seconds == pytest.approx(0.03, abs=0.002)  # the fake's hand-over polls every millisecond
     assert itl.seconds == pytest.approx(0.005, rel=1e-3)
     assert cluster.registry.cost_model.handoffs == costs.requests == MIN_SAMPLES
-    assert costs.prefill_s(DECODE, 5) is None
+    assert costs.prefill.keys() == {PREFILL}
     assert cluster.registry.view().costs is costs
 
 
@@ -45,9 +46,7 @@ async def test_it_learns_colocated_requests_of_the_worker_they_ran_on(make_clust
     cluster.fleet["d0"].delay_s = {"run": 0.2, "run_more": 0.004}
     await serve(cluster, MIN_SAMPLES, Mode.COLOCATED, max_tokens=8)
     costs = cluster.registry.cost_model.refit()
-    prefill, itl = costs.prefill_s(DECODE, 5), costs.itl_s(DECODE, 1)
-    assert prefill is not None
-    assert itl is not None
+    prefill, itl = costs.prefill[DECODE].at(1, 5, 0, 0), costs.decode[DECODE].at(1, 1)
     assert prefill.seconds == pytest.approx(0.2, rel=1e-3)
     assert itl.seconds == pytest.approx(0.004, rel=1e-3)
     assert costs.handoff == {}
@@ -57,8 +56,7 @@ async def test_waiting_for_room_is_not_the_hand_offs_cost(make_cluster: MakeClus
     cluster = make_cluster()
     cluster.fleet["d0"].delay_s = {"room": 0.5, "decode": 0.02}
     await serve(cluster, MIN_SAMPLES, Mode.PD)
-    handoff = cluster.registry.cost_model.refit().handoff_s(LINK, 1024)
-    assert handoff is not None
+    handoff = cluster.registry.cost_model.refit().handoff[LINK].at(1, 1024)
     assert handoff.seconds == pytest.approx(0.02, abs=0.002)
 
 

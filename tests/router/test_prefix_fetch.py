@@ -21,7 +21,7 @@ from router.prefix_fetch import LEAST_TIMEOUT_S, MOST_TIMEOUT_S, PAUSE_S, SOURCE
 from router.registry import WorkerRegistry
 from router.view import ClusterView, Needs
 from tests.fake_worker import FAKE_LAYOUT, FakeWorker, fake_info
-from tests.router.test_auto_mode import DECODE, LINK, PREFILL, costs, line, worker
+from tests.router.test_auto_mode import LINK, PREFILL, costs, line, worker
 from tests.virtual_time import LoopClock
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_the_placement_says_so() -> None:
 def test_the_cost_model_learns_fetches_apart_from_hand_offs() -> None:
     learned = costs(fetch={LINK: line(2e-3, 1e-9)})
     assert learned.fetch_s(LINK, 10**6).seconds == pytest.approx(3e-3)  # type: ignore[union-attr]
-    assert costs().fetch_s(LINK, 10**6) == costs().handoff_s(LINK, 10**6)
+    assert costs().fetch_s(LINK, 10**6) == costs().handoff[LINK].at(1, 10**6)
     assert costs().fetch_s("between hosts", 1) is None
     assert any(said.startswith("prefix fetch within a host: 2 ms + 1 ms/MB") for said in learned.describe())
 
@@ -290,12 +290,11 @@ async def test_the_result_and_the_cost_model_know_what_was_fetched(make_cluster:
         assert result.prefix_fetch.proof.kv_bytes == result.prefix_bytes_expected == num_bytes
         assert result.prefill_cached_tokens == 40
     learned = cluster.registry.cost_model.refit()
-    fetch, prefill = learned.fetch_s(LINK, num_bytes), learned.prefill_s(PREFILL, 1)
+    fetch, prefill = learned.fetch_s(LINK, num_bytes), learned.prefill[PREFILL].at(1, 1, 0, 0)
     assert fetch is not None
-    assert prefill is not None
     assert fetch.seconds == pytest.approx(0.03, rel=0.01)
     assert prefill.seconds == pytest.approx(0.07, rel=0.01), "the fetch is no part of the prefill"
-    assert learned.prefill_s(DECODE, 1) is None
+    assert learned.prefill.keys() == {PREFILL}
 
 
 def test_the_index_is_kept_if_prefixes_are_fetched() -> None:

@@ -310,21 +310,6 @@ async def test_a_prefill_worker_takes_prompts_up_to_its_backlog(make_cluster: Ma
     cluster.check_idle()
 
 
-async def test_a_full_queue_refuses(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=2)
-    cluster.fleet["p0"].hangs = {"prefill"}
-    tasks = [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(3)]
-    await cluster.until(lambda: cluster.router.queued == 2)
-    refused = cluster.record()
-    with pytest.raises(CapacityExceeded, match=r"2 requests are waiting \(router.max_queue\)"):
-        await cluster.tokens(refused)
-    assert refused.status is RequestStatus.FAILED
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    cluster.check_idle()
-
-
 async def test_load_spreads_over_pairs(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=2, decode=2, policy="round_robin")
     await asyncio.gather(*(cluster.tokens(cluster.record(name=f"r{i}")) for i in range(8)))

@@ -9,7 +9,6 @@ import pytest
 
 import pdserve.core.errors
 from pdserve.core.errors import (
-    ConfigError,
     LayoutMismatch,
     NotReady,
     PdserveError,
@@ -42,10 +41,6 @@ def test_the_docstring_draws_the_tree_as_it_is() -> None:
     assert drawn == [kind.__name__ for kind in KINDS]
 
 
-def test_all_of_them_have_distinct_names() -> None:
-    assert len({kind.__name__ for kind in KINDS}) == len(KINDS) == 23
-
-
 def test_retryable_is_what_another_worker_may_cure() -> None:
     retryable = {kind for kind in KINDS if kind.retryable}
     assert retryable == {NotReady, WorkerLost, *tree(TransferError)} - {LayoutMismatch}
@@ -61,8 +56,3 @@ def test_unknown_kinds_become_the_base_and_never_anything_else(kind: str) -> Non
     assert type(error) is PdserveError
     assert str(error) == "hm"
     assert not error.retryable
-
-
-def test_they_are_caught_by_their_base() -> None:
-    with pytest.raises(PdserveError, match="x"):
-        raise ConfigError("x")
