@@ -23,7 +23,6 @@ import pytest_asyncio
 import decode_worker.receive
 import prefill_worker.push
 from engine.messages import Abort, Command, KVRole
-from engine.process.client import EngineClient
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -279,8 +278,14 @@ async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_
     decode: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the engine would continue a request whose outputs are not read."""
-    told = spy_on_engine(monkeypatch)
     worker, client = decode
+    resources, told = worker.incarnation.resources, list[Command]()
+
+    def listen(command: Command) -> None:
+        told.append(command)
+        resources.command(command)
+
+    monkeypatch.setattr(worker.incarnation, "resources", resources._replace(command=listen))
     async with sending_to(client.info) as sender:
         (output,), _ = await asyncio.gather(
             outputs(sent(client.receive, request_for("r3", max_tokens=400), TEST_PEER)),
@@ -289,19 +294,6 @@ async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_
         assert (output.token_id, output.finish_reason) == (None, FinishReason.STOP)
         await until(lambda: Abort("r3") in told)
         await check_idle(worker)
-
-
-def spy_on_engine(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
-    """The commands that are sent to engines from now on."""
-    told: list[Command] = []
-    send = EngineClient.send
-
-    def listen(engine: EngineClient, command: Command) -> None:
-        told.append(command)
-        send(engine, command)
-
-    monkeypatch.setattr(EngineClient, "send", listen)
-    return told
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------
@@ -637,7 +629,7 @@ async def test_requests_that_a_worker_cannot_serve_are_refused(prefill: Served) 
         stream = asyncio.create_task(outputs(sent(client.push, request_for("twice9"), decode.peer)))
         await until(lambda: "twice9" in worker._table)
         second = await WorkerClient.connect(client.info, SECRET)
-        with pytest.raises(InvalidRequest, match="attempt_id: 'twice' is running on worker prefill-0 already"):
+        with pytest.raises(InvalidRequest, match="attempt_id: 'twice9' is running on worker prefill-0 already"):
             await outputs(sent(second.push, request_for("twice9"), decode.peer))
         await second.aclose()
         assert len(await stream) == 1  # which the other one's end did not touch
