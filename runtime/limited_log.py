@@ -1,4 +1,4 @@
-"""A log of what may happen very often, such as what strangers do."""
+"""A log of what may happen very often, such as rejected connections."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 All processes of a service have certificates of one CA. Workers are dialled at addresses that a cluster hands out, so
 certificates do not name them: every certificate has the fixed name `SERVER_NAME`, which dialling ends verify together
 with the chain. The proof of the service's secret, which covers the dialled address, follows over the same connection.
-This module knows no gRPC: `runtime.grpc_tls` and `kv_transfer.transports.tls_socket` use it.
+This module knows no gRPC: `runtime.grpc_tls` and `kv_transfer.transports.tcp` use it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The two ends of a connection prove to each other that they know it, and never se
 
 A proof is an HMAC-SHA256 over the purpose of the connection, the side, both nonces, and the address that was dialled.
 So it is worth nothing on another connection, on another port, or for the other side. This module does no input or
-output: `kv_transfer.transports.socket_proof` and `runtime.stream_proof` carry the three messages.
+output: `kv_transfer.transports.socket_transport` and `runtime.stream_proof` carry the three messages.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from kv_transfer.base import MAX_PAYLOAD_BYTES, NOTHING, KVLink, Message, check_sizes
 from kv_transfer.fetch import Fetch, Payload
-from kv_transfer.pending_peers import PendingPeer
 from kv_transfer.transports.inbox import again
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
@@ -118,12 +117,8 @@ class ShapedLink(KVLink):
         await self._until(lambda: self._delivered >= queued)
         await self._inner.drained()
 
-    def set_pending(self, pending: PendingPeer) -> None:
-        """Limit the peer of the inner link."""
-        self._inner.set_pending(pending)
-
     def introduced(self) -> None:
-        """Lift these limits."""
+        """Lift the limits of the inner link's peer."""
         self._inner.introduced()
 
     def cut(self, why: str) -> None:

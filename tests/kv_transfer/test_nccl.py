@@ -17,7 +17,7 @@ import torch
 
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
-from kv_transfer.transports import torch_dist, torch_groups, torch_link
+from kv_transfer.transports import torch_dist, torch_groups
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from kv_transfer.transports.torch_groups import Communicators
 from pdserve.core.errors import PeerLost, TransferTimeout
@@ -82,7 +82,7 @@ async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
         return communicators(rank, index, cudas[id(pool.gpu)])
 
     monkeypatch.setattr(torch_groups, "create_groups", create)
-    monkeypatch.setattr(torch_link, "DEVICE_MESSAGE_BYTES", 8 * LAYOUT.block_bytes)
+    monkeypatch.setattr(torch_dist, "DEVICE_MESSAGE_BYTES", 8 * LAYOUT.block_bytes)
     sending, receiving = (
         TorchDistTransport(pool.gpu, SECRET, backend="nccl", timeout_s=10.0) for pool in (source, target)
     )
@@ -95,7 +95,7 @@ async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
         assert target.bytes_of(ids) == source.bytes_of(range(200))
         assert received.proof.kv_bytes == 200 * LAYOUT.block_bytes
         assert received.proof.messages < 30, "messages have at least the size that fills the link"
-    assert strict_nccl.largest == torch_link.IN_FLIGHT
+    assert strict_nccl.largest == torch_dist.IN_FLIGHT
     await ends.sender.aclose()
     await ends.receiver.aclose()
     async with asyncio.timeout(10):  # both ends abort their communicators

@@ -1,7 +1,7 @@
 """Connections whose peer never says who it is, says something else, or does not know the service's secret.
 
-They are few, brief and small, get nothing, and leave nothing behind. Every transport that accepts
-connections, over real sockets.
+They are few, brief and small, get nothing, and leave nothing behind. Every transport that accepts connections, over
+real sockets.
 """
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ from kv_transfer.base import NOTHING, KVLink
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import HostMemory
 from kv_transfer.transfer import TransferEnded
-from kv_transfer.transports import torch_link
-from kv_transfer.transports.torch_dist import TorchDistTransport
+from kv_transfer.transports import torch_dist
+from kv_transfer.transports.torch_dist import IN_FLIGHT, TorchDistLink, TorchDistTransport
 from kv_transfer.transports.torch_groups import Groups
-from kv_transfer.transports.torch_link import IN_FLIGHT, TorchDistLink
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import LAYOUT
@@ -113,7 +112,7 @@ def within(seconds: float) -> Iterator[None]:
 async def announce(peer: KVLink, size: int) -> None:
     """Say that a payload comes, and send none."""
     assert isinstance(peer, TorchDistLink)
-    peer._writer.write(torch_link.FRAME.pack(1, size) + b"h")
+    peer._writer.write(torch_dist.FRAME.pack(1, size) + b"h")
     await peer._writer.drain()
 
 
@@ -167,7 +166,7 @@ async def test_a_peer_that_hangs_in_mid_payload_is_given_up_after_the_timeout(do
 async def test_a_link_ends_even_if_the_abort_does_not_end_its_send(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_link, "_GRACE_S", 0.1)
+    monkeypatch.setattr(torch_dist, "_GRACE_S", 0.1)
     async with linked(TIMEOUT_S) as (link, _):
         groups = stick(link, aborts=False)
         with within(2 * TIMEOUT_S + 8), pytest.raises(TransferTimeout):

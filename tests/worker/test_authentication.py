@@ -1,10 +1,11 @@
-"""Strangers on the control port and the registry port, and workers among strangers: a real worker, and real streams."""
+"""Control and registry streams: which peers are refused, and what is on the wire. A real worker, and real streams."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import decode_worker.receive
 import prefill_worker.push
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.worker import Role, WorkerInfo
+from runtime.grpc_tls import add_port
+from runtime.plane_tls import SERVER_NAME, PlaneTls
 from runtime.secret import ServiceSecret
 from runtime.stream_proof import MEET, StreamDialler, StreamListener
+from tests.certificates import Certificates, service_tls, tls_of
+from tests.kv_transfer.relay import Relay
 from tests.loopback import SECRET
 from tests.output_stream import sent
 from tests.random_models import save_random_model
@@ -26,6 +31,7 @@ from worker.authentication import CONTROL, REGISTRY, Context, StreamService, ope
 from worker.client import WorkerClient
 from worker.messages import Ping, Run, encode
 
+PROMPT = b"the prompt of a request, which others must not read" * 10
 DECODE = decode_worker.receive.HANDLERS
 OTHER = ServiceSecret.new()
 SOON_S = 15.0
@@ -39,8 +45,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def echo(service: StreamService, secret: ServiceSecret = SECRET) -> AsyncIterator[StreamListener]:
-    """A server that answers each message of a proven peer with itself."""
+async def echo(
+    service: StreamService = CONTROL,
+    secret: ServiceSecret = SECRET,
+    *,
+    tls: PlaneTls | None = None,
+    through: Callable[[str], str] = lambda address: address,
+) -> AsyncIterator[StreamListener]:
+    """A server that answers each message of a proven peer with itself. ``through`` puts a relay before it."""
 
     async def serve(requests: AsyncIterator[bytes], _: Context) -> AsyncGenerator[bytes, None]:
         async for data in requests:
@@ -48,12 +60,28 @@ async def echo(service: StreamService, secret: ServiceSecret = SECRET) -> AsyncI
 
     proofs = StreamListener(secret, service.purpose, "")
     server = proven_server(service, proofs, serve, 2**20)
-    proofs.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    proofs.address = through(f"127.0.0.1:{add_port(server, '127.0.0.1:0', tls)}")
     await server.start()
     try:
         yield proofs
     finally:
         await server.stop(None)
+
+
+@contextlib.asynccontextmanager
+async def recorded(tls: PlaneTls | None) -> AsyncIterator[Relay]:
+    """`echo` behind a relay that records."""
+    relays: list[Relay] = []
+
+    def through(address: str) -> str:
+        relays.append(Relay(address, record=True))
+        return relays[0].address
+
+    async with echo(tls=tls, through=through):
+        try:
+            yield relays[0]
+        finally:
+            relays[0].close()
 
 
 async def is_refused(channel: grpc.aio.Channel, method: str, metadata: Any = ()) -> bool:
@@ -67,11 +95,10 @@ async def is_refused(channel: grpc.aio.Channel, method: str, metadata: Any = ())
     return await call.code() in REFUSED and not answers
 
 
-@pytest.mark.parametrize("service", [CONTROL, REGISTRY], ids=lambda service: service.purpose)
-async def test_streams_carry_messages_of_any_size_between_proven_ends(service: StreamService) -> None:
-    async with echo(service) as proofs, stream_channel(proofs.address, 2**20) as channel:
-        for _ in range(50):
-            stream = await open_stream(channel, service, SECRET, proofs.address)
+async def test_streams_carry_messages_of_any_size_between_proven_ends() -> None:
+    async with echo() as proofs, stream_channel(proofs.address, 2**20) as channel:
+        for _ in range(5):
+            stream = await open_stream(channel, CONTROL, SECRET, proofs.address)
             for size in (0, 1, 2**16, 2**20 - 100):
                 await stream.write(bytes(size))
                 assert await stream.read() == bytes(size)
@@ -79,12 +106,11 @@ async def test_streams_carry_messages_of_any_size_between_proven_ends(service: S
         assert proofs.refused == 0
 
 
-@pytest.mark.parametrize("service", [CONTROL, REGISTRY], ids=lambda service: service.purpose)
-async def test_a_stranger_is_refused_before_its_message_is_read(service: StreamService) -> None:
-    method = f"/{service.name}/{service.method}"
-    async with echo(service) as proofs, grpc.aio.insecure_channel(proofs.address) as channel:
-        dialler = StreamDialler(SECRET, service.purpose, proofs.address)
-        meet: Any = channel.stream_stream(f"/{service.name}/{MEET}")
+async def test_a_peer_without_the_secret_is_refused_before_its_message_is_read() -> None:
+    method = f"/{CONTROL.name}/{CONTROL.method}"
+    async with echo() as proofs, grpc.aio.insecure_channel(proofs.address) as channel:
+        dialler = StreamDialler(SECRET, CONTROL.purpose, proofs.address)
+        meet: Any = channel.stream_stream(f"/{CONTROL.name}/{MEET}")
         challenge = await meet(metadata=dialler.greeting).trailing_metadata()
         proof = dialler.answer(challenge)
         short = tuple((key, value[:-1]) for key, value in proof)
@@ -95,7 +121,7 @@ async def test_a_stranger_is_refused_before_its_message_is_read(service: StreamS
             assert proofs.refused == number
         async with grpc.aio.insecure_channel(proofs.address, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
             assert await is_refused(other, method, proof)  # from another connection
-        assert await is_refused(channel, f"/{service.name}/{MEET}")
+        assert await is_refused(channel, f"/{CONTROL.name}/{MEET}")
         stub: Any = channel.stream_stream(method)
         stream = stub(metadata=proof)
         await stream.write(b"proven")
@@ -103,16 +129,14 @@ async def test_a_stranger_is_refused_before_its_message_is_read(service: StreamS
         assert await is_refused(channel, method, proof)  # the second time
 
 
-@pytest.mark.parametrize("service", [CONTROL, REGISTRY], ids=lambda service: service.purpose)
-async def test_a_server_that_is_not_the_dialled_one_of_the_service_gets_nothing(service: StreamService) -> None:
-    other = REGISTRY if service is CONTROL else CONTROL
-    for rogue in (echo(service, OTHER), echo(StreamService(service.name, service.method, other.purpose))):
+async def test_a_server_that_is_not_the_dialled_one_of_the_service_gets_nothing() -> None:
+    for rogue in (echo(secret=OTHER), echo(StreamService(CONTROL.name, CONTROL.method, REGISTRY.purpose))):
         async with rogue as proofs, stream_channel(proofs.address, 2**20) as channel:
             with pytest.raises(PdserveError, match="the peer does not know the service's secret"):
-                await open_stream(channel, service, SECRET, proofs.address)
-    async with echo(service) as proofs, stream_channel(proofs.address, 2**20) as channel:
+                await open_stream(channel, CONTROL, SECRET, proofs.address)
+    async with echo() as proofs, stream_channel(proofs.address, 2**20) as channel:
         with pytest.raises(PdserveError, match="the peer does not know the service's secret"):
-            await open_stream(channel, service, SECRET, "10.0.0.1:20001")  # which a relay would pass on
+            await open_stream(channel, CONTROL, SECRET, "10.0.0.1:20001")  # which a relay would pass on
 
 
 async def test_a_gateway_of_another_service_controls_no_worker(model: Path) -> None:
@@ -132,7 +156,7 @@ async def test_a_gateway_of_another_service_controls_no_worker(model: Path) -> N
 
 
 async def test_a_worker_reports_to_its_own_gateway_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One of another service, or a stranger, that has taken the registry's port learns nothing of it."""
+    """A gateway of another service that has taken the registry's port learns nothing of it."""
     often = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
     async with running(model, Role.PREFILL, prefill_worker.push.HANDLERS, router=often) as (prefill, _):
         address = prefill.spec.registry_addresses[0]
@@ -148,3 +172,79 @@ async def test_a_worker_reports_to_its_own_gateway_only(model: Path, caplog: pyt
             assert isinstance(beat.info, WorkerInfo)
             await registry.next()
     assert SECRET.hex() not in caplog.text
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+async def talk(address: str, tls: PlaneTls | None) -> None:
+    """Send a message, and get it back."""
+    async with stream_channel(address, 2**20, tls) as channel:
+        stream = await open_stream(channel, CONTROL, SECRET, address)
+        await stream.write(PROMPT)
+        assert await stream.read() == PROMPT
+        stream.cancel()
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+async def test_prompts_cannot_be_read_on_the_wire(encrypted: bool) -> None:
+    tls = service_tls() if encrypted else None
+    async with recorded(tls) as relay:
+        await talk(relay.address, tls)
+        assert (PROMPT in relay.seen) is not encrypted
+        assert relay.seen.startswith(b"\x16\x03" if encrypted else b"PRI * HTTP/2.0")
+
+
+async def test_peers_without_a_certificate_of_the_service_are_refused(certificates: Certificates) -> None:
+    """Although they know the secret. Nothing but TLS is spoken with them, and streams of the service go on."""
+    tls = tls_of(**certificates.of_plane())
+    strange = tls_of(**certificates.of_plane(certificates.strange_worker, certificates.stranger.cert))
+    ca = certificates.ca.read_bytes()
+    credentials = {
+        "no certificate": grpc.ssl_channel_credentials(ca),
+        "another CA": grpc.ssl_channel_credentials(ca, strange.key, strange.cert),
+        "of the service": grpc.ssl_channel_credentials(ca, tls.key, tls.cert),
+    }
+    async with recorded(tls) as relay:
+        await talk(relay.address, tls)
+        with pytest.raises(PdserveError):
+            await talk(relay.address, None)
+        for name, each in credentials.items():
+            options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
+            async with grpc.aio.secure_channel(relay.address, each, options=options) as channel:
+                opening = open_stream(channel, CONTROL, SECRET, relay.address)
+                if name == "of the service":
+                    (await opening).cancel()
+                    continue
+                with pytest.raises(PdserveError):
+                    await opening
+        host, _, port = relay.address.rpartition(":")
+        with socket.create_connection((host, int(port)), 5) as plain:
+            plain.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := plain.recv(4096):
+                    answer += more
+            assert not answer or answer[0] == 21, "a TLS alert, no frame of HTTP/2"
+        await talk(relay.address, tls)
+
+
+async def test_nothing_is_said_to_a_server_that_is_not_of_the_service(certificates: Certificates) -> None:
+    """It has no TLS, or a certificate of another CA, or one of the CA for another name."""
+    tls = tls_of(**certificates.of_plane())
+    strange = tls_of(**certificates.of_plane(certificates.strange_worker, certificates.stranger.cert))
+    for impostor in (None, strange):
+        async with recorded(impostor) as relay:
+            with pytest.raises(PdserveError):
+                await talk(relay.address, tls)
+            assert b"pdserve-greeting" not in relay.seen
+    cert, key = certificates.server.cert.read_bytes(), certificates.server.key.read_bytes()
+    other_name = grpc.ssl_server_credentials([(key, cert)])
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", other_name)
+    await server.start()
+    try:
+        with pytest.raises(PdserveError, match=r"(?i)peer name|hostname|verif|handshake"):
+            await talk(f"127.0.0.1:{port}", tls)
+    finally:
+        await server.stop(None)

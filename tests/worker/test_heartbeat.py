@@ -201,22 +201,6 @@ async def test_it_announces_the_blocks_of_its_prefix_cache_to_who_wants_them(mod
         assert await announced() == BlockUpdate(3, 4, pack(longer[3:]))
 
 
-async def test_without_a_prefix_cache_nothing_is_announced(model: Path) -> None:
-    engine = {"block_size": 4, "prefix_caching": False}
-    async with (
-        running(model, Role.PREFILL, PREFILL, router=SELDOM, engine=engine) as (worker, client),
-        registry_at(worker.spec.registry_addresses[0]) as registry,
-    ):
-        registry.blocks_after = SNAPSHOT
-        await registry.next()
-        request = Request("r", tuple(range(1, 14)), SamplingParams(max_tokens=1), timeout_s=60.0, attempt_id="r")
-        async for _ in sent(client.run, request):
-            pass
-        client.request_heartbeat()
-        assert (await registry.next()).blocks == BlockUpdate(SNAPSHOT, 0)
-        assert worker.incarnation.cached_blocks.ends == 0
-
-
 async def test_a_superseded_worker_ends(model: Path) -> None:
     async with (
         running(model, Role.PREFILL, PREFILL, router=SELDOM) as (prefill, client),

@@ -217,40 +217,6 @@ async def test_a_request_that_is_given_up_leaves_its_hand_off_at_rest(harness: H
     assert not harness.kv._running
 
 
-async def test_a_request_that_is_given_up_again_and_again_leaves_its_hand_off_at_rest(harness: Harness) -> None:
-    handoff = Handoff(1)
-
-    async def serve() -> None:
-        async with harness.kv.begin(handoff) as running:
-            await running.done
-
-    serving = asyncio.create_task(serve())
-    await come(handoff.running)
-    while not serving.done():
-        serving.cancel()
-        await asyncio.sleep(0)
-    assert serving.cancelled()
-    assert handoff.at_rest.is_set()
-    assert harness.engine.told == [Release("r")]
-
-
-async def test_a_request_that_is_given_up_at_once_leaves_its_hand_off_at_rest(harness: Harness) -> None:
-    handoff = Handoff(1)
-
-    async def serve() -> None:
-        async with harness.kv.begin(handoff) as running:
-            await running.done
-
-    serving = asyncio.create_task(serve())
-    await asyncio.sleep(0)
-    serving.cancel()
-    async with asyncio.timeout(10):
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-    assert handoff.at_rest.is_set()
-    assert not harness.kv._running
-
-
 async def test_a_request_that_fails_leaves_its_hand_off_at_rest(harness: Harness) -> None:
     handoff = Handoff(1)
 

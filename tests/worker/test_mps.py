@@ -177,7 +177,7 @@ def test_the_daemon_ends_when_workers_are_killed(node: Node) -> None:
 
 
 def test_a_worker_that_comes_while_the_daemon_ends_gets_another_one(node: Node) -> None:
-    for _ in range(4):
+    for _ in range(2):
         leaving, _ = node.member()
         leaving.kill()
         coming, (is_on, why, _) = node.member()

@@ -23,19 +23,6 @@ async def test_outputs_are_batched() -> None:
     assert messages == [*replies, Outputs(outputs, [("r9", Failure("WorkerLost", "gone"))])]
 
 
-async def test_messages_are_sent_once() -> None:
-    outbox = Outbox()
-    outbox.error("r1", WorkerLost("gone"))
-    (failures,) = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]
-    assert failures == Outputs([], [("r1", Failure("WorkerLost", "gone"))])
-    outbox.output("r2", TokenOutput(7))
-    (outputs,) = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]
-    assert outputs == Outputs([("r2", TokenOutput(7))])
-    outbox.reply(Reply(1, 2.0, 3.0))
-    (reply,) = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]
-    assert reply == Reply(1, 2.0, 3.0)
-
-
 async def test_take_waits_for_something_and_ends_with_the_stream() -> None:
     outbox = Outbox()
     taking = asyncio.create_task(outbox.take())

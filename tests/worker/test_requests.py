@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,11 +18,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 import decode_worker.receive
 import prefill_worker.push
 from engine.messages import Abort, Command, KVRole
-from engine.process.client import EngineClient
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -60,6 +61,9 @@ TIMEOUT_S = 60.0
 AT_ONCE_S = 10.0
 TEST_PEER = KVPeer("test", "", ())  # all that a receiver has to know of the test's KV end is its name
 PREFILL, DECODE = prefill_worker.push.HANDLERS, decode_worker.receive.HANDLERS
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,24 @@ async def running(
         await asyncio.gather(serving, return_exceptions=True)
 
 
+Served = tuple[Worker, WorkerClient]
+_epochs = itertools.count(1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def prefill(model: Path) -> AsyncIterator[Served]:
+    """A prefill worker for all tests that leave it idle. Attempt ids are unique among them."""
+    async with running(model, Role.PREFILL, PREFILL) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def decode(model: Path) -> AsyncIterator[Served]:
+    """The same for decode."""
+    async with running(model, Role.DECODE, DECODE) as served:
+        yield served
+
+
 @contextlib.asynccontextmanager
 async def sending_to(info: WorkerInfo) -> AsyncIterator[KVSender]:
     """A prefill worker's KV end, linked."""
@@ -143,19 +165,19 @@ class Receiving:
 @contextlib.asynccontextmanager
 async def receiving_for(info: WorkerInfo) -> AsyncIterator[Receiving]:
     """A decode worker's KV end."""
-    pool = HostPool(info.layout, 16)
+    pool, epoch = HostPool(info.layout, 16), f"e{next(_epochs)}"
     transport = create_transport("tcp", pool.memory)
     receiver = KVReceiver(
         pool,
         [transport],
         worker_id="test",
-        epoch="e1",
+        epoch=epoch,
         checksum=True,
         clock=MonotonicClock(),
         lease_s=TIMEOUT_S,
     )
     try:
-        yield Receiving(receiver, KVPeer("test", "e1", await receiver.start("127.0.0.1")))
+        yield Receiving(receiver, KVPeer("test", epoch, await receiver.start("127.0.0.1")))
     finally:
         await receiver.aclose()
         await transport.aclose()
@@ -210,12 +232,13 @@ async def hand_over(sender: KVSender, info: WorkerInfo, attempt_id: str, trailer
 # --- token 1 as decode gets it ---------------------------------------------------------------------------------------
 
 
-async def test_decode_fails_a_request_that_only_its_engine_ended(model: Path) -> None:
+async def test_decode_fails_a_request_that_only_its_engine_ended(decode: Served) -> None:
     """Token 1 ends the request for the decode engine, but not for prefill. No step will have a token of the request."""
-    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+    worker, client = decode
+    async with sending_to(client.info) as sender:
         failed, _ = await asyncio.gather(
-            outputs(sent(client.receive, request_for("a", stop_token_ids=(42,)), TEST_PEER)),
-            hand_over(sender, client.info, "a", FirstToken(42, ends_here=False)),
+            outputs(sent(client.receive, request_for("a1", stop_token_ids=(42,)), TEST_PEER)),
+            hand_over(sender, client.info, "a1", FirstToken(42, ends_here=False)),
             return_exceptions=True,
         )
         assert type(failed) is LayoutMismatch
@@ -223,8 +246,8 @@ async def test_decode_fails_a_request_that_only_its_engine_ended(model: Path) ->
         assert "same eos_token_ids" in str(failed)
         await check_idle(worker)
         tokens, _ = await asyncio.gather(
-            outputs(sent(client.receive, request_for("b", stop_token_ids=(42,)), TEST_PEER)),
-            hand_over(sender, client.info, "b", FirstToken(41, ends_here=False)),
+            outputs(sent(client.receive, request_for("b1", stop_token_ids=(42,)), TEST_PEER)),
+            hand_over(sender, client.info, "b1", FirstToken(41, ends_here=False)),
         )
         assert len(tokens) == 3
         await check_idle(worker)
@@ -237,12 +260,13 @@ NO_TOKENS: list[object] = [
 ]  # fmt: skip
 
 
-async def test_a_token_that_no_model_has_ends_its_request_and_not_the_engine(model: Path) -> None:
-    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+async def test_a_token_that_no_model_has_ends_its_request_and_not_the_engine(decode: Served) -> None:
+    worker, client = decode
+    async with sending_to(client.info) as sender:
         for i, trailer in enumerate(NO_TOKENS):
             failed, _ = await asyncio.gather(
-                outputs(sent(client.receive, request_for(f"r{i}"), TEST_PEER)),
-                hand_over(sender, client.info, f"r{i}", trailer),
+                outputs(sent(client.receive, request_for(f"r2.{i}"), TEST_PEER)),
+                hand_over(sender, client.info, f"r2.{i}", trailer),
                 return_exceptions=True,
             )
             assert type(failed) is TransferRefused, trailer
@@ -251,53 +275,48 @@ async def test_a_token_that_no_model_has_ends_its_request_and_not_the_engine(mod
 
 
 async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_engine_too(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    decode: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the engine would continue a request whose outputs are not read."""
-    told = spy_on_engine(monkeypatch)
-    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+    worker, client = decode
+    resources, told = worker.incarnation.resources, list[Command]()
+
+    def listen(command: Command) -> None:
+        told.append(command)
+        resources.command(command)
+
+    monkeypatch.setattr(worker.incarnation, "resources", resources._replace(command=listen))
+    async with sending_to(client.info) as sender:
         (output,), _ = await asyncio.gather(
-            outputs(sent(client.receive, request_for("r", max_tokens=400), TEST_PEER)),
-            hand_over(sender, client.info, "r", FirstToken(42, ends_here=True)),
+            outputs(sent(client.receive, request_for("r3", max_tokens=400), TEST_PEER)),
+            hand_over(sender, client.info, "r3", FirstToken(42, ends_here=True)),
         )
         assert (output.token_id, output.finish_reason) == (None, FinishReason.STOP)
-        await until(lambda: Abort("r") in told)
+        await until(lambda: Abort("r3") in told)
         await check_idle(worker)
-
-
-def spy_on_engine(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
-    """The commands that are sent to engines from now on."""
-    told: list[Command] = []
-    send = EngineClient.send
-
-    def listen(engine: EngineClient, command: Command) -> None:
-        told.append(command)
-        send(engine, command)
-
-    monkeypatch.setattr(EngineClient, "send", listen)
-    return told
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-async def test_prefill_fails_a_request_at_once_if_its_blocks_cannot_be_sent(model: Path) -> None:
+async def test_prefill_fails_a_request_at_once_if_its_blocks_cannot_be_sent(model: Path, prefill: Served) -> None:
     """The receiver wants fewer blocks than the prompt has. Both ends hear of it at once; the gateway does from prefill,
     or (once that has given its token) from decode."""
-    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
-        decode.announce("good", range(4), client.info)
-        decode.announce("bad", range(4, 6), client.info)
+    worker, client = prefill
+    async with receiving_for(client.info) as decode:
+        decode.announce("good4", range(4), client.info)
+        decode.announce("bad4", range(4, 6), client.info)
         bad, good = await asyncio.gather(
-            outputs(sent(client.push, request_for("bad"), decode.peer)),
-            outputs(sent(client.push, request_for("good"), decode.peer)),
+            outputs(sent(client.push, request_for("bad4"), decode.peer)),
+            outputs(sent(client.push, request_for("good4"), decode.peer)),
             return_exceptions=True,
         )
-        why = "test wants 2 blocks of bad less 0; 4 are to be sent"
+        why = "test wants 2 blocks of bad4 less 0; 4 are to be sent"
         assert isinstance(bad, list) or (type(bad) is TransferRefused and why in str(bad))
         async with asyncio.timeout(AT_ONCE_S):
-            with pytest.raises(TransferRefused, match=f"the sender of bad gave up: {why}"):
-                await decode.receiver.wait("bad")
-            received = await decode.receiver.wait("good")
+            with pytest.raises(TransferRefused, match=f"the sender of bad4 gave up: {why}"):
+                await decode.receiver.wait("bad4")
+            received = await decode.receiver.wait("good4")
         assert isinstance(good, list)
         assert [output.token_id for output in good] == greedy_tokens(model, PROMPT, 1)
         first = msgspec.msgpack.decode(received.trailer, type=FirstToken)
@@ -305,64 +324,38 @@ async def test_prefill_fails_a_request_at_once_if_its_blocks_cannot_be_sent(mode
         await check_idle(worker)
 
 
-async def test_a_bug_in_a_hand_off_fails_its_request_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither end may stay open until the deadline."""
-    send_blocks = KVSender.send_blocks
-
-    def fail(sender: KVSender, attempt_id: str, *arguments: Any, **more: Any) -> None:
-        if attempt_id == "bad":
-            raise ZeroDivisionError("a bug")
-        send_blocks(sender, attempt_id, *arguments, **more)
-
-    monkeypatch.setattr(KVSender, "send_blocks", fail)
-    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
-        decode.announce("good", range(4), client.info)
-        decode.announce("bad", range(4, 8), client.info)
-        bad, good = await asyncio.gather(
-            outputs(sent(client.push, request_for("bad"), decode.peer)),
-            outputs(sent(client.push, request_for("good"), decode.peer)),
-            return_exceptions=True,
-        )
-        why = "the KV hand-off of bad failed: ZeroDivisionError: a bug"
-        assert isinstance(bad, list) or (type(bad) is TransferError and why in str(bad))
-        assert isinstance(good, list)
-        async with asyncio.timeout(AT_ONCE_S):
-            with pytest.raises(TransferError, match="the sender of bad gave up: "):
-                await decode.receiver.wait("bad")
-            await decode.receiver.wait("good")
-        await check_idle(worker)
-
-
-async def test_prefill_holds_unannounced_blocks_until_the_deadline(model: Path) -> None:
-    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+async def test_prefill_holds_unannounced_blocks_until_the_deadline(model: Path, prefill: Served) -> None:
+    worker, client = prefill
+    async with receiving_for(client.info) as decode:
         started_s = time.monotonic()
-        (output,) = await outputs(sent(client.push, request_for("r", timeout_s=2.0), decode.peer))
+        (output,) = await outputs(sent(client.push, request_for("r5", timeout_s=2.0), decode.peer))
         assert [output.token_id] == greedy_tokens(model, PROMPT, 1)
         await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 4)
         await check_idle(worker)
         assert 2.0 <= time.monotonic() - started_s < 2.0 + AT_ONCE_S
         # What is announced after that is told at once that it is over.
-        decode.announce("r", range(4), client.info)
+        decode.announce("r5", range(4), client.info)
         async with asyncio.timeout(AT_ONCE_S):
-            with pytest.raises(TransferError, match="the sender of r gave up: "):
-                await decode.receiver.wait("r")
+            with pytest.raises(TransferError, match="the sender of r5 gave up: "):
+                await decode.receiver.wait("r5")
 
 
-async def test_prefill_holds_unannounced_blocks_until_an_abort(model: Path) -> None:
-    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
-        for name in ("a", "b"):
+async def test_prefill_holds_unannounced_blocks_until_an_abort(prefill: Served) -> None:
+    worker, client = prefill
+    async with receiving_for(client.info) as decode:
+        for name in ("a6", "b6"):
             await outputs(sent(client.push, request_for(name), decode.peer))
         await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 8)
         await asyncio.sleep(0.3)
         assert worker.load.free_blocks == NUM_BLOCKS - 8
         async with asyncio.timeout(AT_ONCE_S):
-            await client.abort("a")
-        assert "a" not in worker._table
-        assert "a" not in worker._table._tasks
+            await client.abort("a6")
+        assert "a6" not in worker._table
+        assert "a6" not in worker._table._tasks
         await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 4)
-        decode.announce("b", range(4), client.info)
+        decode.announce("b6", range(4), client.info)
         async with asyncio.timeout(AT_ONCE_S):
-            await decode.receiver.wait("b")
+            await decode.receiver.wait("b6")
         await check_idle(worker)
 
 
@@ -398,74 +391,29 @@ async def test_prefill_fails_at_once_if_its_peer_is_unreachable(model: Path) -> 
         await check_idle(worker)
 
 
-@pytest.mark.parametrize("begun", [True, False])
-async def test_prefill_releases_blocks_that_its_receiver_gives_up(model: Path, begun: bool) -> None:
-    """After the announcement, whether or not the request has arrived by then."""
-    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
-        await worker.incarnation.kv.connect(decode.peer)
-        decode.announce("r", range(4), client.info)
-        stream = outputs(sent(client.push, request_for("r"), decode.peer))
-        if begun:
-            pushing = asyncio.create_task(stream)
-            await until(lambda: status_of(decode.receiver, "r") != "bootstrapping")
-            await decode.receiver.abort("r")
-        else:
-            (peer,) = worker.incarnation.kv._sender._peers.values()
-            await until(lambda: "r" in peer._announced)
-            await decode.receiver.abort("r")
-            pushing = asyncio.create_task(stream)
-        await asyncio.gather(pushing, return_exceptions=True)  # token 1, or the failure
-        await check_idle(worker)
-
-
 # --- decode ----------------------------------------------------------------------------------------------------------
 
 
-async def test_decode_fails_a_transfer_that_never_begins_by_its_lease(model: Path) -> None:
-    """The sender is alive and linked."""
-    lease = {"lease_s": 0.5}
-    async with running(model, Role.DECODE, DECODE, transfer=lease) as (worker, client), sending_to(client.info):
-        with pytest.raises(TransferTimeout, match=r"KV of r is incomplete and the peer was silent for 0\.5 s"):
-            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
-        await check_idle(worker)
-
-
-async def test_decode_fails_a_transfer_that_never_begins_by_its_deadline(model: Path) -> None:
-    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
+async def test_decode_fails_a_transfer_that_never_begins_by_its_deadline(decode: Served) -> None:
+    worker, client = decode
+    async with sending_to(client.info):
         started_s = time.monotonic()
-        with pytest.raises(TransferTimeout, match="KV of r is incomplete and its deadline passed"):
-            await outputs(sent(client.receive, request_for("r", timeout_s=1.0), TEST_PEER))
+        with pytest.raises(TransferTimeout, match="KV of r7 is incomplete and its deadline passed"):
+            await outputs(sent(client.receive, request_for("r7", timeout_s=1.0), TEST_PEER))
         assert time.monotonic() - started_s >= 1.0
         await check_idle(worker)
 
 
-async def test_decode_fails_a_request_whose_sender_is_unknown(model: Path) -> None:
-    """No such worker has a link or opens one."""
-    async with running(model, Role.DECODE, DECODE) as (worker, client):
-        with pytest.raises(PeerLost, match="there is no KV link from test"):
-            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
-        await check_idle(worker)
-
-
-async def test_decode_fails_at_once_if_its_sender_gave_up(model: Path) -> None:
-    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
-        sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
-        await sender.abort("r")
-        with pytest.raises(TransferError, match="the sender of r gave up: "):
-            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
-        await check_idle(worker)
-
-
-async def test_decode_fails_at_once_if_its_sender_is_lost(model: Path) -> None:
-    async with running(model, Role.DECODE, DECODE) as (worker, client):
-        async with sending_to(client.info) as sender:
-            stream = asyncio.create_task(outputs(sent(client.receive, request_for("r"), TEST_PEER)))
-            sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
-            sender.send_blocks("r", 0, range(2))
-            await until(lambda: status_of(sender, "r") == "transferring")
-        with pytest.raises(PeerLost):
-            await stream
-        await check_idle(worker)
+async def test_decode_fails_at_once_if_its_sender_is_lost(decode: Served) -> None:
+    worker, client = decode
+    async with sending_to(client.info) as sender:
+        stream = asyncio.create_task(outputs(sent(client.receive, request_for("r8"), TEST_PEER)))
+        sender.push("r8", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
+        sender.send_blocks("r8", 0, range(2))
+        await until(lambda: status_of(sender, "r8") == "transferring")
+    with pytest.raises(PeerLost):
+        await stream
+    await check_idle(worker)
 
 
 async def test_decode_fails_a_request_without_room_at_its_deadline(model: Path) -> None:
@@ -485,8 +433,6 @@ async def test_decode_fails_a_request_without_room_at_its_deadline(model: Path) 
 
 class Phases:
     """Requests on a decode worker, one in each phase."""
-
-    NAMES = ("waiting for room", "waiting for KV", "receiving KV", "streaming")
 
     def __init__(self, worker: Worker, client: WorkerClient, sender: KVSender) -> None:
         self.worker, self.client, self.sender = worker, client, sender
@@ -533,7 +479,7 @@ class Phases:
         await asyncio.gather(*self.streams.values(), return_exceptions=True)
 
 
-@pytest.mark.parametrize("first", Phases.NAMES)
+@pytest.mark.parametrize("first", ["waiting for room", "receiving KV"])
 async def test_decode_releases_aborted_requests_in_each_phase(model: Path, first: str) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         phases = Phases(worker, client, sender)
@@ -600,59 +546,26 @@ async def test_a_killed_engine_fails_its_requests_in_each_phase(model: Path) -> 
 # --- both ends -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["at once", "decode first", "prefill first"])
-async def test_both_halves_in_any_order(model: Path, order: str) -> None:
-    """Two workers that are connected by their KV link only."""
-    async with (
-        running(model, Role.PREFILL, PREFILL) as (prefill, to_prefill),
-        running(model, Role.DECODE, DECODE) as (decode, to_decode),
-    ):
-        if order != "prefill first":
-            await prefill.incarnation.kv.connect(to_decode.info.peer)
-        expected = greedy_tokens(model, PROMPT, 6)
-        names = [f"r{i}" for i in range(4)]
+async def test_both_halves_in_any_order(model: Path, prefill: Served, decode: Served) -> None:
+    """Two workers that are connected by their KV link only, which the first request opens."""
+    (prefill_worker, to_prefill), (decode_worker, to_decode) = prefill, decode
 
-        async def one(name: str) -> list[int | None]:
-            request = request_for(name, max_tokens=6)
-            pause_s = {"at once": (0.0, 0.0), "decode first": (0.3, 0.0), "prefill first": (0.0, 0.3)}[order]
+    async def one(name: str, pause_s: tuple[float, float]) -> list[int | None]:
+        request = request_for(name, max_tokens=6)
+        first, rest = await asyncio.gather(
+            outputs_after(pause_s[0], sent(to_prefill.push, request, to_decode.info.peer)),
+            outputs_after(pause_s[1], sent(to_decode.receive, request, to_prefill.info.peer)),
+        )
+        assert rest[0].proof is not None
+        assert rest[0].proof.kv_bytes == to_decode.info.layout.expected_bytes(len(PROMPT))
+        assert rest[-1].finish_reason is FinishReason.LENGTH
+        return [output.token_id for output in (*first, *rest)]
 
-            first, rest = await asyncio.gather(
-                outputs_after(pause_s[0], sent(to_prefill.push, request, to_decode.info.peer)),
-                outputs_after(pause_s[1], sent(to_decode.receive, request, to_prefill.info.peer)),
-            )
-            assert rest[0].proof is not None
-            assert rest[0].proof.kv_bytes == to_decode.info.layout.expected_bytes(len(PROMPT))
-            assert rest[-1].finish_reason is FinishReason.LENGTH
-            return [output.token_id for output in (*first, *rest)]
-
-        for tokens in await asyncio.gather(*map(one, names)):
-            assert tokens == expected
-        await check_idle(prefill)
-        await check_idle(decode)
-
-
-@pytest.mark.parametrize("half", ["prefill", "decode"])
-async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None:
-    """Once the decode worker has told where the blocks go. (A prefill worker whose peer never does hears of it from the
-    gateway.)"""
-    async with (
-        running(model, Role.PREFILL, PREFILL, {"prefill": 1000.0}) as (prefill, to_prefill),
-        running(model, Role.DECODE, DECODE) as (decode, to_decode),
-    ):
-        await prefill.incarnation.kv.connect(to_decode.info.peer)
-        pushing = asyncio.create_task(outputs(sent(to_prefill.push, request_for("r"), to_decode.info.peer)))
-        receiving = asyncio.create_task(outputs(sent(to_decode.receive, request_for("r"), to_prefill.info.peer)))
-        receiver = decode.incarnation.kv._receiver
-        await until(lambda: "r" in receiver._by_attempt and status_of(receiver, "r") in ("waiting", "transferring"))
-        given_up, other = (pushing, receiving) if half == "prefill" else (receiving, pushing)
-        async with asyncio.timeout(AT_ONCE_S):
-            await (to_prefill if half == "prefill" else to_decode).abort("r")
-            with pytest.raises(TransferError):
-                await other
-        await check_idle(prefill)
-        await check_idle(decode)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
+    for pause_s in ((0.0, 0.3), (0.0, 0.0), (0.3, 0.0)):
+        for tokens in await asyncio.gather(*(one(f"order {pause_s} {i}", pause_s) for i in range(4))):
+            assert tokens == greedy_tokens(model, PROMPT, 6)
+        await check_idle(prefill_worker)
+        await check_idle(decode_worker)
 
 
 async def test_requests_given_up_at_any_moment_leave_nothing(model: Path) -> None:
@@ -708,29 +621,30 @@ async def test_a_bug_in_a_part_of_a_request_fails_it_at_once(model: Path) -> Non
         await check_idle(worker)
 
 
-async def test_requests_that_a_worker_cannot_serve_are_refused(model: Path) -> None:
-    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+async def test_requests_that_a_worker_cannot_serve_are_refused(prefill: Served) -> None:
+    worker, client = prefill
+    async with receiving_for(client.info) as decode:
         with pytest.raises(InvalidRequest, match="worker prefill-0 is a prefill worker and cannot receive"):
-            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
-        stream = asyncio.create_task(outputs(sent(client.push, request_for("twice"), decode.peer)))
-        await until(lambda: "twice" in worker._table)
+            await outputs(sent(client.receive, request_for("r9"), TEST_PEER))
+        stream = asyncio.create_task(outputs(sent(client.push, request_for("twice9"), decode.peer)))
+        await until(lambda: "twice9" in worker._table)
         second = await WorkerClient.connect(client.info, SECRET)
-        with pytest.raises(InvalidRequest, match="attempt_id: 'twice' is running on worker prefill-0 already"):
-            await outputs(sent(second.push, request_for("twice"), decode.peer))
+        with pytest.raises(InvalidRequest, match="attempt_id: 'twice9' is running on worker prefill-0 already"):
+            await outputs(sent(second.push, request_for("twice9"), decode.peer))
         await second.aclose()
         assert len(await stream) == 1  # which the other one's end did not touch
-        await client.abort("twice")
+        await client.abort("twice9")
         await check_idle(worker)
 
 
-async def test_an_unreadable_message_ends_its_stream_alone(model: Path) -> None:
-    async with running(model, Role.DECODE, DECODE) as (worker, client):
-        second = await WorkerClient.connect(client.info, SECRET)
-        stream = asyncio.create_task(outputs(sent(second.receive, request_for("r"), TEST_PEER)))
-        await until(lambda: "r" in worker._table)
-        second._outgoing.put_nowait(b"\x92\xa4Exec\x01")
-        with pytest.raises(WorkerLost):
-            await stream
-        await second.aclose()
-        await check_idle(worker)
-        assert len(await outputs(sent(client.run, request_for("next")))) == 4
+async def test_an_unreadable_message_ends_its_stream_alone(decode: Served) -> None:
+    worker, client = decode
+    second = await WorkerClient.connect(client.info, SECRET)
+    stream = asyncio.create_task(outputs(sent(second.receive, request_for("r10"), TEST_PEER)))
+    await until(lambda: "r10" in worker._table)
+    second._outgoing.put_nowait(b"\x92\xa4Exec\x01")
+    with pytest.raises(WorkerLost):
+        await stream
+    await second.aclose()
+    await check_idle(worker)
+    assert len(await outputs(sent(client.run, request_for("next")))) == 4
