@@ -133,7 +133,7 @@ def test_list_keeps_model_and_state_on_a_narrow_terminal(
 
 
 def test_top_shows_a_look_below_the_other_in_a_pipe(service: ScriptedService, pdserve: Any) -> None:
-    ran = pdserve("top", "--target", service.target, "--count", "2", "--interval-s", "0.1")
+    ran = pdserve("top", "--target", service.target, "--count", "2")
     assert ran.code == 0, ran.err
     assert ran.out.count("tokens to do") == 2
     assert ran.out.count("ready at") == 2
@@ -349,9 +349,10 @@ def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "Φ",
     ):
         assert word in ran.out
-    plain = pdserve("model-info", "dummy:135m", "--json", "--dtype", "float32", "--window", "100").json
+    plain = pdserve("model-info", "dummy:135m", "--json", "--dtype", "float32").json
     assert plain["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
-    assert plain["kv_bytes_context_windowed"] == 100 * plain["kv_bytes_per_token"]
+    assert plain["kv_bytes_context_windowed"] == plain["window"] * plain["kv_bytes_per_token"]
+    assert plain["window"] == plain["context"] // 4
     assert [fit["memory_bytes"] for fit in plain["fits"]] == [16e9, 24e9, 80e9]
     missing = pdserve("model-info", "/no/such/folder")
     assert missing.code == 1

@@ -48,7 +48,9 @@ def test_a_ray_of_our_own_whose_process_dies(head: RayHead) -> None:
         head.wait_started()
 
 
-def test_a_ray_of_our_own_whose_raylet_dies(head: RayHead) -> None:
+def test_a_ray_of_our_own_whose_raylet_dies(head: RayHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is kept, although the folder of the Ray is removed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     head.begin()
 
     def kill_raylet() -> None:
@@ -57,8 +59,10 @@ def test_a_ray_of_our_own_whose_raylet_dies(head: RayHead) -> None:
                 if each.name() == "raylet" and str(head.folder) in " ".join(each.cmdline()):
                     each.kill()
 
-    with pytest.raises(LaunchError, match=CANNOT_START + r"its raylet ended \(exit code -9\)$"):
+    with pytest.raises(LaunchError, match=CANNOT_START + r"its raylet ended \(exit code -9\); see ") as failed:
         head.wait_started(kill_raylet)
+    head.stop()
+    assert "raylet" in Path(str(failed.value).split("; see ")[1]).read_text()
 
 
 def test_a_start_of_ray_that_is_given_up(head: RayHead) -> None:
