@@ -82,16 +82,7 @@ def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path:
         head.begin()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("no luck"),
-        OSError("no luck"),
-        ValueError("no luck"),
-        ConnectionError("no luck"),
-        ray.exceptions.RaySystemError("no luck"),
-    ],
-)
+@pytest.mark.parametrize("error", [ValueError("no luck"), ray.exceptions.RaySystemError("no luck")])
 def test_a_ray_that_cannot_be_joined(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(**_: Any) -> None:
         raise error
@@ -113,7 +104,7 @@ def test_a_ray_that_breaks_while_the_service_starts(monkeypatch: pytest.MonkeyPa
         service.start()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost", "::", "::1", ""])
+@pytest.mark.parametrize("host", ["localhost", "::1", ""])
 def test_a_free_port_of_either_ip_version(host: str) -> None:
     if ":" in host and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this host has no IPv6")
