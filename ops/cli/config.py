@@ -1,11 +1,13 @@
-"""`pdserve config`."""
+"""`pdserve config` and `pdserve token`, which prepare a service."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+
+from ops.cli.options import JsonOption, print_json
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -53,3 +55,45 @@ def _yaml(value: Any) -> str:
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("...\n").strip()
+
+
+token_app = typer.Typer(no_args_is_help=True, help="Tokens for the clients of a service (gateway.tokens).")
+
+
+@token_app.command("new")
+def new_token(
+    name: Annotated[str, typer.Argument(help="name of its bearer: letters, digits and . _ -")],
+    expires: Annotated[str | None, typer.Option(help="when it ends, as 2027-06-30T00:00:00Z (default: never)")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="limit (default: none)")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="limit for tokens of prompts and outputs (default: none)")
+    ] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="limit for requests at the same time")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a new random token, and the entry for the file that gateway.tokens names.
+
+    The token is shown this once: the file has its hash. Send it to its bearer by a safe way. A running service takes
+    the entry as soon as the file is saved."""
+    import yaml
+
+    from gateway.token_file import digest_of, token_entry
+    from gateway.token_file import new_token as draw_token
+
+    token = draw_token()
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent": concurrent,
+    }
+    entry: dict[str, Any] = {"name": name, "sha256": digest_of(token).hex()}
+    if expires is not None:
+        entry["expires"] = expires
+    if chosen := {key: value for key, value in limits.items() if value is not None}:
+        entry["limits"] = chosen
+    token_entry(entry)
+    if as_json:
+        print_json({"token": token, "entry": entry})
+        return
+    typer.echo(f"token, shown this once: {token}\n\nentry for `tokens:` in the file of gateway.tokens:\n")
+    typer.echo(yaml.safe_dump([entry], sort_keys=False), nl=False)

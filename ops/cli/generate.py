@@ -75,10 +75,6 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="generate up to --max-tokens")] = False,
     timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
     salt: Annotated[str | None, typer.Option(help="share cached KV with requests of the same salt only")] = None,
-    priority: Annotated[int, typer.Option(help="lower values are served earlier")] = 0,
-    session_id: Annotated[
-        str | None, typer.Option(help="run on the same workers as others of this session, with the policy session")
-    ] = None,
     as_json: JsonOption = False,
     text_only: Annotated[bool, typer.Option("--text-only", help="print the text, and no waterfall")] = False,
     png: Annotated[Path | None, typer.Option(help="also save the waterfall as a picture")] = None,
@@ -109,8 +105,6 @@ def generate(
         "ignore_eos": ignore_eos,
         "timeout_s": timeout,
         "salt": salt,
-        "priority": priority,
-        "session_id": session_id,
     }
     if as_json:
         generation = _stream(service, prompt, options, show=False)

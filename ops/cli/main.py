@@ -14,8 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ops.cli import chat, config, demo, doctor, generate, logs, model_info, scale, status, token, top, up
-from ops.cli import list as list_command
+from ops.cli import chat, config, demo, doctor, generate, logs, model_info, status, up
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.version import VERSION
 
@@ -45,21 +44,21 @@ def pdserve(
 
 app.command("up")(up.up)
 app.command("down")(up.down)
-app.command("scale")(scale.scale)
-app.command("list")(list_command.list_services)
+app.command("scale")(up.scale)
+app.command("list")(up.list_services)
 app.command("logs")(logs.logs)
 app.command("status")(status.status)
-app.command("top")(top.top)
+app.command("top")(status.top)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)
-app.add_typer(token.app, name="token")
+app.add_typer(config.token_app, name="token")
 app.command("doctor")(doctor.doctor)
 for _added in entry_points(group="pdserve.commands"):
     _added.load()(app)
-for _command in (*app.registered_commands, *token.app.registered_commands):
+for _command in (*app.registered_commands, *config.token_app.registered_commands):
     # typer keeps the line ends of all paragraphs but the first, and wraps each line again at the terminal's width.
     _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
 

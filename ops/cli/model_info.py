@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.model_outline import outline_facts, show_outline
 from ops.cli.options import JsonOption, plain_table, print_json, print_note, stdout_console
 
 if TYPE_CHECKING:
+    from checkpoints.outline import ModelOutline
     from checkpoints.shape import ModelShape
     from runtime.dtypes import NativeDtypes
 
 _DEFAULT_MEMORY_GB = (16.0, 24.0, 80.0)
 _DEFAULT_WINDOW = 4096
+_DEFAULT_CONTEXT = 4096
 
 
 def model_info(
@@ -26,15 +27,8 @@ def model_info(
     ] = "auto",
     device: Annotated[str, typer.Option(help="device for --dtype auto: auto (GPUs if any), cpu or cuda")] = ("auto"),
     memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of one device (default: 16, 24 and 80)")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="token budget of one step, for the activations")] = 512,
     context: Annotated[
         int | None, typer.Option(min=1, help="tokens of one request (default: the model's context length)")
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="sliding window to compare with (default: the model's, else 4096 or a quarter of the context)"
-        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -56,16 +50,15 @@ def model_info(
     if found is not None and not is_served(found[0]):
         outline = outline_from_hf(found[0], str(found[1]))
         choice = choose_dtype(dtype, outline.dtype, {"this host": _devices(device)})
-        facts = outline_facts(model, outline, choice.dtype, sizes_gb, context)
-        print_json(facts) if as_json else show_outline(facts)
+        facts = _outline_facts(model, outline, choice.dtype, sizes_gb, context)
+        print_json(facts) if as_json else _show_outline(facts)
         return
     alone = found is not None and not any(found[1].parent.glob("*.safetensors"))  # the config without weights
     source = resolve_model(f"dummy:{found[1]}" if found is not None and (alone or model.endswith(".json")) else model)
     context = context or source.shape.max_position_embeddings
-    if window is not None or not source.shape.windows:
-        window = window or min(_DEFAULT_WINDOW, max(1, context // 4))
+    window = None if source.shape.windows else min(_DEFAULT_WINDOW, max(1, context // 4))
     choice = choose_dtype(dtype, source.shape.dtype, {"this host": _devices(device)})
-    facts = _facts(model if alone else source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
+    facts = _facts(model if alone else source.name, source.shape, choice.dtype, sizes_gb, context, window)
     facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
     if as_json:
         print_json(facts)
@@ -92,11 +85,12 @@ def _devices(kind: str) -> list[NativeDtypes]:
 
 
 def _facts(
-    name: str, shape: ModelShape, dtype: str, sizes_gb: tuple[float, ...], tokens: int, context: int, window: int | None
+    name: str, shape: ModelShape, dtype: str, sizes_gb: tuple[float, ...], context: int, window: int | None
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
     from ops import model_memory
+    from pdserve.core.config import CPU_TOKEN_BUDGET
 
     latent, rope = model_memory.mla_dims(shape)
     windows = shape.layer_windows if window is None else (window,) * shape.num_layers
@@ -118,10 +112,10 @@ def _facts(
         "window": max(w for w in windows if w is not None),
         "windowed_layers": sum(w is not None for w in windows),
         "kv_bytes_context_windowed": model_memory.window_kv_bytes(shape, dtype, context, windows),
-        "activation_tokens": tokens,
-        "activation_bytes": model_memory.activation_bytes(shape, dtype, tokens),
+        "activation_tokens": CPU_TOKEN_BUDGET,
+        "activation_bytes": model_memory.activation_bytes(shape, dtype, CPU_TOKEN_BUDGET),
         "fits": [
-            asdict(model_memory.fit(shape, dtype, int(size_gb * 1e9), tokens, context)) for size_gb in sizes_gb
+            asdict(model_memory.fit(shape, dtype, int(gb * 1e9), CPU_TOKEN_BUDGET, context)) for gb in sizes_gb
         ],
         "prefill_flops_per_token": model_memory.prefill_flops_per_token(shape, context),
         "phi_gbps_per_tflops": model_memory.phi_gbps_per_tflops(shape, dtype, context),
@@ -212,3 +206,60 @@ def _peculiarities(shape: dict[str, Any]) -> list[str]:
             "tokens nevertheless, so sizes and fits below count all of them"
         )
     return lines
+
+
+def _outline_facts(
+    name: str, outline: ModelOutline, dtype: str, sizes_gb: tuple[float, ...], context: int | None
+) -> dict[str, Any]:
+    """The facts of ``--json``. ``context`` defaults to the model's, or to 4096 if it has no limit."""
+    from dataclasses import asdict
+
+    from ops import model_memory
+
+    context = context or outline.max_position_embeddings or _DEFAULT_CONTEXT
+    return {
+        "model": name,
+        "served": False,
+        "dtype": dtype,
+        "checkpoint_dtype": outline.dtype,
+        **{key: value for key, value in asdict(outline).items() if key not in ("dtype", "num_parameters")},
+        "parameters": outline.num_parameters,
+        "weight_bytes": outline.weight_bytes(dtype),
+        "kv_bytes_per_token": outline.kv_bytes_per_token(dtype),
+        "state_bytes_per_request": outline.request_bytes(dtype, 0),
+        "context": context,
+        "kv_bytes_context": outline.request_bytes(dtype, context),
+        "fits": [asdict(model_memory.fit_outline(outline, dtype, int(gb * 1e9), context)) for gb in sizes_gb],
+    }
+
+
+def _show_outline(facts: dict[str, Any]) -> None:
+    """Print ``facts``."""
+    from checkpoints.families import FAMILIES
+    from ops.waterfall.bars import human_bytes
+    from pdserve.core.request import counted_requests
+
+    console = stdout_console()
+    console.print(f"[bold]{facts['model']}[/] · {facts['architecture']} · {facts['num_layers']} layers")
+    console.print(
+        f"[bold]not served[/]: pdserve counts its sizes, but cannot run it; it runs {', '.join(FAMILIES)}",
+        soft_wrap=True,
+    )
+    about = "" if facts["exact"] else " (about: counted like a Llama of this shape)"
+    state = facts["state_bytes_per_request"]
+    console.print(
+        f"attention    {facts['attention']}\n"
+        f"parameters   {facts['parameters']:,}{about}\n"
+        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}\n"
+        f"KV cache     {human_bytes(facts['kv_bytes_per_token'])} a token"
+        + (f", and a state of {human_bytes(state)} a request" if state else "")
+        + f"; {human_bytes(facts['kv_bytes_context'])} for a context of {facts['context']}\n",
+        soft_wrap=True,
+    )
+    for fit in facts["fits"]:
+        fits = (
+            f"{counted_requests(fit['requests'])} of {facts['context']} tokens beside the weights"
+            if fit["requests"]
+            else f"too small; {fit['devices']} such devices would hold the weights and one request"
+        )
+        console.print(f"in {human_bytes(fit['memory_bytes'])}: {fits}", soft_wrap=True)

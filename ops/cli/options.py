@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -212,17 +212,40 @@ def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
         yield report
 
 
-def fitted(console: Console, make: Callable[[Collection[str]], Table], optional: Sequence[str]) -> Table:
-    """The table that ``make`` gives without some columns, so that it fits the console: columns of ``optional`` are left
-    out one after the other, the first one first."""
-    left_out: list[str] = []
-    for column in (None, *optional):
-        if column is not None:
-            left_out.append(column)
-        table = make(left_out)
+def fitted(
+    console: Console,
+    rows: Sequence[Mapping[str, str]],
+    left: Sequence[str],
+    right: Sequence[str] = (),
+    optional: Sequence[str] = (),
+    wrapped: Sequence[str] = (),
+) -> Table:
+    """A `plain_table` of ``rows``, whose values are by column, that fits the console: columns of ``optional`` are left
+    out one after the other, the first one first. Those of ``wrapped`` come last, and break their lines."""
+    for count in range(len(optional) + 1):
+        texts, numbers, last = ([n for n in names if n not in optional[:count]] for names in (left, right, wrapped))
+        table = plain_table(texts, numbers)
+        for name in last:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*(row.get(str(column.header), "") for column in table.columns))
         if console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum <= console.width:
             break
     return table
+
+
+STATE_COLORS = {
+    "ready": "green",
+    "awaited": "yellow",
+    "starting": "yellow",
+    "restarting": "yellow",
+    "stopping": "yellow",
+}
+
+
+def colored(state: str, shown: str = "") -> str:
+    """A state, or what is ``shown`` of it, in its color."""
+    return f"[{STATE_COLORS.get(state, 'red')}]{shown or state}[/]"
 
 
 def plain_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:

@@ -1,13 +1,18 @@
-"""`pdserve status`."""
+"""`pdserve status` and `pdserve top`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ops.cli.options import (
     JsonOption,
     TargetsOption,
+    colored,
     fitted,
     plain_table,
     print_json,
@@ -19,6 +24,7 @@ from ops.cli.options import (
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 
 if TYPE_CHECKING:
+    from rich.console import Console, Group, RenderableType
     from rich.table import Table
 
     from pdserve.client.status import ServiceScaling, ServiceStatus, ServiceWorker
@@ -35,7 +41,7 @@ def status(access: AccessOptions, target: TargetsOption = DEFAULT_TARGET, as_jso
     from ops.waterfall.bars import human_bytes
 
     console = stdout_console()
-    ready = "[green]ready[/]" if answer.ready else "[red]not ready[/]"
+    ready = colored("ready" if answer.ready else "not ready")
     console.print(
         f"{ready} at {target} · pdserve {answer.version} · up {answer.uptime_s:.0f} s · "
         f"{answer.queued} queued, {answer.running} running"
@@ -46,12 +52,12 @@ def status(access: AccessOptions, target: TargetsOption = DEFAULT_TARGET, as_jso
         f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
     )
     if len(answer.gateways) > 1:
-        console.print(_gateways(answer))
+        console.print(_gateways(console, answer))
     if answer.scaling is not None:
         console.print(scaling_line(answer.scaling))
-    console.print(fitted(console, lambda without: _workers(answer, without), _LESS_OF_WORKERS))
+    console.print(_workers(console, answer))
     if any(worker.links for worker in answer.workers):
-        console.print(fitted(console, lambda without: _pairs(answer, without), _LESS_OF_PAIRS))
+        console.print(_pairs(console, answer))
     if answer.costs:
         console.print("measured here")
     for line in answer.costs:
@@ -95,41 +101,27 @@ def _status(targets: Sequence[Target]) -> ServiceStatus:
         return client.status()
 
 
-_LESS_OF_WORKERS = ("heard", "restarts", "preempted", "cached", "device", "hits", "address", "node", "wait", "run")
-_LESS_OF_PAIRS = ("why this one", "address")
-"""Columns that narrow terminals do without, in that order."""
-
-
-def _gateways(answer: ServiceStatus) -> Table:
-    table = plain_table(("gateway", "state"), ("process", "queued", "running", "up"))
+def _gateways(console: Console, answer: ServiceStatus) -> Table:
+    rows = []
     for each in answer.gateways:
-        color = "green" if each.state == "ready" else "red"
-        known = each.state != "lost"
-        table.add_row(
-            each.target, f"[{color}]{each.state}[/]", str(each.pid) if known else "", str(each.queued),
-            str(each.running), f"{each.uptime_s:.0f} s" if known else "",
-        )  # fmt: skip
-    return table
+        row = {"gateway": each.target, "state": colored(each.state), "queued": str(each.queued)}
+        row["running"] = str(each.running)
+        if each.state != "lost":
+            row |= {"process": str(each.pid), "up": f"{each.uptime_s:.0f} s"}
+        rows.append(row)
+    return fitted(console, rows, ("gateway", "state"), ("process", "queued", "running", "up"))
 
 
-def _workers(answer: ServiceStatus, without: Collection[str]) -> Table:
+def _workers(console: Console, answer: ServiceStatus) -> Table:
     where = "address" if any(worker.address for worker in answer.workers) else "node"
     # A name tells the role that its worker began with.
     others = any(not worker.worker_id.startswith(worker.role) for worker in answer.workers)
-    text = ("worker", *(("role",) if others else ()), "state", where, "device")
-    numbers = ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard")
-    table = plain_table(
-        [name for name in text if name not in without], [name for name in numbers if name not in without]
-    )
+    rows = []
     for w in answer.workers:
-        if w.state == "awaited":
-            row = {"worker": w.worker_id, "role": w.role, "state": "[yellow]awaited[/]", where: "not there yet"}
-        else:
+        row = {"worker": w.worker_id, "role": w.role, "state": colored(w.state), where: "not there yet"}
+        if w.state != "awaited":
             cores = w.cores if w.device == "cpu" else w.cuda_visible_devices
-            row = {
-                "worker": w.worker_id,
-                "role": w.role,
-                "state": f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]",
+            row |= {
                 where: _where(w),
                 "device": f"{w.device} {cores}".strip(),
                 "free blocks": f"{w.free_blocks}/{w.num_blocks}",
@@ -141,33 +133,38 @@ def _workers(answer: ServiceStatus, without: Collection[str]) -> Table:
                 "restarts": str(w.engine_restarts),
                 "heard": f"{w.heartbeat_age_s:.1f} s",
             }
-        table.add_row(*(row.get(str(column.header), "") for column in table.columns))
-    return table
+        rows.append(row)
+    text = ("worker", *(("role",) if others else ()), "state", where, "device")
+    numbers = ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard")
+    less = ("heard", "restarts", "preempted", "cached", "device", "hits", "address", "node", "wait", "run")
+    return fitted(console, rows, text, numbers, less)
 
 
-def _pairs(answer: ServiceStatus, without: Collection[str]) -> Table:
-    left = ("KV from", "to", "transport", "address")
-    if not any(worker.address for worker in answer.workers):
-        without = {*without, "address"}
-    table = plain_table([name for name in left if name not in without], ("link",))
-    if "why this one" not in without:
-        table.add_column("why this one")
+def _pairs(console: Console, answer: ServiceStatus) -> Table:
+    rows = []
     workers = {worker.worker_id: worker for worker in answer.workers}
     for worker in answer.workers:
         for link in worker.links:
             peer = workers.get(link.worker_id)
             address = peer.kv_addresses.get(link.transport, "") if peer else ""
-            on_host = "/" in address  # a socket name, without a port
-            row = {
-                "KV from": f"{worker.worker_id} on {worker.node}",
-                "to": f"{link.worker_id} on {peer.node}" if peer else link.worker_id,
-                "transport": link.transport or "–",
-                "address": "within the host" if on_host else address,
-                "link": f"{link.ceiling_gbs:.3g} GB/s" if link.ceiling_gbs else "not measured",
-                "why this one": link.reason or "connected just now",
-            }
-            table.add_row(*(row[str(column.header)] for column in table.columns))
-    return table
+            rows.append(
+                {
+                    "KV from": f"{worker.worker_id} on {worker.node}",
+                    "to": f"{link.worker_id} on {peer.node}" if peer else link.worker_id,
+                    "transport": link.transport or "–",
+                    "address": "within the host" if "/" in address else address,  # a socket's name has no port
+                    "link": _rate(link.ceiling_gbs),
+                    "why this one": link.reason or "connected just now",
+                }
+            )
+    left = ["KV from", "to", "transport"]
+    if any(worker.address for worker in answer.workers):
+        left.append("address")
+    return fitted(console, rows, left, ("link",), ("why this one", "address"), ("why this one",))
+
+
+def _rate(gbs: float) -> str:
+    return f"{gbs:.3g} GB/s" if gbs else "not measured"
 
 
 def _where(worker: ServiceWorker) -> str:
@@ -178,3 +175,121 @@ def _where(worker: ServiceWorker) -> str:
 
 def _hits(cached: int, looked_up: int) -> str:
     return f"{100 * cached / looked_up:.0f} %" if looked_up else "–"
+
+
+LOOK_EVERY_S = 1.0
+HISTORY = 60
+"""Statuses that the curves show."""
+_LEVELS = "▁▂▃▄▅▆▇█"
+_BAR_CELLS = 12
+
+
+@with_access
+def top(
+    access: AccessOptions,
+    target: TargetsOption = DEFAULT_TARGET,
+    count: Annotated[int, typer.Option("--count", min=0, help="end after this many looks; 0: with Ctrl-C")] = 0,
+) -> None:
+    """Watch a service: its queue, its workers, their KV blocks and links. Ctrl-C ends it. Where the output is no
+    terminal, every look is printed below the one before."""
+    from rich.live import Live
+
+    from pdserve.client.sync_client import Client
+
+    console = stdout_console()
+    history: deque[ServiceStatus] = deque(maxlen=HISTORY)
+    left = count or -1
+    with (
+        Client(target, **access) as client,
+        Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
+    ):
+        while left:
+            history.append(client.status())
+            left -= 1
+            if console.is_terminal:
+                live.update(view(console, target, history), refresh=True)
+            else:
+                console.print(view(console, target, history))
+            if left:
+                time.sleep(LOOK_EVERY_S)
+
+
+def view(console: Console, target: str, history: Sequence[ServiceStatus]) -> Group:
+    """The last status of ``history``, with curves over all of it, as wide as the console."""
+    from rich.console import Group
+    from rich.text import Text
+
+    now = history[-1]
+    state = Text.from_markup(colored("ready" if now.ready else "not ready"))
+    title = Text.assemble(state, f" at {target} · {now.model} · pdserve {now.version} · up {now.uptime_s:.0f} s")
+    workers = _loads(console, history)
+    parts: list[RenderableType] = [title, Text(), _curves(history), Text(), workers]
+    if now.scaling is not None:
+        parts.insert(1, Text(scaling_line(now.scaling)))
+    if any(worker.links for worker in now.workers):
+        parts += [Text(), _links(console, now)]
+    return Group(*parts)
+
+
+def curve(values: Sequence[float]) -> str:
+    """One character per value, as high as its share of the largest one."""
+    most = max(values, default=0.0)
+    if not most:
+        return _LEVELS[0] * len(values)
+    return "".join(_LEVELS[round(value / most * (len(_LEVELS) - 1))] for value in values)
+
+
+def _curves(history: Sequence[ServiceStatus]) -> Table:
+    table = plain_table(("requests",), ("now", "most"))
+    table.add_column(f"last {len(history)} looks", no_wrap=True)
+    for name in ("queued", "running"):
+        values = [float(getattr(status, name)) for status in history]
+        table.add_row(name, f"{values[-1]:.0f}", f"{max(values):.0f}", curve(values))
+    return table
+
+
+def _loads(console: Console, history: Sequence[ServiceStatus]) -> Table:
+    rows = []
+    before = {worker.worker_id: worker for worker in history[0].workers}
+    for worker in history[-1].workers:
+        used = 1 - worker.free_blocks / worker.num_blocks if worker.num_blocks else 0.0
+        full = round(used * _BAR_CELLS)
+        rows.append(
+            {
+                "worker": worker.worker_id,
+                "role": worker.role,
+                "state": colored(worker.state),
+                "KV blocks": "█" * full + "░" * (_BAR_CELLS - full),
+                "used": f"{100 * used:.0f} %",
+                "run": str(worker.running),
+                "wait": str(worker.waiting),
+                "tokens to do": str(worker.outstanding_tokens),
+                "hits": _hits_since(worker, before.get(worker.worker_id)),
+                "preempted": str(worker.preemptions),
+            }
+        )
+    numbers = ("used", "run", "wait", "tokens to do", "hits", "preempted")
+    less = ("preempted", "tokens to do", "hits", "KV blocks", "wait", "role")
+    return fitted(console, rows, ("worker", "role", "state", "KV blocks"), numbers, less)
+
+
+def _hits_since(now: ServiceWorker, before: ServiceWorker | None) -> str:
+    """The share of prompt tokens found in the prefix cache since ``before``."""
+    cached, looked_up = now.prompt_tokens_cached, now.prompt_tokens_looked_up
+    if before is not None and before is not now and before.prompt_tokens_looked_up <= looked_up:  # else it restarted
+        cached, looked_up = cached - before.prompt_tokens_cached, looked_up - before.prompt_tokens_looked_up
+    return _hits(cached, looked_up)
+
+
+def _links(console: Console, now: ServiceStatus) -> Table:
+    rows = [
+        {
+            "KV from": worker.worker_id,
+            "to": link.worker_id,
+            "transport": link.transport,
+            "link": _rate(link.ceiling_gbs),
+        }
+        for worker in now.workers
+        for link in worker.links
+    ]
+    return fitted(console, rows, ("KV from", "to", "transport"), ("link",))

@@ -1,16 +1,28 @@
-"""`pdserve up` and `pdserve down`."""
+"""The services of this host: `pdserve up`, `down`, `scale` and `list`."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import print_note, progress, stderr_console, with_service_options
+from ops.cli.options import (
+    JsonOption,
+    TargetOption,
+    colored,
+    fitted,
+    print_json,
+    print_note,
+    progress,
+    stderr_console,
+    stdout_console,
+    with_service_options,
+)
 from pdserve.client.target import DEFAULT_TARGET
 
 if TYPE_CHECKING:
+    from ops.launch.state import ServiceState
     from pdserve.core.config import PdserveConfig
 
 
@@ -20,25 +32,24 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="return once the service is ready")] = False,
 ) -> None:
     """Start the service on Ray: gateway, prefill and decode workers. Ctrl-C (or `pdserve down`) ends it."""
+    from rich.markup import escape
+
     console, began_s = stderr_console(), time.monotonic()
 
     def note(text: str) -> None:
         print_note(console, text)
 
     def announce(port: int) -> None:
-        from ops.launch.state import target_here
+        from ops.launch.state import ServiceState, target_here
 
-        cluster, gateway = settings.cluster, settings.gateway
-        also = ""
-        numbers = range(gateway.replicas)
+        state, gateway = ServiceState.read(port), settings.gateway
+        places = ",".join(state.targets)
         if http_port := gateway.served_http_port:
-            scheme = "" if gateway.tls_cert else "http://"
-            also = f" and {','.join(scheme + target_here(gateway, http_port + number) for number in numbers)}"
+            scheme, numbers = "" if gateway.tls_cert else "http://", range(gateway.replicas)
+            places += f" and {','.join(scheme + target_here(gateway, http_port + number) for number in numbers)}"
+        took_s = time.monotonic() - began_s
         console.print(
-            f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at "
-            f"{','.join(target_here(gateway, port + number) for number in numbers)}{also} "
-            f"({time.monotonic() - began_s:.1f} s)",
-            soft_wrap=True,
+            f"[green]ready[/]: {escape(state.model)} on {state.workers} at {places} ({took_s:.1f} s)", soft_wrap=True
         )
 
     with console.status("starting") as status:
@@ -101,3 +112,98 @@ def down(
         console.print(f"the service on port {port} is down")
     if not ports:
         console.print("no service of yours runs on this host")
+
+
+MARGIN_S = 60.0
+
+
+def scale(
+    prefill: Annotated[int | None, typer.Option(min=0, max=1024, help="new number of prefill workers")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, max=1024, help="new number of decode workers")] = None,
+    drain: Annotated[float, typer.Option(min=0, max=86_400, help="seconds for removed workers to finish")] = 30.0,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="share device slots if none is free (CPUs only)")
+    ] = False,
+    target: TargetOption = DEFAULT_TARGET,
+) -> None:
+    """Add or remove workers of a running service, on the host it was started on. Where one role shrinks and the other
+    grows, workers take the other role instead, at once and with the requests that they have. If no device slot is free,
+    new workers wait for a node, which Ray is asked for. On a Ray that the service started itself this is an error,
+    unless workers may share slots."""
+    from ops.launch.operator import OperatorClient
+    from ops.launch.state import ServiceState, port_of
+    from pdserve.core.errors import LaunchError
+    from pdserve.core.worker import Role
+
+    wanted = {role: count for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if count is not None}
+    if not wanted:
+        raise LaunchError("give the new number of workers: --prefill N, --decode N, or both")
+    state = ServiceState.read(port_of(target))
+    console = stderr_console()
+    timeout_s = drain + state.start_timeout_s + MARGIN_S
+    with progress(console, "scaling") as report:
+        scaled = OperatorClient(state.socket).scale(wanted, drain, timeout_s, report, oversubscribe)
+    console.print(f"[green]scaled[/]: {scaled.prefill}P{scaled.decode}D at {target}")
+    for worker_id, role in sorted(scaled.flipped.items()):
+        console.print(f"{worker_id} is a {role} worker now")
+    if scaled.waiting:
+        console.print(
+            f"[yellow]{', '.join(scaled.waiting)} wait for a node[/]: no device slot is free, and Ray was asked for a "
+            "node (`ray status` shows the demand); they serve as soon as it has joined"
+        )
+
+
+ASK_TIMEOUT_S = 2.0
+
+
+def list_services(as_json: JsonOption = False) -> None:
+    """Show your services on this host: running, starting, stopping, and killed ones that left something behind."""
+    from ops.launch.state import ServiceState
+
+    services = [_describe(state) for state in ServiceState.all()]
+    if as_json:
+        print_json({"services": services})
+        return
+    console = stdout_console()
+    if not services:
+        console.print("no service of yours runs on this host")
+        return
+
+    rows = [{**each, "pid": str(each["pid"]), "state": colored(each["state"])} for each in services]
+    columns, less = ("target", "pid", "workers", "ray", "since"), ("ray", "since", "pid", "workers")
+    console.print(fitted(console, rows, columns, (), less, ("model", "state")))
+    if any(service["state"] == "killed" for service in services):
+        console.print("[yellow]killed: `pdserve down --target …`, or the next `pdserve up`, removes the remains[/]")
+
+
+def _describe(state: ServiceState) -> dict[str, Any]:
+    from datetime import datetime
+
+    since = datetime.fromtimestamp(state.since_s).astimezone()
+    own = f"its own{f', {state.ray_address}' if state.ray_address else ''}"
+    return {
+        "target": ",".join(state.targets) if state.target else f"localhost:{state.port}",
+        "port": state.port,
+        "pid": state.pid,
+        "model": state.model,
+        "workers": state.workers,
+        "state": _state(state),
+        "ray": own if state.ray_folder else state.ray_address,
+        "since": since.isoformat(sep=" ", timespec="seconds"),
+        "log": state.log,
+    }
+
+
+def _state(state: ServiceState) -> str:
+    if state.process() is None:
+        return "killed"
+    if state.phase != "ready":
+        return state.phase
+    from pdserve.client.sync_client import Client
+    from pdserve.core.errors import PdserveError
+
+    try:
+        with Client(state.operator) as operator:
+            return "ready" if operator.status(ASK_TIMEOUT_S).ready else "not ready"
+    except PdserveError:
+        return "not ready"

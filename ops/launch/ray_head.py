@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS, clear_leftovers, end_children
-from ops.launch.state import private
+from ops.launch.state import private, writable_state
 from pdserve.core.errors import LaunchError
 
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -170,7 +170,7 @@ class _Process:
                 (raylet,) = self.all_processes["raylet"]
                 while not self.get_gcs_client().get_all_node_info(timeout=_START_TIMEOUT_S):
                     if (code := raylet.process.poll()) is not None:
-                        raise RuntimeError(f"its raylet ended (exit code {code})")
+                        raise RuntimeError(f"its raylet ended (exit code {code}); see {_kept(self)}")
                     time.sleep(_POLL_S)
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -192,6 +192,15 @@ class _Process:
         )
         address: str = self._node.address
         return address
+
+
+def _kept(node: Any) -> Path:
+    """A copy of the raylet's log that outlives the folder of its Ray."""
+    with writable_state() as folder:
+        log = folder / f"raylet-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+        with open(log, "wb", opener=private) as copy:
+            copy.write(Path(node.get_logs_dir_path(), "raylet.out").read_bytes())
+    return log
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class _Supervisor:
             socket=new_socket(),
             start_timeout_s=config.cluster.start_timeout_s,
             target=target_here(config.gateway, config.gateway.port),
-            model=prepared.source.name,
+            model=config.model.name or prepared.source.name,
             workers=f"{config.cluster.prefill}P{config.cluster.decode}D",
             phase="starting",
             ray_address="" if head is not None else config.cluster.address,

@@ -133,7 +133,7 @@ def test_list_keeps_model_and_state_on_a_narrow_terminal(
 
 
 def test_top_shows_a_look_below_the_other_in_a_pipe(service: ScriptedService, pdserve: Any) -> None:
-    ran = pdserve("top", "--target", service.target, "--count", "2", "--interval-s", "0.1")
+    ran = pdserve("top", "--target", service.target, "--count", "2")
     assert ran.code == 0, ran.err
     assert ran.out.count("tokens to do") == 2
     assert ran.out.count("ready at") == 2
@@ -161,16 +161,13 @@ def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pd
     ("arguments", "code", "message"),
     [
         (["generate", "x", "--temperature", "-1"], 2, "error: temperature: "),
-        (["generate", "x", "--logit-bias", "7"], 2, "error: logit_bias: "),
         (["generate", "x", "--logit-bias", "a=1"], 2, "error: logit_bias: "),
         (["generate", "x", "--logprobs", "21"], 2, "error: logprobs: "),
         (["generate"], 2, "error: prompt: "),
-        (["generate", "x", "--token-ids", "1"], 2, "error: prompt: "),
         (["generate", "--token-ids", "1,b"], 2, "error: token_ids: "),
         (["generate", "x", "--mode", "up"], 2, "error: mode: "),
         (["generate", "fail UNAVAILABLE no decode worker is ready"], 1, "no decode worker is ready"),
         (["generate", "fail RESOURCE_EXHAUSTED the queue is full", "--json"], 1, "error: the queue is full"),
-        (["generate", "fail INVALID_ARGUMENT prompt: empty"], 2, "error: prompt: empty"),
         (["generate", "fail FAILED_PRECONDITION one worker"], 1, "error: one worker"),
         (["generate", "hang", "--timeout", "0.2"], 1, "deadline"),
     ],
@@ -188,31 +185,23 @@ def test_mistakes_are_one_line(
     assert ran.out.strip() in ("", "a")
 
 
-def picture_paths(folder: Path) -> dict[str, tuple[Path, str]]:
-    (folder / "file").touch()
-    (folder / "folder.png").mkdir()
-    return {
-        "unknown suffix": (folder / "w.xyz", "must end in one of .jpg, .pdf, .png"),
-        "no suffix": (folder / "w", "must end in one of"),
-        "folder is a file": (folder / "file" / "w.png", "cannot be written: "),
-        "is a folder": (folder / "folder.png", "cannot be written: Is a directory"),
-        "name too long": (folder / f"{'w' * 300}.png", "cannot be written: File name too long"),
-    }
-
-
-@pytest.mark.parametrize("command", ["generate", "demo"])
-@pytest.mark.parametrize("case", ["unknown suffix", "no suffix", "folder is a file", "is a folder", "name too long"])
+@pytest.mark.parametrize(
+    ("command", "name", "message"),
+    [
+        (["generate", "x"], "w.xyz", "must end in one of .jpg, .pdf, .png"),
+        (["generate", "x"], "file/w.png", "cannot be written: "),
+        (["demo"], "folder.png", "cannot be written: Is a directory"),
+    ],
+)
 def test_a_picture_that_cannot_be_saved_is_refused_at_once(
-    service: ScriptedService, pdserve: Any, tmp_path: Path, command: str, case: str
+    service: ScriptedService, pdserve: Any, tmp_path: Path, command: list[str], name: str, message: str
 ) -> None:
-    path, message = picture_paths(tmp_path)[case]
-    arguments = ["x"] if command == "generate" else []
-    ran = pdserve(command, *arguments, "--target", service.target, "--png", str(path))
-    assert ran.code == 2
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    ran = pdserve(*command, "--target", service.target, "--png", str(tmp_path / name))
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert ran.err.startswith("error: --png: ")
     assert message in ran.err
-    assert ran.err.count("\n") == 1
-    assert not ran.out
     assert not service.servicer.requests
 
 
@@ -226,7 +215,7 @@ def test_checking_a_picture_changes_nothing(service: ScriptedService, pdserve: A
     assert not new.exists()
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("suffix", [each for each in FORMATS if each != ".png"])
 def test_a_picture_of_each_format(service: ScriptedService, pdserve: Any, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"w{suffix}"
     ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
@@ -349,9 +338,10 @@ def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "Φ",
     ):
         assert word in ran.out
-    plain = pdserve("model-info", "dummy:135m", "--json", "--dtype", "float32", "--window", "100").json
+    plain = pdserve("model-info", "dummy:135m", "--json", "--dtype", "float32").json
     assert plain["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
-    assert plain["kv_bytes_context_windowed"] == 100 * plain["kv_bytes_per_token"]
+    assert plain["kv_bytes_context_windowed"] == plain["window"] * plain["kv_bytes_per_token"]
+    assert plain["window"] == plain["context"] // 4
     assert [fit["memory_bytes"] for fit in plain["fits"]] == [16e9, 24e9, 80e9]
     missing = pdserve("model-info", "/no/such/folder")
     assert missing.code == 1

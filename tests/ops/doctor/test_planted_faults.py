@@ -12,7 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from checkpoints.source import resolve_model
-from ops.doctor.node_report import PACKAGES, ROOT
+from ops.doctor.checks import check_tokenizer
+from ops.doctor.node_report import PACKAGES, ROOT, report_node
 from ops.doctor.report import Level
 from tests.e2e.test_clocks import time_namespaces_problem
 from tests.local_cluster import free_port, free_ports
@@ -64,9 +65,10 @@ def test_a_wrong_interface() -> None:
 
 
 def test_another_model(tmp_path: Path) -> None:
-    """The same path, other weights."""
+    """The same path, other weights; the gateway's host has no tokenizer."""
     for name in ("first", "second"):
         shutil.copytree(ROOT / "models" / "tiny", tmp_path / name / "model")
+    (tmp_path / "first" / "model" / "tokenizer.json").unlink()
     weights = tmp_path / "second" / "model" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -78,6 +80,7 @@ def test_another_model(tmp_path: Path) -> None:
     assert troubles(report) == ["model", "reach"]
     assert found(report, "model")[0].where == SECOND
     assert report.pairs[0].meeting.obstacle == "layout"
+    assert [each.where for each in found(report, "tokenizer", Level.WARN)] == ["the gateway"]
 
 
 def test_a_model_that_one_node_does_not_have(tmp_path: Path) -> None:
@@ -201,9 +204,7 @@ def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
         tensors = load_file(weights)
         del tensors["model.norm.weight"]
         save_file(tensors, weights, {"format": "pt"})
-    report = examine(PlantedHost(), model={"path": str(folder)})
-    assert troubles(report) == ["model"]
-    assert any(said in each.what for each in found(report, "model")), report.findings
+    assert said in report_node(str(folder)).model_error
 
 
 @pytest.mark.parametrize(
@@ -220,10 +221,8 @@ def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level
     (folder / "tokenizer.json").unlink()
     if content is not None:
         (folder / "tokenizer.json").write_text(content)
-    report = examine(PlantedHost(), model={"path": str(folder)})
-    (finding,) = found(report, "tokenizer", level)
-    assert said in finding.what
-    assert troubles(report) == (["tokenizer"] if level is Level.FAIL else [])
+    (finding,) = check_tokenizer(folder)
+    assert (finding.level, said in finding.what, bool(finding.remedy)) == (level, True, True)
 
 
 @pytest.mark.cluster

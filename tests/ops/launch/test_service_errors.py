@@ -48,7 +48,9 @@ def test_a_ray_of_our_own_whose_process_dies(head: RayHead) -> None:
         head.wait_started()
 
 
-def test_a_ray_of_our_own_whose_raylet_dies(head: RayHead) -> None:
+def test_a_ray_of_our_own_whose_raylet_dies(head: RayHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is kept, although the folder of the Ray is removed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     head.begin()
 
     def kill_raylet() -> None:
@@ -57,8 +59,10 @@ def test_a_ray_of_our_own_whose_raylet_dies(head: RayHead) -> None:
                 if each.name() == "raylet" and str(head.folder) in " ".join(each.cmdline()):
                     each.kill()
 
-    with pytest.raises(LaunchError, match=CANNOT_START + r"its raylet ended \(exit code -9\)$"):
+    with pytest.raises(LaunchError, match=CANNOT_START + r"its raylet ended \(exit code -9\); see ") as failed:
         head.wait_started(kill_raylet)
+    head.stop()
+    assert "raylet" in Path(str(failed.value).split("; see ")[1]).read_text()
 
 
 def test_a_start_of_ray_that_is_given_up(head: RayHead) -> None:
@@ -78,16 +82,7 @@ def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path:
         head.begin()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("no luck"),
-        OSError("no luck"),
-        ValueError("no luck"),
-        ConnectionError("no luck"),
-        ray.exceptions.RaySystemError("no luck"),
-    ],
-)
+@pytest.mark.parametrize("error", [ValueError("no luck"), ray.exceptions.RaySystemError("no luck")])
 def test_a_ray_that_cannot_be_joined(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(**_: Any) -> None:
         raise error
@@ -109,7 +104,7 @@ def test_a_ray_that_breaks_while_the_service_starts(monkeypatch: pytest.MonkeyPa
         service.start()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost", "::", "::1", ""])
+@pytest.mark.parametrize("host", ["localhost", "::1", ""])
 def test_a_free_port_of_either_ip_version(host: str) -> None:
     if ":" in host and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this host has no IPv6")
