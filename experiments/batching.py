@@ -22,7 +22,7 @@ from pydantic import Field
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, StepCase, StepSample, Task
+from experiments.engine_alone.program import Built, Sample, StepCase, Task
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.load import Load, run_load
 from experiments.neighbours import passes
@@ -186,8 +186,8 @@ class Batching(Experiment):
                 match message:
                     case Built():
                         bench.facts |= {"device": message.device, "dtype": message.dtype, "core": message.core}
-                    case StepSample():
-                        bench.facts["steps"][message.case]["step_ms"].append(message.time_s * 1e3)
+                    case Sample():
+                        bench.facts["steps"][message.values["case"]]["step_ms"].append(message.values["time_s"] * 1e3)
                         bench.advance(1)
 
     def _simulate_pools(self, bench: Bench) -> None:

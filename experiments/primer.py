@@ -187,7 +187,7 @@ class Primer(Experiment):
                     case Warm():
                         bench.advance(1)
                     case _:
-                        facts["samples"].append(msgspec.structs.asdict(message))
+                        facts["samples"].append({"repeat": message.repeat, **message.values})
                         bench.advance(1)
         bench.facts |= facts
 

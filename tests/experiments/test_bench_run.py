@@ -44,7 +44,6 @@ def test_the_figures_of_a_run() -> None:
     kind = BenchRun(BenchRunOptions(slo="ttft=25", paired=True, percentiles="50,99"))
     run = RunData("bench", {}, {}, (cell,), rows)
     summary = kind.summarise(run)
-    kind.report(run, summary)  # can be drawn
 
     assert list(summary["arms"]) == ["pd", "colocated"]
     pd = summary["arms"]["pd"]

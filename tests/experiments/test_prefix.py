@@ -184,17 +184,6 @@ def test_the_report_states_what_was_saved(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.png")} == {"ttft_over_shared", "bytes_over_shared"}
 
 
-def test_a_run_without_any_finished_request_says_so() -> None:
-    run = replace(RUN, rows=())
-    assert "No request" in Prefix(PrefixOptions()).report(run, summary_of(run)).answer
-
-
-@pytest.mark.parametrize("shared", ["", "-1", "0,65"])
-def test_shared_lengths_that_cannot_be(shared: str) -> None:
-    with pytest.raises(InvalidRequest, match="--shared-lens"):
-        Prefix(PrefixOptions.choose({"prompt_len": 64, "shared_lens": shared})).cells(None)
-
-
 def test_a_run_against_a_service(tmp_path: Path) -> None:
     options = PrefixOptions.choose({"model": "tiny", "prompt_len": 70, "shared_lens": "0,40,70", "repeats": 2})
     settings = {"model": {"path": "tiny", "dtype": "float32"}, "engine": {"block_size": BLOCK, "num_blocks": 64}}

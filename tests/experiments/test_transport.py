@@ -12,7 +12,6 @@ from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.transport import MESSAGE_BYTES, Transport, TransportOptions, fit_line
-from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
@@ -150,15 +149,6 @@ def test_nothing_measured_is_no_error() -> None:
     summary = EXPERIMENT.summarise(run)
     assert summary["cells"] == []
     assert EXPERIMENT.report(run, summary).answer == "No transport was measured."
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [({"transports": "shm,cuda_ipc"}, "--transports: 'cuda_ipc' is none of"), ({"kib": "0"}, "--kib: give")],
-)
-def test_a_wrong_option_is_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        Transport(TransportOptions.choose(given)).cells(None)
 
 
 def test_pairs_of_processes_are_measured_and_redrawn(tmp_path: Path) -> None:
