@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from experiments.bench_plan import BenchPlan, Pace, fitted
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import (
     ATTAINMENT,
     COLOCATED,
@@ -76,20 +76,18 @@ class GoodputOptions(Options):
     devices: int | None = Field(
         None, ge=2, le=64, description="devices that auto divides (none: those of this host, at most 4)"
     )
-    rates: tuple[float, ...] = Field(
+    rates: tuple[float, ...] = option(
         (0.25, 0.5, 1.0, 2.0, 4.0),
         description="loads in requests/s per device",
-        json_schema_extra={"quick": [0.5, 1.5]},
+        quick=[0.5, 1.5],
     )
     slo: str = Field(
         "auto",
         description="limits in ms: ttft=200,itl=50 (ttft_decode, tpot, e2e); auto: twice the idle colocated TTFT "
         "(90th percentile) and gap between tokens",
     )
-    duration_s: float = Field(
-        15.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 5.0}
-    )
-    rounds: int = Field(6, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
+    duration_s: float = option(15.0, gt=0, le=86_400, description="seconds of each load", quick=5.0)
+    rounds: int = option(6, ge=2, description="loads of each mode per cell", quick=2)
     dataset: str = Field("random", description="what is sent, see `pdserve bench`")
     dataset_path: str | None = Field(None, description="file of the dataset")
     input_len: str | None = Field(None, description="tokens of each prompt, N or LOW:HIGH (random: 256)")

@@ -22,12 +22,11 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import Field
 
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import REQUEST_TIMEOUT_S
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.statistics import mean_interval, percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
@@ -53,15 +52,13 @@ class RoutingOptions(Options):
     """Options of `Routing`."""
 
     model: str = Field("tiny", description="model of the services that are started (as model.path)")
-    policies: tuple[str, ...] = Field(
+    policies: tuple[str, ...] = option(
         tuple(name for name in get_args(RoutingPolicy) if name != NearestLink.name),  # all links are within a host
         description="policies to compare",
-        json_schema_extra={"quick": [BASELINE, "least_tokens", "prefix_affinity", "kv_aware"]},
+        quick=[BASELINE, "least_tokens", "prefix_affinity", "kv_aware"],
     )
-    rounds: int = Field(2, ge=1, description="loads of each policy", json_schema_extra={"quick": 1})
-    duration_s: float = Field(
-        12.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 10.0}
-    )
+    rounds: int = option(2, ge=1, description="loads of each policy", quick=1)
+    duration_s: float = option(12.0, gt=0, le=86_400, description="seconds of each load", quick=10.0)
     load: float = Field(
         1.1,
         gt=0,

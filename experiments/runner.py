@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from experiments import environment
 from experiments.deployment import Deployment
-from experiments.experiment import Bench, Cell, Experiment, RunKind
-from experiments.machine_load import (
+from experiments.environment import (
     BUSY,
     LOAD,
     CpuUse,
@@ -25,6 +24,7 @@ from experiments.machine_load import (
     load_facts,
     own_processes,
 )
+from experiments.experiment import Bench, Cell, Experiment, RunKind
 from experiments.report.drawing import TableBlock
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RunData, RunFolder

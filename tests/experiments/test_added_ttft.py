@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from experiments.added_ttft import AddedTtft, AddedTtftOptions, break_even_of
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster, undisturbed

@@ -25,8 +25,7 @@ from experiments.engine_alone.process import measurements
 from experiments.engine_alone.program import Built, Sample, StepCase, Task
 from experiments.experiment import Bench, Cell
 from experiments.load import Load, Outcome
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, simulate
 from pdserve.core.errors import NotReady

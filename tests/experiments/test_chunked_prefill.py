@@ -9,8 +9,7 @@ import pytest
 
 from experiments.interference import CALIBRATION, ChunkedPrefill, ChunkedPrefillOptions
 from experiments.neighbours import DECODING, LONG
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster

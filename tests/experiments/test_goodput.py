@@ -11,8 +11,7 @@ import pytest
 
 from experiments.goodput import Goodput, GoodputOptions
 from experiments.modes import Split
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet

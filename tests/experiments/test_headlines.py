@@ -13,8 +13,7 @@ import pytest
 
 from experiments.catalogue import RUN_KINDS
 from experiments.experiment import RunKind
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from tests.experiments import (
     test_added_ttft,
     test_batching,

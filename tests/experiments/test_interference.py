@@ -11,8 +11,7 @@ import pytest
 from experiments.interference import ALONE_BUSY, ALONE_IDLE, CALIBRATION, PD, Interference, InterferenceOptions
 from experiments.neighbours import CANCELLED, DECODING, LONG
 from experiments.report.drawing import Picture
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve import Client
 from pdserve.core.errors import InvalidRequest

@@ -15,8 +15,7 @@ import pytest
 from experiments import hosts, link_sweep
 from experiments.link_sweep import NAMED_LINKS, LinkSweep, LinkSweepOptions, _crossing
 from experiments.modes import LinkModel
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet

@@ -14,8 +14,7 @@ import pytest
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.prefix import ARMS, BOTH, NONE, PREFILL, Prefix, PrefixOptions
 from experiments.report.drawing import Picture, TableBlock
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve import Client
 from pdserve.core.errors import InvalidRequest

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from experiments.experiment import Bench
-from experiments.request_row import RequestRow
 from experiments.routing import Routing, RoutingOptions
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.workloads.trace import SkewedPrefixes, Trace
 from pdserve.core.errors import InvalidRequest
 from tests.local_cluster import local_cluster

@@ -18,8 +18,7 @@ from experiments import deployment, environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.report.page import Report
-from experiments.request_row import RequestRow
-from experiments.run_folder import RunData, RunFolder
+from experiments.run_folder import RequestRow, RunData, RunFolder
 from experiments.runner import run_experiment
 from pdserve import AsyncClient, Client
 from pdserve.client.status import ServiceStatus

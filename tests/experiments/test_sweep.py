@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.sweep import Sweep, SweepOptions
 from pdserve.core.errors import InvalidRequest
