@@ -81,6 +81,13 @@ def links(status: ServiceStatus) -> list[dict[str, Any]]:
     ]
 
 
+def devices_here() -> int:
+    """Devices of this host that workers can use at once: its GPUs, else its cores."""
+    import torch  # takes long
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
 def _cpu() -> tuple[str, Mapping[str, None] | set[str]]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

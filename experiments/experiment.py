@@ -186,9 +186,11 @@ class Bench:
         repeat: int,
         kind: str = "",
         settle_s: float = 10.0,
+        step: int = 1,
         **options: Any,
     ) -> Load:
-        """Once the service is idle, send a load (`run_load`, with its ``options``), and write a row per request."""
+        """Once the service is idle, send a load (`run_load`, with its ``options``), and write a row per request,
+        which is ``step`` steps of the cell."""
         await self.settle(client, kind or arm, settle_s)
         begun_s = self.elapsed_s
 
@@ -204,7 +206,7 @@ class Bench:
                 scheduled_s=begun_s + outcome.scheduled_s,
                 sent_s=begun_s + outcome.sent_s,
             )
-            self.advance(1)
+            self.advance(step)
 
         return await run_load(client, conversations, schedule, on_done=record, **options)
 

@@ -6,7 +6,6 @@ Colocated requests do not depend on the split; their rows of all services with e
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from experiments.bench_plan import BenchPlan, Pace, fitted
+from experiments.environment import devices_here
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import (
     ATTAINMENT,
@@ -154,7 +154,7 @@ class Goodput(Experiment):
                 )
             return [split]
         if chosen == ("auto",):
-            return Split.all(self.options.devices or _devices())
+            return Split.all(self.options.devices or min(_MOST_DEVICES, max(2, devices_here())))
         splits = [Split.parse(text, "--splits") for text in chosen]
         if not splits:
             raise InvalidRequest("--splits: is empty")
@@ -251,13 +251,6 @@ class Goodput(Experiment):
         if summary["cells"]:
             report.blocks.append(_cells_table(summary["cells"]))
         return report
-
-
-def _devices() -> int:
-    """Devices of this host that a service can use: its GPUs, else its cores."""
-    import torch  # takes long
-
-    return min(_MOST_DEVICES, max(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))
 
 
 def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -> list[dict[str, Any]]:

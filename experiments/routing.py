@@ -11,7 +11,6 @@ prompts per second that the workers could compute without any cache."""
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections import Counter
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import Field
 
+from experiments.environment import devices_here
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import REQUEST_TIMEOUT_S
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
@@ -155,9 +155,11 @@ class Routing(Experiment):
                 arm=bench.cell.parameters["policy"],
                 repeat=bench.cell.parameters["round"],
                 mode=Mode.COLOCATED,
+                step=0,  # how many requests there are follows from the calibration
                 timeout_s=REQUEST_TIMEOUT_S,
             )
             bench.facts["load"] = {"took_s": load.duration_s, "lag": asdict(load.lag) if load.lag else None}
+            bench.advance(1)
 
     async def _calibrate(self, bench: Bench, client: AsyncClient, status: ServiceStatus) -> None:
         """Note the fact ``rate``: arrivals per second of all loads."""
@@ -174,7 +176,7 @@ class Routing(Experiment):
                 ttfts_s.append(cold.ttft_ms / 1e3)
                 bench.advance(1)
         ttft_s = statistics.median(ttfts_s)
-        at_once = min(options.workers, _devices())
+        at_once = min(options.workers, devices_here())
         bench.facts["prompt_tokens"] = length
         bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
@@ -230,13 +232,6 @@ class Routing(Experiment):
         if measured:
             report.blocks += [_picture(measured), _table(measured)]
         return report
-
-
-def _devices() -> int:
-    """Devices of this host that workers can use at once: its GPUs, else its cores."""
-    import torch  # takes long
-
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
 def _summarise(name: str, cells: Sequence[FinishedCell], rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:

@@ -143,13 +143,6 @@ def test_a_failed_request_and_a_missing_byte_fail_the_run() -> None:
     assert summary["failed"] == ["1 tokens: WorkerLost: gone", "1 tokens: 10000 bytes moved, 7 expected"]
 
 
-def test_nothing_measured_is_no_error() -> None:
-    run = RunData("transport", {}, {}, (), ())
-    summary = EXPERIMENT.summarise(run)
-    assert summary["cells"] == []
-    assert EXPERIMENT.report(run, summary).answer == "No transport was measured."
-
-
 def test_pairs_of_processes_are_measured_and_redrawn(tmp_path: Path) -> None:
     options = TransportOptions.choose({"transports": "shm,tcp", "kib": "64,512", "repeats": 2, "rounds": 1})
     folder = RunFolder.create(tmp_path, "transport", options.model_dump(mode="json"))
