@@ -25,8 +25,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from experiments.experiment import Cell
-from experiments.machine_load import LOAD, beside_text
+from experiments.environment import LOAD, beside_text
+from experiments.experiment import Cell, option
 from experiments.modes import (
     ATTAINMENT,
     COLOCATED,
@@ -53,11 +53,9 @@ from experiments.modes import (
 )
 from experiments.report.drawing import ARM_LOOKS, PALETTE, Mark, Panel, Picture, Rule, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.workloads.conversation import Room, Workload
-from experiments.workloads.lengths import Fixed
-from experiments.workloads.synthetic import Synthetic
+from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
@@ -81,53 +79,49 @@ _METHOD = (
 class AddedTtftOptions(PairOptions):
     """Options of `AddedTtft`."""
 
-    prompt_lens: tuple[PositiveInt, ...] = Field(
-        (128, 512, 1024, 2048), description="prompt lengths in tokens", json_schema_extra={"quick": [128, 512]}
+    prompt_lens: tuple[PositiveInt, ...] = option(
+        (128, 512, 1024, 2048), description="prompt lengths in tokens", quick=[128, 512]
     )
     transports: tuple[str, ...] = Field(("shm", "tcp"), description="transports to compare")
-    overlaps: tuple[Literal["none", "chunk", "layer"], ...] = Field(
+    overlaps: tuple[Literal["none", "chunk", "layer"], ...] = option(
         ("layer", "chunk", "none"),
         description="overlap modes to compare (see transfer.overlap)",
-        json_schema_extra={"quick": ["layer"]},
+        quick=["layer"],
     )
     pairs: int = Field(12, ge=1, description="least pairs of requests per idle cell")
-    widths: tuple[str, ...] = Field(
+    widths: tuple[str, ...] = option(
         ("mha", "gqa", "mla", "mqa"),
         description="KV widths of one model to compare (mha, gqa, mla, mqa; '' for none)",
-        json_schema_extra={"quick": []},
+        quick=[],
     )
     width_prompt_len: int = Field(512, ge=1, description="prompt length of the comparison of KV widths")
-    first_tokens: tuple[Literal["prefill", "decode"], ...] = Field(
+    first_tokens: tuple[Literal["prefill", "decode"], ...] = option(
         ("prefill", "decode"),
         description="settings of router.first_token to compare, at the prompt length nearest to 512",
-        json_schema_extra={"quick": ["prefill"]},
+        quick=["prefill"],
     )
-    rates: tuple[float, ...] = Field(
+    rates: tuple[float, ...] = option(
         (1.0, 2.0, 4.0),
         description="loads in requests/s ('' for none)",
-        json_schema_extra={"quick": [1.0, 3.0]},
+        quick=[1.0, 3.0],
     )
-    load_combinations: Literal["first", "transports", "all"] = Field(
+    load_combinations: Literal["first", "transports", "all"] = option(
         "transports",
         description="what is measured under load: the first transport and overlap; every transport with the first "
         "overlap; or all transports with all overlaps",
-        json_schema_extra={"quick": "first"},
+        quick="first",
     )
     load_prompt_lens: tuple[PositiveInt, ...] = Field(
         (), description="prompt lengths under load (none: of --prompt-lens the one nearest to 512, and the longest)"
     )
-    load_output_len: int = Field(
-        32, ge=2, description="tokens that a request generates under load", json_schema_extra={"quick": 16}
-    )
+    load_output_len: int = option(32, ge=2, description="tokens that a request generates under load", quick=16)
     slo: str = Field(
         "auto",
         description="limits in ms under load: ttft=200,itl=50 (ttft_decode, tpot, e2e); auto: twice the idle colocated "
         "TTFT and gap between tokens",
     )
-    duration_s: float = Field(
-        6.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 4.0}
-    )
-    rounds: int = Field(6, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
+    duration_s: float = option(6.0, gt=0, le=86_400, description="seconds of each load", quick=4.0)
+    rounds: int = option(6, ge=2, description="loads of each mode per cell", quick=2)
 
 
 class AddedTtft(ModeMatrix):

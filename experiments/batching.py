@@ -22,21 +22,19 @@ from pydantic import Field
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE
 from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, StepCase, StepSample, Task
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.engine_alone.program import Built, Sample, StepCase, Task
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.load import Load, run_load
 from experiments.neighbours import passes
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, cumulative, table, tail_marks
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequest, simulate
 from experiments.statistics import percentile, plain_mean, tail
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import all_at_once, random_arrivals
 from experiments.workloads.conversation import Room
-from experiments.workloads.lengths import Lognormal, Uniform
-from experiments.workloads.synthetic import Synthetic
+from experiments.workloads.synthetic import Lognormal, Synthetic, Uniform
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
@@ -58,31 +56,29 @@ _POOL_SHARE = 0.7  # arrivals, as a share of what the paged pool serves
 class BatchingOptions(Options):
     """Options of `Batching`."""
 
-    decode_batches: tuple[int, ...] = Field(
+    decode_batches: tuple[int, ...] = option(
         (1, 2, 4, 8, 16, 32, 64),
         description="batch sizes of decode steps",
-        json_schema_extra={"quick": [1, 4, 16]},
+        quick=[1, 4, 16],
     )
-    prefill_batches: tuple[int, ...] = Field(
-        (1, 2, 4, 8), description="batch sizes of prefill steps", json_schema_extra={"quick": [1, 4]}
-    )
+    prefill_batches: tuple[int, ...] = option((1, 2, 4, 8), description="batch sizes of prefill steps", quick=[1, 4])
     prefill_tokens: int = Field(128, ge=2, description="tokens of each prompt in a prefill step")
     context: int = Field(256, ge=1, description="context of each request in a decode step, in tokens")
     device: Literal["cpu", "cuda"] = Field("cpu", description="device of the steps: one core, or the first GPU")
-    rounds: int = Field(7, ge=1, description="how often each step is measured", json_schema_extra={"quick": 3})
+    rounds: int = option(7, ge=1, description="how often each step is measured", quick=3)
     pool_seeds: int = Field(6, ge=1, description="loads of the simulated pools")
-    requests: int = Field(48, ge=2, description="requests of a repeat", json_schema_extra={"quick": 16})
-    output_median: int = Field(
+    requests: int = option(48, ge=2, description="requests of a repeat", quick=16)
+    output_median: int = option(
         24,
         ge=2,
         description="median of the outputs' lengths, in tokens (lognormal)",
-        json_schema_extra={"quick": 12},
+        quick=12,
     )
     load: float = Field(
         0.6, gt=0, le=2, description="open-loop arrivals, as a share of what continuous batching serves at most"
     )
     max_num_seqs: int = Field(16, ge=1, description="requests in a batch of the services")
-    repeats: int = Field(6, ge=1, description="repeats of each arm", json_schema_extra={"quick": 2})
+    repeats: int = option(6, ge=1, description="repeats of each arm", quick=2)
 
 
 class Batching(Experiment):
@@ -186,8 +182,8 @@ class Batching(Experiment):
                 match message:
                     case Built():
                         bench.facts |= {"device": message.device, "dtype": message.dtype, "core": message.core}
-                    case StepSample():
-                        bench.facts["steps"][message.case]["step_ms"].append(message.time_s * 1e3)
+                    case Sample():
+                        bench.facts["steps"][message.values["case"]]["step_ms"].append(message.values["time_s"] * 1e3)
                         bench.advance(1)
 
     def _simulate_pools(self, bench: Bench) -> None:

@@ -19,9 +19,9 @@ from pydantic import Field
 
 from experiments import environment
 from experiments.bench_plan import PERCENTILES, BenchPlan
+from experiments.environment import BUSY, LOAD, OtherRequests, beside_text, cores_of_others, load_facts
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Load, Outcome
-from experiments.machine_load import BUSY, LOAD, OtherRequests, beside_text, cores_of_others, load_facts
 from experiments.modes import PD, SLO, added_interval, added_ms, added_text, pairs_of
 from experiments.report.drawing import (
     ARM_LOOKS,
@@ -37,8 +37,7 @@ from experiments.report.drawing import (
     table,
 )
 from experiments.report.page import Report, setup_of
-from experiments.request_row import LAG, RequestRow, failures, unexpected_bytes
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import LAG, FinishedCell, RequestRow, RunData, RunFolder, failures, unexpected_bytes
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from experiments.added_ttft import AddedTtft
 from experiments.batching import Batching
 from experiments.bench_report import BenchRun
@@ -35,23 +38,22 @@ RUN_KINDS: tuple[type[RunKind], ...] = (*EXPERIMENTS, Sweep, BenchRun)
 """Everything that writes a run folder."""
 
 
-def kind_of(name: str) -> type[RunKind]:
-    """The kind of run called ``name``. InvalidRequest if there is none."""
-    for each in RUN_KINDS:
-        if each.name == name:
-            return each
-    raise InvalidRequest(f"experiment: {name!r} is none of {', '.join(each.name for each in RUN_KINDS)}")
+K = TypeVar("K", bound=RunKind)
+
+
+def _named(kinds: Sequence[type[K]], name: str) -> type[K]:
+    found = {each.name: each for each in kinds}
+    if name not in found:
+        raise InvalidRequest(f"experiment: {name!r} is none of {', '.join(found)}")
+    return found[name]
 
 
 def run_of(folder: RunFolder) -> RunKind:
     """The run in ``folder``, with its options. InvalidRequest if this version cannot read it."""
     name, _ = folder.config
-    return kind_of(name).of(folder)
+    return _named(RUN_KINDS, name).of(folder)
 
 
 def experiment_of(name: str) -> type[Experiment]:
     """The experiment called ``name``. InvalidRequest if there is none."""
-    for each in EXPERIMENTS:
-        if each.name == name:
-            return each
-    raise InvalidRequest(f"experiment: {name!r} is none of {', '.join(each.name for each in EXPERIMENTS)}")
+    return _named(EXPERIMENTS, name)

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from experiments.deployment import Deployment, run_in_loop
+from experiments.environment import BUSY, CpuUse, OtherRequests, own_processes
 from experiments.load import Load, Outcome, run_load
-from experiments.machine_load import BUSY, CpuUse, OtherRequests, own_processes
 from experiments.report.page import Report
-from experiments.request_row import RequestRow
-from experiments.run_folder import CONFIG, ENVIRONMENT, RunData, RunFolder
+from experiments.run_folder import CONFIG, ENVIRONMENT, RequestRow, RunData, RunFolder
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from ops.settled import settled
@@ -34,9 +33,13 @@ _OVERLOAD = (CapacityExceeded.__name__, DeadlineExceeded.__name__)
 """Errors of requests that an overloaded service refuses or answers too late."""
 
 
+def option(default: Any, *, quick: Any, **checks: Any) -> Any:
+    """A field of `Options` with another default under ``--quick``."""
+    return Field(default, json_schema_extra={"quick": quick}, **checks)
+
+
 class Options(BaseModel):
-    """Options of an experiment; each becomes an option of its command. A field with ``json_schema_extra={"quick": x}``
-    has the default x under ``--quick``. Lists are written with commas."""
+    """Options of an experiment; each becomes an option of its command. Lists are written with commas."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -183,9 +186,11 @@ class Bench:
         repeat: int,
         kind: str = "",
         settle_s: float = 10.0,
+        step: int = 1,
         **options: Any,
     ) -> Load:
-        """Once the service is idle, send a load (`run_load`, with its ``options``), and write a row per request."""
+        """Once the service is idle, send a load (`run_load`, with its ``options``), and write a row per request,
+        which is ``step`` steps of the cell."""
         await self.settle(client, kind or arm, settle_s)
         begun_s = self.elapsed_s
 
@@ -201,7 +206,7 @@ class Bench:
                 scheduled_s=begun_s + outcome.scheduled_s,
                 sent_s=begun_s + outcome.sent_s,
             )
-            self.advance(1)
+            self.advance(step)
 
         return await run_load(client, conversations, schedule, on_done=record, **options)
 

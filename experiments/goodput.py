@@ -6,7 +6,6 @@ Colocated requests do not depend on the split; their rows of all services with e
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from experiments.bench_plan import BenchPlan, Pace, fitted
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.environment import devices_here
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import (
     ATTAINMENT,
     COLOCATED,
@@ -76,20 +76,18 @@ class GoodputOptions(Options):
     devices: int | None = Field(
         None, ge=2, le=64, description="devices that auto divides (none: those of this host, at most 4)"
     )
-    rates: tuple[float, ...] = Field(
+    rates: tuple[float, ...] = option(
         (0.25, 0.5, 1.0, 2.0, 4.0),
         description="loads in requests/s per device",
-        json_schema_extra={"quick": [0.5, 1.5]},
+        quick=[0.5, 1.5],
     )
     slo: str = Field(
         "auto",
         description="limits in ms: ttft=200,itl=50 (ttft_decode, tpot, e2e); auto: twice the idle colocated TTFT "
         "(90th percentile) and gap between tokens",
     )
-    duration_s: float = Field(
-        15.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 5.0}
-    )
-    rounds: int = Field(6, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
+    duration_s: float = option(15.0, gt=0, le=86_400, description="seconds of each load", quick=5.0)
+    rounds: int = option(6, ge=2, description="loads of each mode per cell", quick=2)
     dataset: str = Field("random", description="what is sent, see `pdserve bench`")
     dataset_path: str | None = Field(None, description="file of the dataset")
     input_len: str | None = Field(None, description="tokens of each prompt, N or LOW:HIGH (random: 256)")
@@ -156,7 +154,7 @@ class Goodput(Experiment):
                 )
             return [split]
         if chosen == ("auto",):
-            return Split.all(self.options.devices or _devices())
+            return Split.all(self.options.devices or min(_MOST_DEVICES, max(2, devices_here())))
         splits = [Split.parse(text, "--splits") for text in chosen]
         if not splits:
             raise InvalidRequest("--splits: is empty")
@@ -263,13 +261,6 @@ class Goodput(Experiment):
         if summary["cells"]:
             report.blocks.append(_cells_table(summary["cells"]))
         return report
-
-
-def _devices() -> int:
-    """Devices of this host that a service can use: its GPUs, else its cores."""
-    import torch  # takes long
-
-    return min(_MOST_DEVICES, max(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))
 
 
 def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -> list[dict[str, Any]]:

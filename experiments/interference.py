@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.neighbours import (
     LONG,
     Arm,
@@ -95,7 +95,7 @@ class NeighbourOptions(Options):
         0.95, gt=0, le=1, description="a chunk size qualifies as best with this share of the highest throughput"
     )
     chunk_sizes: tuple[PositiveInt, ...] = Field((), description="chunk sizes in tokens")
-    repeats: int = Field(6, ge=1, description="windows per arm", json_schema_extra={"quick": 2})
+    repeats: int = option(6, ge=1, description="windows per arm", quick=2)
 
     def traffic(self, prompt_s: float) -> Traffic:
         """The traffic of a window, if a long prompt takes a worker ``prompt_s`` seconds."""
@@ -235,17 +235,13 @@ def _caveats(arms: Sequence[Mapping[str, Any]], name: str, *own: str) -> list[st
 class InterferenceOptions(NeighbourOptions):
     """Options of `Interference`."""
 
-    chunk_sizes: tuple[PositiveInt, ...] = Field(
+    chunk_sizes: tuple[PositiveInt, ...] = option(
         (64, 128, 256, 512),
         description="chunk sizes of the colocated arms, in tokens",
-        json_schema_extra={"quick": [256]},
+        quick=[256],
     )
-    prompt_len: int = Field(
-        1024, ge=1, description="length of the long prompts, in tokens", json_schema_extra={"quick": 512}
-    )
-    arrive_s: float = Field(
-        6.0, gt=0, le=600, description="seconds of a window in which prompts arrive", json_schema_extra={"quick": 3.0}
-    )
+    prompt_len: int = option(1024, ge=1, description="length of the long prompts, in tokens", quick=512)
+    arrive_s: float = option(6.0, gt=0, le=600, description="seconds of a window in which prompts arrive", quick=3.0)
 
 
 class Interference(LongPrompts):
@@ -442,18 +438,14 @@ def _interference_answer(summary: Mapping[str, Any]) -> str:
 class ChunkedPrefillOptions(NeighbourOptions):
     """Options of `ChunkedPrefill`."""
 
-    chunk_sizes: tuple[PositiveInt, ...] = Field(
+    chunk_sizes: tuple[PositiveInt, ...] = option(
         (64, 128, 256, 512, 1024, 2048),
         description="chunk sizes in tokens; off is always measured too",
-        json_schema_extra={"quick": [64, 256]},
+        quick=[64, 256],
     )
-    prompt_len: int = Field(
-        2048, ge=1, description="length of the long prompts, in tokens", json_schema_extra={"quick": 512}
-    )
+    prompt_len: int = option(2048, ge=1, description="length of the long prompts, in tokens", quick=512)
     load: float = Field(0.3, gt=0, le=2, description="arrivals of long prompts, as a share of what the worker computes")
-    arrive_s: float = Field(
-        8.0, gt=0, le=600, description="seconds of a window in which prompts arrive", json_schema_extra={"quick": 3.0}
-    )
+    arrive_s: float = option(8.0, gt=0, le=600, description="seconds of a window in which prompts arrive", quick=3.0)
 
 
 class ChunkedPrefill(LongPrompts):

@@ -27,13 +27,12 @@ import numpy as np
 from pydantic import Field
 
 from experiments.deployment import Deployment
-from experiments.experiment import Bench, Cell, Options
+from experiments.experiment import Bench, Cell, Options, option
 from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
 from experiments.modes import LinkModel, ModeMatrix, PairOptions, added_ms, pair_figures, pairs_of
 from experiments.report.drawing import DOTTED, INK, MARKERS, PALETTE, Mark, Panel, Picture, Rule, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.statistics import mean_interval
 from ops.doctor.handoff_prediction import Overlap
 from pdserve.client.status import ServiceStatus
@@ -76,31 +75,29 @@ NAMED_LINKS = (
 class LinkSweepOptions(PairOptions):
     """Options of `LinkSweep`."""
 
-    gbps: tuple[float, ...] = Field(
+    gbps: tuple[float, ...] = option(
         (0.05, 0.1, 0.2, 0.5, 2.0, 10.0),
         description="rates of the link, in 10^9 bits per second",
-        json_schema_extra={"quick": [0.05, 0.2, 1.0]},
+        quick=[0.05, 0.2, 1.0],
     )
-    round_trips_ms: tuple[float, ...] = Field(
+    round_trips_ms: tuple[float, ...] = option(
         (10.0, 40.0),
         description="further round trips, measured at --round-trip-gbps ('' for none); the rates are measured without "
         "one",
-        json_schema_extra={"quick": [40.0]},
+        quick=[40.0],
     )
-    round_trip_gbps: float = Field(
-        0.5, gt=0, description="rate of the cells with a round trip", json_schema_extra={"quick": 1.0}
-    )
-    overlaps: tuple[Overlap, ...] = Field(
+    round_trip_gbps: float = option(0.5, gt=0, description="rate of the cells with a round trip", quick=1.0)
+    overlaps: tuple[Overlap, ...] = option(
         ("none", "chunk", "layer"),
         description="overlap modes to compare (see transfer.overlap)",
-        json_schema_extra={"quick": ["none", "layer"]},
+        quick=["none", "layer"],
     )
-    prompt_len: int = Field(512, ge=1, description="prompt length in tokens", json_schema_extra={"quick": 256})
+    prompt_len: int = option(512, ge=1, description="prompt length in tokens", quick=256)
     chunk_tokens: int = Field(
         128, ge=1, description="tokens of a prompt that a step computes (as engine.max_num_batched_tokens)"
     )
     transport: Literal["tcp", "grpc_stream", "torch_dist"] = Field("tcp", description="transport of the link")
-    pairs: int = Field(12, ge=1, description="least pairs of requests per cell", json_schema_extra={"quick": 6})
+    pairs: int = option(12, ge=1, description="least pairs of requests per cell", quick=6)
     hosts: Literal["local", "namespaces"] = Field(
         "local",
         description="local: the link is shaped in user space; namespaces (as root): prefill and decode run on two "

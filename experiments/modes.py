@@ -21,12 +21,11 @@ import numpy as np
 from pydantic import Field
 
 from checkpoints.source import resolve_model
-from experiments.experiment import Bench, Experiment, Options
+from experiments.environment import BESIDE_CORES, beside_text
+from experiments.experiment import Bench, Experiment, Options, option
 from experiments.load import Lag
-from experiments.machine_load import BESIDE_CORES, beside_text
 from experiments.report.drawing import ARM_LOOKS, Mark, Panel, Records, Rule
-from experiments.request_row import LAG, RequestRow, failures, unexpected_bytes
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import LAG, FinishedCell, RequestRow, RunData, failures, unexpected_bytes
 from experiments.statistics import abba, difference_interval, mean_interval, percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import random_arrivals
@@ -62,12 +61,12 @@ _DISTURBED_S = 0.03
 class PairOptions(Options):
     """Options of experiments that compare pairs on an idle service."""
 
-    pairs_s: float = Field(
+    pairs_s: float = option(
         40.0,
         ge=0,
         le=86_400,
         description="seconds per idle cell within which pairs are added until the intervals are narrow",
-        json_schema_extra={"quick": 18.0},
+        quick=18.0,
     )
     narrow_ms: float = Field(
         2.0, gt=0, description="half width of a narrow interval, in ms; 5 % of the added time are narrow as well"

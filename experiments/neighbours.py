@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.experiment import Bench
-from experiments.request_row import RequestRow, token_hash
-from experiments.run_folder import RunData
+from experiments.run_folder import RequestRow, RunData, token_hash
 from experiments.statistics import percentile, plain_mean, tail
 from experiments.workloads.conversation import Room
 from pdserve.client.async_client import AsyncClient, AsyncStream

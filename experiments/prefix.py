@@ -23,16 +23,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import ModelArithmetic
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import chunk_tokens
 from experiments.report.drawing import DASHED, FAINT, PALETTE, Look, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow, failures, unexpected_bytes
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData, failures, unexpected_bytes
 from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
 from experiments.workloads.conversation import Room
@@ -52,13 +49,13 @@ _METHOD = "one request at a time; each prompt in all three arms, in all orders b
 class PrefixOptions(Options):
     """Options of `Prefix`."""
 
-    prompt_len: int = Field(1024, ge=2, description="prompt length in tokens", json_schema_extra={"quick": 512})
-    shared_lens: tuple[int, ...] = Field(
+    prompt_len: int = option(1024, ge=2, description="prompt length in tokens", quick=512)
+    shared_lens: tuple[int, ...] = option(
         (0, 128, 256, 512, 768, 1024),
         description="how many of its first tokens are shared with an earlier request",
-        json_schema_extra={"quick": [0, 128, 256, 512]},
+        quick=[0, 128, 256, 512],
     )
-    repeats: int = Field(12, ge=1, description="prompts per shared length", json_schema_extra={"quick": 6})
+    repeats: int = option(12, ge=1, description="prompts per shared length", quick=6)
 
 
 class Prefix(Experiment):

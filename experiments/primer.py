@@ -26,7 +26,7 @@ from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import Cost, ModelArithmetic
 from experiments.engine_alone.process import measurements
 from experiments.engine_alone.program import STEPS, WARM_STEPS, WITH, WITHOUT, Built, Rates, Task, Warm
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.report.drawing import (
     DASHED,
     DOTTED,
@@ -59,34 +59,30 @@ class PrimerOptions(Options):
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="device of the engine: one core, or the first GPU")
     core: int | None = Field(None, ge=0, description="the core to measure on (default: the first allowed one)")
-    repeats: int = Field(6, ge=1, description="how often everything is measured", json_schema_extra={"quick": 6})
-    cache_prompt_len: int = Field(
+    repeats: int = option(6, ge=1, description="how often everything is measured", quick=6)
+    cache_prompt_len: int = option(
         64, ge=1, description="prompt length of the comparison with and without a KV cache",
-        json_schema_extra={"quick": 32},
+        quick=32,
     )  # fmt: skip
-    cache_output_len: int = Field(
-        128, ge=2, description="tokens generated in that comparison", json_schema_extra={"quick": 32}
+    cache_output_len: int = option(128, ge=2, description="tokens generated in that comparison", quick=32)
+    profile_prompt_len: int = option(
+        512, ge=1, description="prompt length of the profile of prefill and decode", quick=256
     )
-    profile_prompt_len: int = Field(
-        512, ge=1, description="prompt length of the profile of prefill and decode", json_schema_extra={"quick": 256}
-    )
-    profile_output_len: int = Field(
-        64, ge=2, description="tokens generated in that profile", json_schema_extra={"quick": 32}
-    )
-    prefill_lens: tuple[int, ...] = Field(
+    profile_output_len: int = option(64, ge=2, description="tokens generated in that profile", quick=32)
+    prefill_lens: tuple[int, ...] = option(
         (4, 16, 64, 128, 256, 512, 1024),
         description="prompt lengths of the prefills",
-        json_schema_extra={"quick": [4, 16, 64, 256]},
+        quick=[4, 16, 64, 256],
     )
-    batches: tuple[int, ...] = Field(
+    batches: tuple[int, ...] = option(
         (1, 2, 4, 8, 16, 32, 64),
         description="batch sizes of the decode steps",
-        json_schema_extra={"quick": [1, 4, 16, 64]},
+        quick=[1, 4, 16, 64],
     )
-    contexts: tuple[int, ...] = Field(
+    contexts: tuple[int, ...] = option(
         (64, 256, 1024),
         description="tokens before those of the decode steps",
-        json_schema_extra={"quick": [64, 256]},
+        quick=[64, 256],
     )
 
 
@@ -137,27 +133,27 @@ class Primer(Experiment):
     def _check(self) -> None:
         """InvalidRequest for options that no engine of this model can run."""
         options = self.options
-        for option, values in (
+        for flag, values in (
             ("--prefill-lens", options.prefill_lens),
             ("--batches", options.batches),
             ("--contexts", options.contexts),
         ):
             if not values or min(values) < 1 or len(set(values)) < len(values):
-                raise InvalidRequest(f"{option}: give positive whole numbers, each once")
+                raise InvalidRequest(f"{flag}: give positive whole numbers, each once")
         if 1 not in options.batches:
             raise InvalidRequest("--batches: 1 has to be among them: the ridge is where a step takes twice as long")
         try:
             limit = resolve_model(options.model).shape.max_position_embeddings
         except ModelError as error:
             raise InvalidRequest(f"--model: {error}") from None
-        for option, most in (
+        for flag, most in (
             ("--cache-prompt-len", options.cache_prompt_len + options.cache_output_len),
             ("--profile-prompt-len", options.profile_prompt_len + options.profile_output_len),
             ("--prefill-lens", max(options.prefill_lens)),
             ("--contexts", max(options.contexts) + WARM_STEPS + STEPS),
         ):
             if most > limit:
-                raise InvalidRequest(f"{option}: {most} tokens exceed the model's context of {limit}")
+                raise InvalidRequest(f"{flag}: {most} tokens exceed the model's context of {limit}")
         allowed = sorted(os.sched_getaffinity(0))
         if options.core is not None and options.core not in allowed:
             raise InvalidRequest(f"--core: {options.core} is none of the cores this process may use: {allowed}")
@@ -187,7 +183,7 @@ class Primer(Experiment):
                     case Warm():
                         bench.advance(1)
                     case _:
-                        facts["samples"].append(msgspec.structs.asdict(message))
+                        facts["samples"].append({"repeat": message.repeat, **message.values})
                         bench.advance(1)
         bench.facts |= facts
 

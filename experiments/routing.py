@@ -11,7 +11,6 @@ prompts per second that the workers could compute without any cache."""
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections import Counter
@@ -22,12 +21,12 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import Field
 
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.environment import devices_here
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import REQUEST_TIMEOUT_S
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.statistics import mean_interval, percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
@@ -52,15 +51,13 @@ class RoutingOptions(Options):
     """Options of `Routing`."""
 
     model: str = Field("tiny", description="model of the services that are started (as model.path)")
-    policies: tuple[str, ...] = Field(
+    policies: tuple[str, ...] = option(
         tuple(name for name in get_args(RoutingPolicy) if name != "nearest_link"),  # all links are within a host
         description="policies to compare",
-        json_schema_extra={"quick": [BASELINE, "least_tokens", "prefix_affinity", "kv_aware"]},
+        quick=[BASELINE, "least_tokens", "prefix_affinity", "kv_aware"],
     )
-    rounds: int = Field(2, ge=1, description="loads of each policy", json_schema_extra={"quick": 1})
-    duration_s: float = Field(
-        12.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 10.0}
-    )
+    rounds: int = option(2, ge=1, description="loads of each policy", quick=1)
+    duration_s: float = option(12.0, gt=0, le=86_400, description="seconds of each load", quick=10.0)
     load: float = Field(
         1.1,
         gt=0,
@@ -157,9 +154,11 @@ class Routing(Experiment):
                 arm=bench.cell.parameters["policy"],
                 repeat=bench.cell.parameters["round"],
                 mode=Mode.COLOCATED,
+                step=0,  # how many requests there are follows from the calibration
                 timeout_s=REQUEST_TIMEOUT_S,
             )
             bench.facts["load"] = {"took_s": load.duration_s, "lag": asdict(load.lag) if load.lag else None}
+            bench.advance(1)
 
     async def _calibrate(self, bench: Bench, client: AsyncClient, status: ServiceStatus) -> None:
         """Note the fact ``rate``: arrivals per second of all loads."""
@@ -176,7 +175,7 @@ class Routing(Experiment):
                 ttfts_s.append(cold.ttft_ms / 1e3)
                 bench.advance(1)
         ttft_s = statistics.median(ttfts_s)
-        at_once = min(options.workers, _devices())
+        at_once = min(options.workers, devices_here())
         bench.facts["prompt_tokens"] = length
         bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
@@ -237,13 +236,6 @@ class Routing(Experiment):
         if measured:
             report.blocks += [_picture(measured), _table(measured)]
         return report
-
-
-def _devices() -> int:
-    """Devices of this host that workers can use at once: its GPUs, else its cores."""
-    import torch  # takes long
-
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
 def _summarise(name: str, cells: Sequence[FinishedCell], rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from experiments import environment
 from experiments.deployment import Deployment
-from experiments.experiment import Bench, Cell, Experiment, RunKind
-from experiments.machine_load import (
+from experiments.environment import (
     BUSY,
     LOAD,
     CpuUse,
@@ -25,7 +24,8 @@ from experiments.machine_load import (
     load_facts,
     own_processes,
 )
-from experiments.report.drawing import TableBlock
+from experiments.experiment import Bench, Cell, Experiment, RunKind
+from experiments.report.drawing import TableBlock, table
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
@@ -33,7 +33,6 @@ from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions, Target
 from pdserve.core.errors import InvalidRequest
 
-_LOAD_KEYS = ("before_cores", "during_cores")
 PLANNED = "planned_cells"
 """What ``env.json`` calls the number of cells that a complete run has."""
 
@@ -277,15 +276,16 @@ def _tell_load(run: RunData, report: Report) -> None:
         if isinstance(block, TableBlock):
             named = [(f"{row[0]} ({beside[row[0]]})" if row[0] in beside else row[0], *row[1:]) for row in block.rows]
             report.blocks[place] = replace(block, rows=named)
-    rows = [
-        (cell.cell, str(load["cores"]), *("–" if load[key] is None else f"{load[key]:.2f}" for key in _LOAD_KEYS))
-        for cell in run.cells
-        if (load := cell.facts.get(LOAD))
-    ]
-    if rows:
-        header = ("cell", "cores of this host", "used by others before the cell", "used by others during it")
+    loads = [{"cell": cell.cell, **load} for cell in run.cells if (load := cell.facts.get(LOAD))]
+    if loads:
+        columns = (
+            "cell",
+            "cores of this host | cores",
+            "used by others before the cell | before_cores:.2f",
+            "used by others during it | during_cores:.2f",
+        )
         caption = "Cores that processes used which are not the measurement's. –: which are the service's is not known."
-        report.blocks.append(TableBlock("Load of the machine", header, rows, caption))
+        report.blocks.append(table("Load of the machine", loads, columns, caption))
 
 
 def _resumption_caveats(run: RunData) -> list[str]:

@@ -32,12 +32,10 @@ from experiments.modes import (
 )
 from experiments.report.drawing import table
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow, unexpected_bytes
-from experiments.run_folder import RunData
+from experiments.run_folder import RequestRow, RunData, unexpected_bytes
 from experiments.statistics import mean_interval
 from experiments.workloads.conversation import Room, Workload
-from experiments.workloads.lengths import Fixed
-from experiments.workloads.synthetic import Synthetic
+from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, InvalidRequest

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from pydantic import Field
 
-from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import PD
 from experiments.pairs.memcpy import Memcpy
 from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
@@ -47,8 +47,7 @@ from experiments.report.drawing import (
     table,
 )
 from experiments.report.page import Report, setup_of
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
@@ -75,26 +74,24 @@ class TransportOptions(Options):
     transports: tuple[str, ...] = Field(
         (), description="transports to measure (none: all that can be measured on this machine)"
     )
-    kib: tuple[int, ...] = Field(
+    kib: tuple[int, ...] = option(
         (64, 256, 1024, 4096, 16384, 131072),
         description="sizes in KiB",
-        json_schema_extra={"quick": [64, 512, 4096, 16384]},
+        quick=[64, 512, 4096, 16384],
     )
-    repeats: int = Field(6, ge=1, description="how often processes are started anew", json_schema_extra={"quick": 6})
-    rounds: int = Field(
+    repeats: int = option(6, ge=1, description="how often processes are started anew", quick=6)
+    rounds: int = option(
         7,
         ge=1,
         description="payloads of each size and repeat, of which the median counts",
-        json_schema_extra={"quick": 5},
+        quick=5,
     )
-    prompt_lens: tuple[int, ...] = Field(
+    prompt_lens: tuple[int, ...] = option(
         (128, 256, 512, 1024, 2048, 4096),
         description="prompt lengths for the links of a running service",
-        json_schema_extra={"quick": [128, 512, 1024]},
+        quick=[128, 512, 1024],
     )
-    requests: int = Field(
-        12, ge=1, description="requests of each prompt length to a running service", json_schema_extra={"quick": 6}
-    )
+    requests: int = option(12, ge=1, description="requests of each prompt length to a running service", quick=6)
 
 
 class Transport(Experiment):

@@ -363,7 +363,7 @@ def _summary(reports: Sequence[Report]) -> list[str]:
 
 
 def _of_load(report: Report) -> list[str]:
-    from experiments.machine_load import OtherRequests
+    from experiments.environment import OtherRequests
     from pdserve.core.interval import CONFIDENCE, Interval
     from pdserve.core.request import counted_requests
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -52,8 +52,8 @@ class StepCase(msgspec.Struct, frozen=True):
 
 WARM_STEPS = 2
 STEPS = 5
-WITH: Final = "with"
-WITHOUT: Final = "without"
+WITH = "with"
+WITHOUT = "without"
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -101,45 +101,14 @@ class Rates(Message):
     bytes_per_s: float
 
 
-class CacheSample(Message):
-    """``times_s`` of each token, and the tokens. Both arms of a repeat have the same prompt."""
+class Sample(Message):
+    """What was measured once in a repeat, by part: ``cache`` has ``arm``, ``times_s`` of each token and ``token_ids``
+    (both arms of a repeat have the same prompt); ``profile`` has ``prefill_s`` of token 1 and ``decode_s`` of all
+    others; ``prefill``, ``decode`` and ``steps`` have ``time_s`` of a prompt of ``tokens``, of a step of ``batch``
+    requests (the median of `STEPS`), or of the case with the index ``case`` (the median of a few)."""
 
     repeat: int
-    arm: Literal["with", "without"]
-    times_s: list[float]
-    token_ids: list[int]
-
-
-class ProfileSample(Message):
-    """Token 1, and all others."""
-
-    repeat: int
-    prefill_s: float
-    decode_s: float
-
-
-class PrefillSample(Message):
-    """A prompt of ``tokens``."""
-
-    repeat: int
-    tokens: int
-    time_s: float
-
-
-class DecodeSample(Message):
-    """A step of ``batch`` requests, the median of `STEPS`."""
-
-    repeat: int
-    batch: int
-    time_s: float
-
-
-class StepSample(Message):
-    """A step of the case with this index in ``Task.cases``, the median of a few."""
-
-    repeat: int
-    case: int
-    time_s: float
+    values: dict[str, Any]
 
 
 class Failed(Message):
@@ -147,9 +116,6 @@ class Failed(Message):
 
     error: str
     message: str
-
-
-Sample = CacheSample | ProfileSample | PrefillSample | DecodeSample | StepSample
 
 
 def main() -> None:
@@ -200,45 +166,45 @@ def _run(task: Task) -> None:
         if repeat >= 0:
             bare, packed = ceilings.product_flops(1), ceilings.packed_flops(1)
             say(Rates(max(bare, packed), ceilings.read_bytes_per_s(1)))
-        for sample in measure(task, engine, repeat):
-            say(Warm() if repeat < 0 else sample)
+        for values in measure(task, engine, repeat):
+            say(Warm() if repeat < 0 else Sample(repeat, values))
 
 
-def _cache(task: Task, engine: BareEngine, repeat: int) -> Iterator[CacheSample]:
+def _cache(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
     prompt = _prompt(task, engine, repeat)
-    arms: tuple[Literal["with", "without"], ...] = (WITH, WITHOUT) if repeat % 2 == 0 else (WITHOUT, WITH)
+    arms = (WITH, WITHOUT) if repeat % 2 == 0 else (WITHOUT, WITH)
     tokens = task.output_len if repeat >= 0 else min(4, task.output_len)
     for arm in arms:
         generate = engine.generate if arm == WITH else engine.generate_without_cache
         token_ids, times_s = generate(prompt, tokens)
-        yield CacheSample(repeat, arm, [round(each, 7) for each in times_s], token_ids)
+        yield {"arm": arm, "times_s": [round(each, 7) for each in times_s], "token_ids": token_ids}
 
 
-def _profile(task: Task, engine: BareEngine, repeat: int) -> Iterator[ProfileSample]:
+def _profile(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
     tokens = task.output_len if repeat >= 0 else min(4, task.output_len)
     _, times_s = engine.generate(_prompt(task, engine, repeat), tokens)
-    yield ProfileSample(repeat, times_s[0], sum(times_s[1:]))
+    yield {"prefill_s": times_s[0], "decode_s": sum(times_s[1:])}
 
 
-def _prefill(task: Task, engine: BareEngine, repeat: int) -> Iterator[PrefillSample]:
+def _prefill(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
     for tokens in _order(task.lengths, repeat):
-        yield PrefillSample(repeat, tokens, engine.prefill_s(tokens))
+        yield {"tokens": tokens, "time_s": engine.prefill_s(tokens)}
 
 
-def _decode(task: Task, engine: BareEngine, repeat: int) -> Iterator[DecodeSample]:
+def _decode(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
     for batch in _order(task.batches, repeat):
         steps = engine.decode_steps_s(batch, task.context, WARM_STEPS, STEPS)
-        yield DecodeSample(repeat, batch, statistics.median(steps))
+        yield {"batch": batch, "time_s": statistics.median(steps)}
 
 
-def _steps(task: Task, engine: BareEngine, repeat: int) -> Iterator[StepSample]:
+def _steps(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
     for index in _order(tuple(range(len(task.cases))), repeat):
         case = task.cases[index]
         if case.kind == "decode":
             steps = engine.decode_steps_s(case.batch, case.context, WARM_STEPS, STEPS)
         else:
             steps = engine.prefill_steps_s(case.batch, case.tokens, case.context, 2)
-        yield StepSample(repeat, index, statistics.median(steps))
+        yield {"case": index, "time_s": statistics.median(steps)}
 
 
 def _order(values: tuple[int, ...], repeat: int) -> tuple[int, ...]:

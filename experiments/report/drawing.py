@@ -221,11 +221,11 @@ class Panel:
         axes.tick_params(which="both", length=0, labelcolor=INK, labelsize=9)
         for side, spine in axes.spines.items():
             spine.set(color="#c9ced6", visible=side in ("left", "bottom"))
+        for mark in self.marks:
+            mark.draw(axes, self) if isinstance(mark, Mark) else mark.draw(axes)
         for axis, set_scale in (("x", axes.set_xscale), ("y", axes.set_yscale)):
             if axis in self.log:
                 set_scale("log")
-        for mark in self.marks:
-            mark.draw(axes, self) if isinstance(mark, Mark) else mark.draw(axes)
 
     def finish(self, axes: Any) -> None:
         """Name and limit the axes, once panels that share them have their marks too."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.workloads.conversation import Workload
-from experiments.workloads.lengths import Lengths, parse_lengths
 from experiments.workloads.prompt_files import OwnPrompts, ShareGPT, TextLines
-from experiments.workloads.synthetic import PUBLISHED_SHAPES, Synthetic, published
+from experiments.workloads.synthetic import PUBLISHED_SHAPES, Lengths, Synthetic, parse_lengths, published
 from experiments.workloads.trace import TRACE_BLOCK_SIZE, Trace
 from pdserve.core.errors import InvalidRequest
 

@@ -15,7 +15,7 @@ from typing import Annotated, Self, TypeVar
 import msgspec
 
 from experiments.workloads.conversation import Conversation, Room, Turn
-from experiments.workloads.lengths import Fixed, Lengths
+from experiments.workloads.synthetic import Fixed, Lengths
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from experiments import hosts
 from experiments.link_sweep import LinkSweep, LinkSweepOptions
 from experiments.run_folder import RunFolder
 from experiments.runner import run_experiment
-from tests.experiments.test_link_sweep import Silent
+from tests.experiments.quiet import Quiet
 
 pytestmark = pytest.mark.cluster
 
@@ -47,7 +47,7 @@ def left_over() -> set[str]:
 def test_a_sweep_between_two_hosts(tmp_path: Path) -> None:
     options = LinkSweepOptions.choose(GIVEN)
     folder = RunFolder.create(tmp_path, "link-sweep", options.model_dump(mode="json"))
-    outcome = run_experiment(LinkSweep(options), folder, Silent(), settings={"engine.kv_memory_mb": 64})
+    outcome = run_experiment(LinkSweep(options), folder, Quiet(), settings={"engine.kv_memory_mb": 64})
     assert outcome.failures == []
     assert outcome.summary is not None
     slow, fast = outcome.summary["cells"]

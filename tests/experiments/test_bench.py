@@ -14,11 +14,10 @@ from experiments.bench_plan import BenchPlan, Pace, fitted, interleaved, run_ben
 from experiments.bench_report import distribution, parse_percentiles, report_of
 from experiments.load import Load, Outcome
 from experiments.modes import SLO
-from experiments.request_row import RequestRow
+from experiments.run_folder import RequestRow
 from experiments.workloads.arrivals import ClosedLoop
 from experiments.workloads.conversation import Room
-from experiments.workloads.lengths import Fixed, Lognormal
-from experiments.workloads.synthetic import Synthetic
+from experiments.workloads.synthetic import Fixed, Lognormal, Synthetic
 from ops.settled import leaked_blocks, settled
 from pdserve import AsyncClient, ServiceStatus, ServiceWorker
 from pdserve.client.generation import Generation

@@ -15,11 +15,9 @@ from experiments.bench_plan import BenchPlan, Pace, run_bench
 from experiments.bench_report import BenchRecorder, BenchRun, BenchRunOptions, report_of
 from experiments.cli.bench import _summary
 from experiments.report.page import Report
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw
-from experiments.workloads.lengths import Fixed
-from experiments.workloads.synthetic import Synthetic
+from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.launch.state import last_report
 from pdserve import AsyncClient
 from tests.local_cluster import local_cluster
@@ -44,7 +42,6 @@ def test_the_figures_of_a_run() -> None:
     kind = BenchRun(BenchRunOptions(slo="ttft=25", paired=True, percentiles="50,99"))
     run = RunData("bench", {}, {}, (cell,), rows)
     summary = kind.summarise(run)
-    kind.report(run, summary)  # can be drawn
 
     assert list(summary["arms"]) == ["pd", "colocated"]
     pd = summary["arms"]["pd"]

@@ -9,10 +9,8 @@ import pytest
 
 from experiments.interference import CALIBRATION, ChunkedPrefill, ChunkedPrefillOptions
 from experiments.neighbours import DECODING, LONG
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
-from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
@@ -68,13 +66,6 @@ def test_the_report_shows_every_chunk_size(tmp_path: Path) -> None:
     }
 
 
-def test_nothing_measured_is_no_error(tmp_path: Path) -> None:
-    run = RunData("chunked-prefill", {}, {}, (), ())
-    summary = experiment().summarise(run)
-    assert (summary["best_chunk"], summary["chunks"]) == (None, {})
-    experiment().report(run, summary).save(tmp_path)
-
-
 def test_services_differ_in_their_chunks_alone() -> None:
     cells = experiment(repeats=2, decoding=3).cells(None)
     assert [cell.parameters.get("chunk") for cell in cells] == [None, "64", "256", "off", "off", "256", "64"]
@@ -82,8 +73,6 @@ def test_services_differ_in_their_chunks_alone() -> None:
     assert {service.pop("engine.chunk_tokens") for service in services} == {"64", "256", "off"}
     assert all(service == services[0] for service in services)
     assert services[0]["engine.max_num_batched_tokens"] == 515
-    with pytest.raises(InvalidRequest, match="--chunk-sizes"):
-        experiment(chunk_sizes=(0,)).cells(None)
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.compare import Comparison, Limit, Missing, compare, flatten, missing, violations
-from experiments.request_row import RequestRow
-from experiments.run_folder import RunFolder
+from experiments.run_folder import RequestRow, RunFolder
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
 

@@ -11,8 +11,7 @@ import pytest
 
 from experiments.goodput import Goodput, GoodputOptions
 from experiments.modes import Split
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet
@@ -42,9 +41,7 @@ def summary_of(*cells: tuple[FinishedCell, Sequence[RequestRow]], **options: Any
         "goodput", {}, {}, tuple(cell for cell, _ in cells), tuple(each for _, rows in cells for each in rows)
     )
     experiment = Goodput(GoodputOptions(**{"slo": "ttft=50", **options}))
-    summary = experiment.summarise(run)
-    experiment.report(run, summary)  # can be drawn
-    return summary
+    return experiment.summarise(run)
 
 
 def test_the_best_split_and_its_gain() -> None:
@@ -117,21 +114,6 @@ def test_cells_of_every_split_of_the_devices() -> None:
     assert [cell.name for cell in cells] == ["2P1D/idle", "2P1D/rate-0.5", "1P2D/rate-0.5"]
     assert cells[0].service == cells[1].service == {"cluster.prefill": 2, "cluster.decode": 1}
     assert [split.name for split in Split.all(4)] == ["2P2D", "3P1D", "1P3D"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"splits": "1P1D,P2"}, "--splits: 'P2' is not a number of prefill and of decode workers"),
-        ({"splits": ""}, "--splits: is empty"),
-        ({"rates": ""}, "--rates: is empty"),
-        ({"slo": "ttft"}, "--slo: "),
-        ({"dataset": "random", "scale": "2"}, "scale: does not apply to the dataset random"),
-    ],
-)
-def test_a_wrong_option_is_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        Goodput(GoodputOptions.choose(given)).cells(None)
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:

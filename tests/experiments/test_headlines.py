@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,8 +13,7 @@ import pytest
 
 from experiments.catalogue import RUN_KINDS
 from experiments.experiment import RunKind
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from tests.experiments import (
     test_added_ttft,
     test_batching,
@@ -180,11 +180,13 @@ PLANTED: dict[str, tuple[Callable[[], tuple[dict[str, Any], RunData]], str]] = {
 
 
 @pytest.mark.parametrize("kind", RUN_KINDS, ids=lambda kind: kind.name)
-def test_no_headline_claims_an_effect_that_is_not_there(kind: type[RunKind]) -> None:
+def test_no_headline_claims_an_effect_that_is_not_there(tmp_path: Path, kind: type[RunKind]) -> None:
     plant, told = PLANTED[kind.name]
     options, run = plant()
     experiment = kind(kind.options_type.choose(options))
     summary = experiment.summarise(run)
-    answer = experiment.report(run, summary).answer
+    report = experiment.report(run, summary)
+    report.save(tmp_path)  # its pictures can be drawn
+    answer = report.answer
     assert told in answer
     assert not CLAIM.search(answer), answer

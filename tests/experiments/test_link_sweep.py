@@ -13,13 +13,12 @@ import msgspec
 import pytest
 
 from experiments import hosts, link_sweep
-from experiments.experiment import Cell
 from experiments.link_sweep import NAMED_LINKS, LinkSweep, LinkSweepOptions, _crossing
 from experiments.modes import LinkModel
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve.core.errors import InvalidRequest
+from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -27,22 +26,6 @@ KV_BYTES = 2 * 64 * 2 * 2 * 2 * 16 * 4  # 128 tokens are two blocks of 64; keys 
 PREFILL_MS = 20.0
 PHI_GBS = KV_BYTES / 20e-3 / 1e9
 OPTIONS = LinkSweepOptions.choose({"prompt_len": 128, "chunk_tokens": 64, "gbps": "0.01,0.1"})
-
-
-class Silent:
-    """Progress that shows nothing."""
-
-    def begin(self, cells: Sequence[Cell], finished: int) -> None:
-        """Nothing."""
-
-    def cell(self, cell: Cell) -> None:
-        """Nothing."""
-
-    def advance(self, steps: int) -> None:
-        """Nothing."""
-
-    def stage(self, text: str) -> None:
-        """Nothing."""
 
 
 def rows_of(cell: str, exposed_ms: float, count: int = 6, **changes: Any) -> list[RequestRow]:
@@ -212,21 +195,8 @@ def test_named_links_are_predicted() -> None:
     assert ethernet["times_phi"] == pytest.approx(1.25 / PHI_GBS, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"), [({"token_hash": "other"}, "tokens differ"), ({"kv_bytes": KV_BYTES - 1}, "bytes moved")]
-)
-def test_a_token_or_byte_that_differs_fails_the_run(changes: dict[str, Any], words: str) -> None:
-    cell = cell_of(0.01, 0.0, "none")
-    (failure,) = summary_of([cell], rows_of(cell.cell, 20.0, **changes))["failed"]
-    assert words in failure
-
-
-def test_nothing_measured_and_an_unknown_model_are_no_errors(tmp_path: Path) -> None:
+def test_an_unknown_model_is_no_error(tmp_path: Path) -> None:
     experiment = LinkSweep(OPTIONS)
-    empty = RunData("link-sweep", {}, {}, (), ())
-    summary = experiment.summarise(empty)
-    assert summary["cells"] == []
-    experiment.report(empty, summary).save(tmp_path)
     cell = FinishedCell("a", {"gbps": 0.01, "rtt_ms": 0.0, "overlap": "none", "shaping": "user space"}, 1.0, {})
     run = RunData("link-sweep", {}, {}, (cell,), tuple(rows_of("a", 20.0)))
     summary = experiment.summarise(run)
@@ -261,16 +231,6 @@ def test_the_cells_of_namespaces_share_a_service() -> None:
     assert not any("shape_gbps" in each for each in services)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [({"gbps": "1,-2"}, "--gbps: -2 is not above 0"), ({"gbps": ""}, "--gbps: give at least one"),
-     ({"round_trips_ms": "0"}, "--round-trips-ms: 0 is not")],
-)  # fmt: skip
-def test_a_wrong_option_is_named(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
-        LinkSweep(LinkSweepOptions.choose(given)).cells(None)
-
-
 def test_namespaces_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = LinkSweep(LinkSweepOptions.choose({"hosts": "namespaces"}))
     with pytest.raises(InvalidRequest, match="--target names a running one"):
@@ -289,7 +249,7 @@ def test_a_run_against_a_shaped_service_is_measured_and_redrawn(tmp_path: Path) 
     options = LinkSweepOptions.choose(given)
     folder = RunFolder.create(tmp_path, "link-sweep", options.model_dump(mode="json"))
     with local_cluster({"transfer": {"shape_gbps": 0.05, "shape_round_trip_ms": 4.0}}) as cluster:
-        outcome = run_experiment(LinkSweep(options), folder, Silent(), target=cluster.target)
+        outcome = run_experiment(LinkSweep(options), folder, Quiet(), target=cluster.target)
 
     assert outcome.failures == []
     assert outcome.summary is not None

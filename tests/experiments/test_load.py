@@ -12,8 +12,7 @@ import pytest
 from experiments.load import Lag, Load, Outcome, run_load
 from experiments.workloads.arrivals import ClosedLoop, all_at_once, random_arrivals
 from experiments.workloads.conversation import Conversation, Turn
-from experiments.workloads.lengths import Fixed
-from experiments.workloads.synthetic import Synthetic
+from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve import AsyncClient
 from pdserve.core.errors import InvalidRequest, NotReady, PdserveError
 from pdserve.core.request import Mode

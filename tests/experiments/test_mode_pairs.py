@@ -8,10 +8,10 @@ import sys
 import psutil
 import pytest
 
+from experiments.environment import CpuUse
 from experiments.experiment import Bench, Cell
-from experiments.machine_load import CpuUse
 from experiments.modes import PairOptions, PairSender
-from experiments.request_row import RequestRow
+from experiments.run_folder import RequestRow
 from pdserve.client.async_client import AsyncClient
 from tests.pdserve.scripted_service import ScriptedService
 

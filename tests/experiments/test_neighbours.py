@@ -16,8 +16,7 @@ from experiments.neighbours import (
     passes,
     windows_by_arm,
 )
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 
 WINDOW = {"arm": "pd", "repeat": 0, "begin_s": 10.0, "end_s": 12.0}
 

@@ -14,8 +14,7 @@ import pytest
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.prefix import ARMS, BOTH, NONE, PREFILL, Prefix, PrefixOptions
 from experiments.report.drawing import Picture, TableBlock
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve import Client
 from pdserve.core.errors import InvalidRequest
@@ -182,17 +181,6 @@ def test_the_report_states_what_was_saved(tmp_path: Path) -> None:
     assert [type(block) for block in report.blocks] == [Picture, Picture, TableBlock]
     report.save(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.png")} == {"ttft_over_shared", "bytes_over_shared"}
-
-
-def test_a_run_without_any_finished_request_says_so() -> None:
-    run = replace(RUN, rows=())
-    assert "No request" in Prefix(PrefixOptions()).report(run, summary_of(run)).answer
-
-
-@pytest.mark.parametrize("shared", ["", "-1", "0,65"])
-def test_shared_lengths_that_cannot_be(shared: str) -> None:
-    with pytest.raises(InvalidRequest, match="--shared-lens"):
-        Prefix(PrefixOptions.choose({"prompt_len": 64, "shared_lens": shared})).cells(None)
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:

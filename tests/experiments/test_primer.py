@@ -163,21 +163,6 @@ def test_an_interrupted_run_reports_what_it_has(tmp_path: Path) -> None:
         Primer(PrimerOptions()).report(RunData("primer", {}, {}, (each,), ()), summary).save(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"batches": "2,4"}, "--batches"),
-        ({"contexts": "64,64"}, "--contexts"),
-        ({"model": "dummy:none"}, "--model"),
-        ({"model": "tiny", "prefill_lens": "4096"}, "--prefill-lens"),
-        ({"core": 4096}, "--core"),
-    ],
-)
-def test_options_that_cannot_work_are_named(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
-        Primer(PrimerOptions.choose(given)).cells(None)
-
-
 def test_a_service_is_of_no_use() -> None:
     service = ServiceStatus(
         ready=True, version="", model="tiny", model_hash="", dtype="bfloat16", vocab_size=1, context_length=1,

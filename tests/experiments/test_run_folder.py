@@ -10,8 +10,7 @@ import pandas
 import pytest
 import yaml
 
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunFolder
 from ops.cli.options import print_json
 from pdserve.core.errors import InvalidRequest
 

@@ -13,8 +13,7 @@ import pytest
 from experiments import series
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.report.page import Report
-from experiments.request_row import RequestRow
-from experiments.run_folder import RunData
+from experiments.run_folder import RequestRow, RunData
 from experiments.series import Series, SeriesPlan
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import WorkerLost

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.sweep import Sweep, SweepOptions
 from pdserve.core.errors import InvalidRequest
@@ -89,9 +88,7 @@ def row(arm: str, repeat: int, ttft_ms: float, **changes: Any) -> RequestRow:
 def summary_of(rows: list[RequestRow]) -> dict[str, Any]:
     parameters = {"workers": "1P1D", "transport": "shm", "overlap": "layer", "prompt_len": 64, "load": "idle"}
     run = RunData("sweep", {}, {}, (FinishedCell("c", parameters, 1.0, {}),), tuple(rows))
-    summary = Sweep(SweepOptions()).summarise(run)
-    Sweep(SweepOptions()).report(run, summary)  # can be drawn
-    return summary
+    return Sweep(SweepOptions()).summarise(run)
 
 
 def test_idle_cells_are_pairs() -> None:
@@ -104,14 +101,6 @@ def test_idle_cells_are_pairs() -> None:
     assert cell["arms_ms"]["pd"]["ttft"] == 12.0
     assert (cell["kv_bytes"], cell["kv_bytes_expected"], cell["tokens_equal_share"]) == (200, 200, 1.0)
     assert cell["errors"] == {"pd": 0, "colocated": 0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"), [({"token_hash": "other"}, "tokens differ"), ({"kv_bytes": 99}, "bytes moved differ")]
-)
-def test_a_token_or_byte_that_differs_fails_the_sweep(changes: dict[str, Any], words: str) -> None:
-    (failure,) = summary_of([row("pd", 0, 12.0, **changes), row("colocated", 0, 10.0)])["failed"]
-    assert words in failure
 
 
 def test_a_sweep_of_a_running_service_and_its_plots(tmp_path: Path, pdserve: Any) -> None:

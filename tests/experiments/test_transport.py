@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.transport import MESSAGE_BYTES, Transport, TransportOptions, fit_line
-from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
@@ -143,22 +141,6 @@ def test_a_failed_request_and_a_missing_byte_fail_the_run() -> None:
     lost = RequestRow(cell="1 tokens", arm="pd", repeat=0, index=1, error="WorkerLost: gone")
     summary = EXPERIMENT.summarise(service_run(service_row(1, 0, kv_bytes_expected=7), lost))
     assert summary["failed"] == ["1 tokens: WorkerLost: gone", "1 tokens: 10000 bytes moved, 7 expected"]
-
-
-def test_nothing_measured_is_no_error() -> None:
-    run = RunData("transport", {}, {}, (), ())
-    summary = EXPERIMENT.summarise(run)
-    assert summary["cells"] == []
-    assert EXPERIMENT.report(run, summary).answer == "No transport was measured."
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [({"transports": "shm,cuda_ipc"}, "--transports: 'cuda_ipc' is none of"), ({"kib": "0"}, "--kib: give")],
-)
-def test_a_wrong_option_is_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        Transport(TransportOptions.choose(given)).cells(None)
 
 
 def test_pairs_of_processes_are_measured_and_redrawn(tmp_path: Path) -> None:

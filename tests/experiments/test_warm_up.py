@@ -8,10 +8,9 @@ import pytest
 
 from experiments.experiment import Bench, Cell
 from experiments.modes import COLOCATED, PD, PairOptions, PairSender
-from experiments.request_row import RequestRow
+from experiments.run_folder import RequestRow
 from experiments.warm_up import NOT_REACHED, not_reached_texts, requests_of, warm_up
-from experiments.workloads.lengths import Fixed
-from experiments.workloads.synthetic import Synthetic
+from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve import AsyncClient
 from pdserve.core.errors import CapacityExceeded
 from tests.local_cluster import local_cluster

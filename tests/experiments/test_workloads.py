@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from experiments.workloads.catalog import WorkloadOptions
 from experiments.workloads.conversation import Conversation, Room, Workload, random_tokens
-from experiments.workloads.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
 from experiments.workloads.prompt_files import OwnPrompts, ShareGPT, TextLines
-from experiments.workloads.synthetic import PUBLISHED_SHAPES, Synthetic, published
+from experiments.workloads.synthetic import (
+    PUBLISHED_SHAPES,
+    Fixed,
+    Lengths,
+    Lognormal,
+    Synthetic,
+    Uniform,
+    parse_lengths,
+    published,
+)
 from experiments.workloads.trace import Trace
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
 
