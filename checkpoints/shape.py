@@ -75,7 +75,7 @@ class ModelShape:
     ``windows``: one entry per layer, or empty if no layer has a sliding window. With a window of w a token sees itself
     and the w - 1 tokens before it; with None it sees all tokens before it.
     ``local_rope``: the rope of the layers with a window (None: that of all layers).
-    ``rotary_dim``: the first dimensions of each head, which rope turns (None: all).
+    ``partial_rotary_dim``: the first dimensions of each head, which rope turns (None: all).
     ``score_scale``: factor of attention's scores (None: ``head_dim ** -0.5``).
     ``attention_softcap`` and ``final_softcap``: scores, or logits, x become ``cap * tanh(x / cap)`` (None: they stay).
     ``embedding_scale``: factor of the embeddings in the model's input.
@@ -108,7 +108,7 @@ class ModelShape:
     norm_offset: float = 0.0
     activation: Activation = "silu"
     local_rope: Rope | None = None
-    rotary_dim: int | None = None
+    partial_rotary_dim: int | None = None
     score_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -144,9 +144,9 @@ class ModelShape:
         return tuple(self.rope if w is None or self.local_rope is None else self.local_rope for w in self.layer_windows)
 
     @property
-    def turned_dim(self) -> int:
+    def rotary_dim(self) -> int:
         """Dimensions of each head that rope turns."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+        return self.head_dim if self.partial_rotary_dim is None else self.partial_rotary_dim
 
     def check_context(self, max_model_len: int | None) -> None:
         """`ConfigError` if a service is to accept longer requests than the model was made for."""
