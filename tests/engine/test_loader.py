@@ -225,7 +225,7 @@ def test_the_hash_changes_with_any_byte_of_any_file(shards: Path) -> None:
     for path in source.weight_files():
         size = path.stat().st_size
         assert size > 5e6
-        for offset in (0, 8, size - 1, *_middles(path), *(draw.randrange(size) for _ in range(40))):
+        for offset in (0, 8, size - 1, *_middles(path), *(draw.randrange(size) for _ in range(8))):
             _flip(path, offset)
             num_flips += 1
             seen.add(source.model_hash())
@@ -258,13 +258,12 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("number", "change"), enumerate(CHANGES))
 def test_weights_that_change_while_they_are_loaded_are_refused(
     shards: Path, change: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After they were hashed: the hash would be of other weights than those in use."""
-    path = resolve_model(str(shards)).weight_files()[number]
+    path = resolve_model(str(shards)).weight_files()[number % 2]
 
     def load(source: ModelSource, *arguments: Any, **more: Any) -> ModelWeights:
         weights = load_weights(source, *arguments, **more)

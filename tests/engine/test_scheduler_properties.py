@@ -455,7 +455,7 @@ def check_end(world: World) -> None:
         assert order == sorted(order), "first come first served"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), KINDS)
 def test_everyone_finishes_with_exactly_their_tokens(
     config: SchedulerConfig, arrivals: list[tuple[Plan, int]], kind: type[Scheduler]
@@ -469,7 +469,7 @@ def test_everyone_finishes_with_exactly_their_tokens(
     check_end(world)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     CONFIGS,
     st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12),
@@ -522,7 +522,7 @@ def test_steps_do_run_ahead_and_drop_what_is_beyond_the_end() -> None:
     assert world.num_ahead == world.ticks - 2, "all but the first step; the last tick only tells"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(CONFIGS, st.lists(PLANS, min_size=4, max_size=10), st.lists(st.integers(0, 9), min_size=2, max_size=8), KINDS)
 def test_aborts_while_a_step_runs(
     config: SchedulerConfig, plans: list[Plan], victims: list[int], kind: type[Scheduler]
@@ -543,7 +543,7 @@ def test_aborts_while_a_step_runs(
     check_end(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(2, 6),
     st.integers(1, 3),
@@ -563,7 +563,7 @@ def test_a_pool_just_large_enough_for_one_serves_many(
     check_end(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(ROLES, st.integers(1, 10), st.integers(1, 10)), min_size=2, max_size=10))
 def test_the_most_senior_running_request_is_never_preempted(kinds: list[tuple[KVRole, int, int]]) -> None:
     """The invariant on which the argument against livelock stands, looked at directly."""
