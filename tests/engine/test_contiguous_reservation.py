@@ -46,7 +46,7 @@ def test_a_request_gets_one_run_for_prompt_and_limit_at_once() -> None:
     assert step(engine) == {"a": [0, 1, 2]}
 
 
-def test_free_blocks_in_too_short_runs_admit_nobody() -> None:
+def test_free_blocks_in_too_short_runs_admit_no_request() -> None:
     engine = scheduler()
     for name in "abcd":
         submit(engine, name, 4, 4)

@@ -59,7 +59,7 @@ def test_groups_are_worth_their_messages() -> None:
 
 
 @pytest.mark.parametrize("groups", [0, 1])
-def test_nothing_is_told_where_nobody_wants_it(groups: int) -> None:
+def test_nothing_is_told_where_it_is_not_wanted(groups: int) -> None:
     assert hook_of(groups, [part("a", 0, 512, [1])])[0] is None
     assert hook_of(8, [part("a", 0, 512, [1])], pushed=())[0] is None
     assert hook_of(8, [part("a", 0, 512, [1])], pushed=("b",))[0] is None

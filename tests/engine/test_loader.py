@@ -258,7 +258,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize(("number", "change"), enumerate(CHANGES))
+@pytest.mark.parametrize(("number", "change"), list(enumerate(CHANGES)))
 def test_weights_that_change_while_they_are_loaded_are_refused(
     shards: Path, change: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -404,12 +404,12 @@ def test_push_released_early_holds_nothing_once_it_has_its_token() -> None:
     assert rig.free == 8
 
 
-def test_release_of_others_or_of_nobody_is_ignored() -> None:
+def test_release_of_other_or_unknown_requests_is_ignored() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
     rig.step()
     rig.release("a")
-    rig.release("nobody")
+    rig.release("unknown")
     assert rig.parts() == {"a": 1}
 
 
@@ -471,7 +471,7 @@ def test_kv_ready_is_ignored_unless_awaited() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
     rig.kv_ready("a", 50)
-    rig.kv_ready("nobody", 50)
+    rig.kv_ready("unknown", 50)
     rig.submit("r", 4, 4, RECEIVE)
     rig.abort("r")
     rig.kv_ready("r", EOS)

@@ -16,7 +16,7 @@ LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
 # --- static ----------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_joins_a_static_batch_until_all_of_it_has_ended() -> None:
+def test_no_request_joins_a_static_batch_until_all_of_it_has_ended() -> None:
     rig = Rig(batching="static")
     rig.submit("a", 4, 3)
     rig.submit("b", 4, 2)

@@ -169,7 +169,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     assert rig.load().prompt_tokens_cached == 0  # its prompt was looked up once
 
 
-def test_nobody_is_preempted_who_has_no_block_to_give() -> None:
+def test_a_request_without_a_block_to_give_is_not_preempted() -> None:
     """All blocks of the junior are a held PUSH's as well."""
     rig = Rig(prefix_caching=True, block_size=2, num_blocks=5)
     rig.submit("p", 4, 1, PUSH)

@@ -200,10 +200,10 @@ class World:
                 request.over = True
         self._hear()
         check_scheduler(self.scheduler)
-        self._check_findable()
+        self._check_cached()
 
-    def _check_findable(self) -> None:
-        """Findable blocks hold what they are found by."""
+    def _check_cached(self) -> None:
+        """Cached blocks hold what they are found by."""
         size = self.config.block_size
         for block, digest in self.scheduler.blocks._digest_of.items():
             salt, tokens = self.pool[block, size - 1]
@@ -363,8 +363,8 @@ class World:
 
     def _put(self, block: int, slot: int, content: tuple[str, tuple[int, ...]]) -> None:
         blocks = self.scheduler.blocks
-        assert block not in blocks._digest_of, "a findable block is written"
-        assert blocks._owners[block] == 1, "a block that nobody or several own is written"
+        assert block not in blocks._digest_of, "a cached block is written"
+        assert blocks._owners[block] == 1, "a block of no owner or of several is written"
         self.pool[block, slot] = content
 
     def _check_content(self, plan: Plan, tokens: Sequence[int], blocks: Sequence[int]) -> None:
@@ -424,7 +424,7 @@ def drain(world: World) -> None:
     while world.in_flight or world.pins or not all(request.over for request in world.live.values()):
         happened = world.tick()
         planned = any(r.plan.abort_after is not None and not r.over for r in world.live.values())
-        assert happened or planned, "standstill: nothing runs and nobody is awaited"
+        assert happened or planned, "standstill: nothing runs and nothing is awaited"
         assert world.ticks < bound, "livelock"
 
 
