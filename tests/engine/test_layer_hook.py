@@ -9,8 +9,8 @@ import torch
 
 from engine.messages import Computed, KVRole, Progress
 from engine.scheduling.batch import LayerHook, ScheduledSeq
+from engine.scheduling.kv_connector import WORTH_BYTES, TransferConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.transfer_connector import WORTH_BYTES, TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import BLOCK, GREEDY, make_runner, submit

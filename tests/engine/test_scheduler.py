@@ -20,8 +20,8 @@ from engine.messages import (
 )
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
 from engine.scheduling.batch import SampledToken
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import SchedulerConfig, SchedulerEvent, SchedulerOutput
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
 from pdserve.core.handoff import FirstToken

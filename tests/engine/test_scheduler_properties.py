@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.prefix_digests import PrefixDigests
 from tests.engine.harness import submit
