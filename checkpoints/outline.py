@@ -18,25 +18,18 @@ from pdserve.core.kv_layout import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """A model in numbers.
-
-    ``kv_numbers``: what all layers cache of one token. ``state_numbers``: what they keep of one request, whatever its
-    length (recurrent layers). Both count numbers of the model's dtype.
-    ``kv_layers``: the layers that cache something of each token.
-    ``attention``: the kind of attention, in words.
-    ``exact``: whether ``num_parameters`` is a count, or an estimate.
-    """
+    """A model in numbers."""
 
     architecture: str
-    attention: str
+    attention: str  # the kind of attention, in words
     num_layers: int
-    kv_layers: int
-    kv_numbers: int
-    state_numbers: int
+    kv_layers: int  # the layers that cache something of each token
+    kv_numbers: int  # what all layers cache of one token, in numbers of the model's dtype
+    state_numbers: int  # what they keep of one request, whatever its length (recurrent layers)
     num_parameters: int
     max_position_embeddings: int | None
     dtype: str
-    exact: bool = True
+    exact: bool = True  # whether ``num_parameters`` is a count, or an estimate
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in ``dtype``."""
