@@ -10,14 +10,7 @@ from checkpoints.shape import Norms
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Constants of an architecture, and its defaults for keys that are missing (not null) in ``config.json``.
-
-    ``window``: which layers have a sliding window. ``none``; ``all``; ``used`` (all if ``use_sliding_window``);
-    ``by_layer`` (as ``layer_types`` and ``max_window_layers`` specify); ``pattern`` (as ``layer_types`` specifies; by
-    default all but every ``window_pattern``-th).
-    ``experts``: the kind of its mixture of experts, if it has one.
-    ``partial_rope``: rope may turn a part of each head only.
-    """
+    """Constants of an architecture, and its defaults for keys that are missing (not null) in ``config.json``."""
 
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden size / heads
@@ -32,20 +25,23 @@ class Family:
     activation_key: str = "hidden_act"
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     tied: bool = False
+    # which layers have a sliding window. ``none``; ``all``; ``used`` (all if ``use_sliding_window``); ``by_layer`` (as
+    # ``layer_types`` and ``max_window_layers`` specify); ``pattern`` (as ``layer_types`` specifies; by default all but
+    # every ``window_pattern``-th).
     window: Literal["none", "all", "used", "by_layer", "pattern"] = "none"
     default_window: int | None = 4096
     window_pattern: int = 0
     window_pattern_key: str = ""  # the field that overrides it
     rope_theta: float = 1e4
     local_rope_theta: float | None = None  # of layers with a window, if they have a rope of their own
-    partial_rope: bool = False
+    partial_rope: bool = False  # rope may turn a part of each head only
     scales_embedding: bool = False
     query_pre_attn_scalar: int | None = None  # None: scores are scaled by the head dim
     attention_softcap: float | None = None
     final_softcap: float | None = None
     softcaps: bool = False  # whether it reads the two
     fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
-    experts: Literal["mixtral", "qwen3_moe"] | None = None
+    experts: Literal["mixtral", "qwen3_moe"] | None = None  # the kind of its mixture of experts, if it has one
 
     def modules(self, has_experts: bool) -> dict[str, tuple[str, ...]]:
         """The names of the matrices of a layer, by the part that holds them. Of experts those of the first, instead of

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from checkpoints.config_fields import ConfigFields
 from checkpoints.families import FAMILIES, Family
 from checkpoints.quantization import read_quantization
-from checkpoints.rope_config import read_ropes, read_rotary_dim
-from checkpoints.shape import Experts, ModelShape, Rope
+from checkpoints.shape import Experts, ModelShape, Rope, RopeScaling
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
@@ -36,8 +38,8 @@ def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
         raise fields.error(f"{num_heads} attention heads do not divide by {num_kv_heads} KV heads")
     attention_bias = family.reads_attention_bias and fields.flag("attention_bias")
     head_dim = _head_dim(fields, family, hidden_size, num_heads)
-    rotary_dim = read_rotary_dim(fields, family, head_dim)
-    rope, local_rope = read_ropes(fields, family)
+    rotary_dim = _rotary_dim(fields, family, head_dim)
+    rope, local_rope = _ropes(fields, family)
     _check_factors(fields, rope, rotary_dim or head_dim)
     return ModelShape(
         architecture=architecture,
@@ -65,7 +67,7 @@ def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
         norm_offset=family.norm_offset,
         activation="gelu_tanh" if family.activation == "gelu_pytorch_tanh" else "silu",
         local_rope=local_rope,
-        rotary_dim=rotary_dim,
+        partial_rotary_dim=rotary_dim,
         score_scale=None
         if family.query_pre_attn_scalar is None
         else fields.positive("query_pre_attn_scalar", family.query_pre_attn_scalar) ** -0.5,
@@ -114,11 +116,11 @@ def _context(fields: ConfigFields, rope: Rope) -> int:
     return max(longest, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
 
 
-def _check_factors(fields: ConfigFields, rope: Rope, turned_dim: int) -> None:
+def _check_factors(fields: ConfigFields, rope: Rope, rotary_dim: int) -> None:
     for key, factors in (("short_factor", rope.scaling.short_factors), ("long_factor", rope.scaling.long_factors)):
-        if rope.scaling.kind == "longrope" and len(factors) != turned_dim // 2:
+        if rope.scaling.kind == "longrope" and len(factors) != rotary_dim // 2:
             raise fields.error(
-                f"'{key}' of longrope rope scaling must have {turned_dim // 2} numbers, one for each pair of "
+                f"'{key}' of longrope rope scaling must have {rotary_dim // 2} numbers, one for each pair of "
                 f"dimensions, got {len(factors)}"
             )
 
@@ -205,3 +207,114 @@ def _sliding_layers(fields: ConfigFields, layer_types: Any, num_layers: int) -> 
         if name not in known:
             raise fields.error(f"'layer_types' names {name!r}; supported: {', '.join(known)}")
     return [name == "sliding_attention" for name in layer_types]
+
+
+# --- rope -------------------------------------------------------------------------------------------------------------
+
+
+def _ropes(fields: ConfigFields, family: Family) -> tuple[Rope, Rope | None]:
+    """The rope of the model, and that of its layers with a window if the family has one of its own for them."""
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    given = dict(fields.object(key))
+    nested = [name for name, value in given.items() if isinstance(value, Mapping)]
+    if family.local_rope_theta is None:
+        if nested:
+            raise fields.error(f"'{key}' has settings of its own for {nested[0]!r}; all layers must have the same rope")
+        return _rope(given, fields, family, family.rope_theta), None
+    local_theta = fields.values.get("rope_local_base_freq") or family.local_rope_theta
+    main, local = (given.get(_FULL) or {}, given.get(_SLIDING) or {}) if nested else (given, {})
+    return (
+        _rope(dict(main), fields, family, family.rope_theta),
+        _rope({"rope_theta": local_theta, **local}, fields, family, family.local_rope_theta),
+    )
+
+
+def _rotary_dim(fields: ConfigFields, family: Family, head_dim: int) -> int | None:
+    """The dimensions of each head that rope turns; None: all of them."""
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    factor = fields.object(key).get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
+    if factor in (None, 1):
+        return None
+    if not family.partial_rope:
+        raise fields.error(f"'partial_rotary_factor' {factor!r} is not supported; rope turns whole heads")
+    rotary_dim = int(head_dim * fields.as_positive(factor, "'partial_rotary_factor'"))
+    if rotary_dim % 2 or not 0 < rotary_dim < head_dim:
+        raise fields.error(
+            f"'partial_rotary_factor' {factor!r} makes rope turn {rotary_dim} of {head_dim} dimensions of a head; it "
+            "must be an even number of them"
+        )
+    return rotary_dim
+
+
+def _rope(rope: dict[str, Any], fields: ConfigFields, family: Family, theta: float) -> Rope:
+    if "original_max_position_embeddings" in fields.values:
+        rope["original_max_position_embeddings"] = fields.values["original_max_position_embeddings"]
+    theta = fields.as_positive(rope.get("rope_theta") or fields.values.get("rope_theta") or theta, "'rope_theta'")
+    return Rope(theta, _scaling(rope, fields, family))
+
+
+def _scaling(rope: Mapping[str, Any], fields: ConfigFields, family: Family) -> RopeScaling:
+    def need(key: str, default: float | None = None) -> float:
+        return fields.as_positive(rope.get(key) or default, f"'{key}' of {kind} rope scaling")
+
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if family.partial_rope and kind in ("su", "yarn"):  # Phi-3's first names
+        kind = "longrope"
+    if kind == "default":
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling(kind, need("factor"))
+    if kind == "llama3":
+        return RopeScaling(
+            kind,
+            need("factor"),
+            need("low_freq_factor"),
+            need("high_freq_factor"),
+            int(need("original_max_position_embeddings")),
+        )
+    if kind == "yarn":
+        factor = need("factor")
+        attention_factor = _yarn_magnitude(factor, 1.0)
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            attention_factor = _yarn_magnitude(factor, need("mscale")) / _yarn_magnitude(factor, need("mscale_all_dim"))
+        truncate = rope.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise fields.error(f"'truncate' of yarn rope scaling must be true or false, got {truncate!r}")
+        return RopeScaling(
+            kind,
+            factor,
+            original_max_position_embeddings=int(
+                need("original_max_position_embeddings", fields.count("max_position_embeddings"))
+            ),
+            attention_factor=need("attention_factor", attention_factor),
+            beta_fast=need("beta_fast", 32.0),
+            beta_slow=need("beta_slow", 1.0),
+            truncate=truncate,
+        )
+    if kind == "longrope" and family.partial_rope:
+        original = int(need("original_max_position_embeddings", 4096))
+        factor = need("factor", fields.count("max_position_embeddings") / original)
+        default = 1.0 if factor <= 1 or original <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return RopeScaling(
+            kind,
+            factor,
+            original_max_position_embeddings=original,
+            attention_factor=need("attention_factor", default),
+            short_factors=_factors(rope, "short_factor", fields),
+            long_factors=_factors(rope, "long_factor", fields),
+        )
+    raise fields.error(
+        f"'rope_type': rope scaling {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS[:-1])} (longrope for "
+        "Phi-3)"
+    )
+
+
+def _yarn_magnitude(scale: float, mscale: float) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+def _factors(rope: Mapping[str, Any], key: str, fields: ConfigFields) -> tuple[float, ...]:
+    given, what = rope.get(key), f"'{key}' of longrope rope scaling"
+    if not isinstance(given, list) or not given:
+        raise fields.error(f"{what} must be a list of numbers, got {given!r}")
+    return tuple(fields.as_positive(value, what) for value in given)

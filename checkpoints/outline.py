@@ -18,25 +18,18 @@ from pdserve.core.kv_layout import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """A model in numbers.
-
-    ``kv_numbers``: what all layers cache of one token. ``state_numbers``: what they keep of one request, whatever its
-    length (recurrent layers). Both count numbers of the model's dtype.
-    ``kv_layers``: the layers that cache something of each token.
-    ``attention``: the kind of attention, in words.
-    ``exact``: whether ``num_parameters`` is a count, or an estimate.
-    """
+    """A model in numbers."""
 
     architecture: str
-    attention: str
+    attention: str  # the kind of attention, in words
     num_layers: int
-    kv_layers: int
-    kv_numbers: int
-    state_numbers: int
+    kv_layers: int  # the layers that cache something of each token
+    kv_numbers: int  # what all layers cache of one token, in numbers of the model's dtype
+    state_numbers: int  # what they keep of one request, whatever its length (recurrent layers)
     num_parameters: int
     max_position_embeddings: int | None
     dtype: str
-    exact: bool = True
+    exact: bool = True  # whether ``num_parameters`` is a count, or an estimate
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in ``dtype``."""
@@ -51,16 +44,9 @@ class ModelOutline:
         return (self.kv_numbers * tokens + self.state_numbers) * DTYPE_BYTES[dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """What a reader finds: the parameters of the layers, and as `ModelOutline` the rest."""
-
-    attention: str
-    kv_layers: int
-    kv_numbers: int
-    state_numbers: int
-    layer_parameters: int
-    exact: bool = True
+_Sizes = tuple[str, int, int, int, int]
+"""What a reader finds: ``attention``, ``kv_layers``, ``kv_numbers`` and ``state_numbers`` of a `ModelOutline`, and the
+parameters of the layers."""
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
@@ -78,21 +64,22 @@ def outline_from_hf(config: Mapping[str, Any], origin: str) -> ModelOutline:
         return _gpt2(fields, architecture)
     hidden, vocabulary = fields.count("hidden_size"), fields.count("vocab_size")
     tied_by_default = architecture in ("MambaForCausalLM", "FalconMambaForCausalLM")
-    sizes = _READERS.get(architecture, _like_llama)(fields, hidden)
+    reader = _READERS.get(architecture, _like_llama)
+    attention, kv_layers, kv_numbers, state_numbers, layer_parameters = reader(fields, hidden)
     context = fields.values.get("max_position_embeddings")
     return ModelOutline(
         architecture=architecture,
-        attention=sizes.attention,
+        attention=attention,
         num_layers=fields.count("num_hidden_layers"),
-        kv_layers=sizes.kv_layers,
-        kv_numbers=sizes.kv_numbers,
-        state_numbers=sizes.state_numbers,
+        kv_layers=kv_layers,
+        kv_numbers=kv_numbers,
+        state_numbers=state_numbers,
         num_parameters=vocabulary * hidden * (1 if fields.flag("tie_word_embeddings", tied_by_default) else 2)
-        + sizes.layer_parameters
+        + layer_parameters
         + hidden,
         max_position_embeddings=None if context is None else fields.count("max_position_embeddings"),
         dtype=fields.dtype(),
-        exact=sizes.exact,
+        exact=reader is not _like_llama,
     )
 
 
@@ -131,7 +118,7 @@ def _deepseek(fields: ConfigFields, hidden: int) -> _Sizes:
     dense = min(layers, fields.count("first_k_dense_replace", 0, least=0)) if routed else layers
     experts = hidden * routed + 3 * hidden * inner * (routed + shared)
     mlps = dense * 3 * hidden * fields.count("intermediate_size") + (layers - dense) * experts
-    return _Sizes(
+    return (
         f"MLA: a latent of {latent} and a rope key of {rope} per layer",
         layers,
         layers * (latent + rope),
@@ -155,7 +142,7 @@ def _jamba(fields: ConfigFields, hidden: int) -> _Sizes:
     attention = 2 * hidden * (heads + kv_heads) * head_dim
     mlp, experts = 3 * hidden * fields.count("intermediate_size"), fields.count("num_experts", 16)
     mixed = sum(i % expert_period == expert_offset for i in range(layers)) if experts > 1 else 0
-    return _Sizes(
+    return (
         f"hybrid: attention ({_kind(heads, kv_heads)}) in {attending} of {layers} layers, Mamba in the others",
         attending,
         2 * attending * kv_heads * head_dim,
@@ -185,7 +172,7 @@ def _qwen3_next(fields: ConfigFields, hidden: int) -> _Sizes:
     sparse += 3 * hidden * fields.count("shared_expert_intermediate_size", 512)
     step, plain = fields.count("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
     routed = sum(i not in plain and (i + 1) % step == 0 for i in range(layers)) if experts else 0
-    return _Sizes(
+    return (
         f"hybrid: attention ({_kind(heads, kv_heads)}) in {attending} of {layers} layers, gated delta rule in the "
         "others",
         attending,
@@ -206,7 +193,7 @@ def _mamba(fields: ConfigFields, hidden: int) -> _Sizes:
     rank = -(-hidden // 16) if rank == "auto" else fields.count("time_step_rank")
     biases = fields.flag("use_conv_bias", True), fields.flag("use_bias")
     mixer = _mamba_mixer(hidden, inner, state, kernel, rank, *biases)
-    return _Sizes(
+    return (
         "none: Mamba layers keep a state of one size per request",
         0,
         0,
@@ -224,7 +211,7 @@ def _mamba2(fields: ConfigFields, hidden: int) -> _Sizes:
     into = inner + mixed + heads
     mixer = (hidden + bias) * into + mixed * (kernel + fields.flag("use_conv_bias", True)) + 3 * heads + inner
     mixer += (inner + bias) * hidden
-    return _Sizes(
+    return (
         "none: Mamba 2 layers keep a state of one size per request",
         0,
         0,
@@ -246,13 +233,12 @@ def _like_llama(fields: ConfigFields, hidden: int) -> _Sizes:
     own = experts > 1 and fields.values.get("moe_intermediate_size") is not None
     inner = fields.count("moe_intermediate_size" if own else "intermediate_size", 4 * hidden)
     kind = _kind(heads, kv_heads)
-    return _Sizes(
+    return (
         kind if attending == layers else f"hybrid: attention ({kind}) in {attending} of {layers} layers",
         attending,
         2 * attending * kv_heads * head_dim,
         0,
         layers * (2 * hidden * (heads + kv_heads) * head_dim + experts * 3 * hidden * inner + 2 * hidden),
-        exact=False,
     )
 
 

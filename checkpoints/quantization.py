@@ -24,19 +24,13 @@ _FLOAT_FORMATS, _INT_FORMATS = ("float-quantized", "naive-quantized"), ("int-qua
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How matrices are stored.
+    """How matrices are stored."""
 
-    ``values``: the type of the stored numbers.
-    ``scale``: the name of the tensor of scales, which takes the place of ``weight`` in the matrix's name.
-    ``block``: the rows and columns that share a scale (None: all of them).
-    ``divisor``: stored scales are divided by it.
-    ``ignored``: the modules that are not quantized: names, ends or beginnings of names, or ``re:`` and an expression.
-    """
-
-    values: Literal["int8", "float8_e4m3fn"]
-    scale: str
-    block: Block
-    divisor: float = 1.0
+    values: Literal["int8", "float8_e4m3fn"]  # the type of the stored numbers
+    scale: str  # the name of the tensor of scales, which takes the place of ``weight`` in the matrix's name
+    block: Block  # the rows and columns that share a scale (None: all of them)
+    divisor: float = 1.0  # stored scales are divided by it
+    # the modules that are not quantized: names, ends or beginnings of names, or ``re:`` and an expression
     ignored: tuple[str, ...] = ()
 
     def covers(self, module: str) -> bool:

@@ -52,36 +52,18 @@ class Rope:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of the MLP: ``per_token`` of ``count`` experts, each an MLP of
-    ``intermediate_size``, compute a token. A softmax over all experts weighs them.
-
-    ``normalized``: the weights of a token's experts are divided by their sum.
-    ``dense_layers``: the layers with a plain MLP instead.
-    """
+    ``intermediate_size``, compute a token. A softmax over all experts weighs them."""
 
     count: int
     per_token: int
     intermediate_size: int
-    normalized: bool = True
-    dense_layers: tuple[int, ...] = ()
+    normalized: bool = True  # the weights of a token's experts are divided by their sum
+    dense_layers: tuple[int, ...] = ()  # the layers with a plain MLP instead
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder of one of `checkpoints.families.FAMILIES`.
-
-    ``qkv_bias``, ``out_bias``, ``mlp_bias``: which products have biases.
-    ``qk_norm``: queries and keys are normed before rope, per head, or over all heads if ``qk_norm_spans_heads``.
-    ``norms``: where a layer norms its hidden states. ``norm_offset`` is added to the weights of all norms.
-    ``windows``: one entry per layer, or empty if no layer has a sliding window. With a window of w a token sees itself
-    and the w - 1 tokens before it; with None it sees all tokens before it.
-    ``local_rope``: the rope of the layers with a window (None: that of all layers).
-    ``rotary_dim``: the first dimensions of each head, which rope turns (None: all).
-    ``score_scale``: factor of attention's scores (None: ``head_dim ** -0.5``).
-    ``attention_softcap`` and ``final_softcap``: scores, or logits, x become ``cap * tanh(x / cap)`` (None: they stay).
-    ``embedding_scale``: factor of the embeddings in the model's input.
-    ``experts``: the mixture of experts in place of MLPs (None: there is none).
-    ``quantization``: how the checkpoint stores its matrices (None: in ``dtype``).
-    """
+    """A decoder of one of `checkpoints.families.FAMILIES`."""
 
     architecture: str
     vocab_size: int
@@ -98,23 +80,28 @@ class ModelShape:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = field(default=())
+    # ``qkv_bias``, ``out_bias``, ``mlp_bias``: which products have biases
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    # queries and keys are normed before rope, per head, or over all heads if ``qk_norm_spans_heads``
     qk_norm: bool = False
+    # one entry per layer, or empty if no layer has a sliding window. With a window of w a token sees itself and the
+    # w - 1 tokens before it; with None it sees all tokens before it.
     windows: tuple[int | None, ...] = ()
     qk_norm_spans_heads: bool = False
-    norms: Norms = "before"
-    norm_offset: float = 0.0
+    norms: Norms = "before"  # where a layer norms its hidden states
+    norm_offset: float = 0.0  # added to the weights of all norms
     activation: Activation = "silu"
-    local_rope: Rope | None = None
-    rotary_dim: int | None = None
-    score_scale: float | None = None
+    local_rope: Rope | None = None  # the rope of the layers with a window (None: that of all layers)
+    partial_rotary_dim: int | None = None  # the first dimensions of each head, which rope turns (None: all)
+    score_scale: float | None = None  # factor of attention's scores (None: ``head_dim ** -0.5``)
+    # ``attention_softcap``, ``final_softcap``: scores, or logits, x become ``cap * tanh(x / cap)`` (None: they stay)
     attention_softcap: float | None = None
     final_softcap: float | None = None
-    embedding_scale: float = 1.0
-    experts: Experts | None = None
-    quantization: Quantization | None = None
+    embedding_scale: float = 1.0  # factor of the embeddings in the model's input
+    experts: Experts | None = None  # the mixture of experts in place of MLPs (None: there is none)
+    quantization: Quantization | None = None  # how the checkpoint stores its matrices (None: in ``dtype``)
 
     @property
     def attention(self) -> str:
@@ -144,9 +131,9 @@ class ModelShape:
         return tuple(self.rope if w is None or self.local_rope is None else self.local_rope for w in self.layer_windows)
 
     @property
-    def turned_dim(self) -> int:
+    def rotary_dim(self) -> int:
         """Dimensions of each head that rope turns."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+        return self.head_dim if self.partial_rotary_dim is None else self.partial_rotary_dim
 
     def check_context(self, max_model_len: int | None) -> None:
         """`ConfigError` if a service is to accept longer requests than the model was made for."""

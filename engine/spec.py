@@ -15,28 +15,15 @@ ENGINE_MODULE = "engine.process.loop"
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Configuration of one engine. The engine chooses the default of a field that is None.
+    """Configuration of one engine. The engine chooses the default of a field that is None."""
 
-    ``model``: argument of `checkpoints.source.resolve_model`.
-    ``dtype``: a value of `ModelConfig.dtype`; ``auto`` is decided by this engine's device alone.
-    ``device``: ``cpu`` or ``cuda``.
-    ``cores``: CPU cores that the engine binds itself to, one thread each (empty: one thread, not bound).
-    ``num_blocks``: KV blocks in the pool; overrides ``kv_memory_bytes``.
-    ``device_share``: the share of a GPU's memory that the engine may use by default.
-    ``cuda_graphs``: run decode steps on GPUs as recorded graphs.
-    ``run_ahead``: launch each step before the one before is done; by default on GPUs.
-    ``offload_folder``: a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``.
-    ``offload_host_bytes``: memory of the host for cold blocks of a GPU.
-    ``prefill_attention``: what computes prompts' attention on GPUs (`engine.kernels.cuda_flashinfer`).
-    ``layer_groups``: layer groups per step for early KV push (0: push at the end of the step).
-    """
-
-    model: str
-    dtype: str = "auto"
-    device: str = "cpu"
+    model: str  # argument of `checkpoints.source.resolve_model`
+    dtype: str = "auto"  # a value of `ModelConfig.dtype`; ``auto`` is decided by this engine's device alone
+    device: str = "cpu"  # ``cpu`` or ``cuda``
+    # CPU cores that the engine binds itself to, one thread each (empty: one thread, not bound)
     cores: tuple[int, ...] = ()
     block_size: int | None = None
-    num_blocks: int | None = None
+    num_blocks: int | None = None  # KV blocks in the pool; overrides ``kv_memory_bytes``
     kv_memory_bytes: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -44,14 +31,16 @@ class EngineSpec:
     chunk_tokens: int | Literal["off"] | None = None
     batching: Literal["continuous", "static"] = "continuous"
     prefix_caching: bool = True
-    device_share: float = 1.0
-    cuda_graphs: bool = True
-    run_ahead: bool | None = None
+    device_share: float = 1.0  # the share of a GPU's memory that the engine may use by default
+    cuda_graphs: bool = True  # run decode steps on GPUs as recorded graphs
+    run_ahead: bool | None = None  # launch each step before the one before is done; by default on GPUs
+    # what computes prompts' attention on GPUs (`engine.kernels.cuda_flashinfer`)
     prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
-    layer_groups: int = 0
+    layer_groups: int = 0  # layer groups per step for early KV push (0: push at the end of the step)
+    # a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``
     offload_folder: str | None = None
     offload_disk_bytes: int = 0
-    offload_host_bytes: int = 0
+    offload_host_bytes: int = 0  # memory of the host for cold blocks of a GPU
 
     @property
     def threads(self) -> int:

@@ -29,23 +29,17 @@ _PROCESSORS_OF_INTERPRETER = 4
 @dataclass(frozen=True, slots=True)
 class CUDAStep(AttentionStep):
     """The plan of one step, in int32 tensors on the device. Row i of the first ``contexts.shape[0]`` rows is the decode
-    of sequence i.
+    of sequence i."""
 
-    ``slots``: ``[rows]``, ``block * block_size + offset`` of each row's token, or `NO_SLOT`.
-    ``contexts``: ``[decodes]``, tokens that a decode sees without a window, including its own; 0 for padding.
-    ``tables``: ``[sequences, blocks]``, the block tables.
-    ``tiles``: argument of `engine.kernels.cuda_prefill_attention.attend_chunks` (None: there are no chunks, or
-    ``chunks`` computes them).
-    ``splits``: programs per decode.
-    ``softcap``: soft cap of the scores (None: there is none).
-    """
-
-    slots: torch.Tensor
+    slots: torch.Tensor  # ``[rows]``, ``block * block_size + offset`` of each row's token, or `NO_SLOT`
+    # ``[decodes]``, tokens that a decode sees without a window, including its own; 0 for padding
     contexts: torch.Tensor
-    tables: torch.Tensor
+    tables: torch.Tensor  # ``[sequences, blocks]``, the block tables
+    # argument of `engine.kernels.cuda_prefill_attention.attend_chunks` (None: there are no chunks, or ``chunks``
+    # computes them)
     tiles: torch.Tensor | None
-    splits: int
-    softcap: float | None = None
+    splits: int  # programs per decode
+    softcap: float | None = None  # soft cap of the scores (None: there is none)
     chunks: FlashInferChunks | None = None
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:

@@ -8,11 +8,10 @@ import triton.language as tl
 
 from checkpoints.shape import Activation, ModelShape
 from engine.kernels.cuda_decode_attention import FUSED
-from engine.model.attention import AttentionStep
 from engine.model.decoder import DecoderLayer
 from engine.model.kv_pool import LayerKV
 from engine.model.layers import MLP, GroupedExperts, Linear, LoopedExperts, RMSNorm
-from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights
+from engine.model.weights import ExpertWeights, MLPWeights
 
 _HEADS = 8  # heads of one program of the rope kernel
 _GATE_COLUMNS = 1024
@@ -181,19 +180,13 @@ class CUDAMLP(MLP):
         return self._down(gate_times(self._gate_up(x), self._activation))
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        self._down.add_to(residual, gate_times(self._gate_up(x), self._activation))
-        return residual
+        return self._down.plus(gate_times(self._gate_up(x), self._activation), residual)
 
 
 class CUDALayer(DecoderLayer):
     """A decoder layer for steps of `engine.kernels.cuda_attention`."""
 
     scales_queries = False
-
-    def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None) -> None:
-        super().__init__(weights, shape, window)
-        self.scale = shape.attention_scale
-        self.sum_out = Linear(weights.out, weights.out_bias)
 
     def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> MLP:
         if isinstance(weights, MLPWeights):
@@ -203,33 +196,10 @@ class CUDALayer(DecoderLayer):
         kind = LoopedExperts if quantized else GroupedExperts
         return kind(weights, shape.experts, shape.activation)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        kv: LayerKV,
-        attention: AttentionStep,
-        wanted: torch.Tensor | None = None,
-        wanted_attention: AttentionStep | None = None,
+    def _normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        return x if norm is None else rms_norm(x, norm.weight, norm.eps)
+
+    def _rotate_and_write(
+        self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], kv: LayerKV, slots: torch.Tensor
     ) -> torch.Tensor:
-        """As `DecoderLayer.__call__`. Where outputs are not normed, the products add to the residual stream in place:
-        ``x`` is overwritten, and returned if all rows are wanted."""
-        qkv = self._qkv(_normed(x, self.input_norm))
-        query = rotate_and_write(qkv, *angles, self.qk_norm, self.eps, attention.slots, kv.k, kv.v)
-        if wanted is not None and wanted_attention is not None:
-            attention, query, x = wanted_attention, query[wanted], x[wanted]
-            if not x.shape[0]:
-                return x
-        attended = attention.attend(query, kv, self.window, self.scale)
-        if self.attended_norm is None:
-            self.sum_out.add_to(x, attended)
-        else:
-            x = x + _normed(self.sum_out(attended), self.attended_norm)
-        normed = _normed(x, self.mlp_norm)
-        if self.mlp_out_norm is None:
-            return self.mlp.plus(normed, x)
-        return x + _normed(self.mlp(normed), self.mlp_out_norm)
-
-
-def _normed(x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
+        return rotate_and_write(qkv, *angles, self.qk_norm, self.eps, slots, kv.k, kv.v)

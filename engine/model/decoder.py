@@ -52,6 +52,7 @@ class DecoderLayer:
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.eps = shape.rms_norm_eps
         self.window = window
+        self.scale = 1.0 if self.scales_queries else shape.attention_scale
         self.input_norm = norm(weights.input_norm)
         self.qkv = linear(weights.qkv, weights.qkv_bias)
         self.out = linear(weights.out, weights.out_bias)
@@ -101,21 +102,35 @@ class DecoderLayer:
         ``angles`` turn the rows (see `scales_queries`). Returns all rows, or only those of ``wanted``, which attend by
         ``wanted_attention``.
         """
-        rotated = self.heads + self.kv_heads
-        qkv = self._qkv(x if self.input_norm is None else self.input_norm(x))
-        if self.qk_norm is not None:
-            qkv[:, :rotated] = functional.rms_norm(qkv[:, :rotated], (self.head_dim,), eps=self.eps) * self.qk_norm
-        rotate_(qkv[:, :rotated], *angles)
-        kv.vectors.index_copy_(0, attention.slots, qkv[:, self.heads :].reshape(-1, self.head_dim))
-        query = qkv[:, : self.heads]
+        qkv = self._qkv(self._normed(x, self.input_norm))
+        query = self._rotate_and_write(qkv, angles, kv, attention.slots)
         if wanted is not None and wanted_attention is not None:
             attention, query, x = wanted_attention, query[wanted], x[wanted]
             if not x.shape[0]:
                 return x
-        attended = attention.attend(query, kv, self.window, 1.0)
-        x = self.out.plus(attended, x) if self.attended_norm is None else x + self.attended_norm(self.out(attended))
-        normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        return self.mlp.plus(normed, x) if self.mlp_out_norm is None else x + self.mlp_out_norm(self.mlp(normed))
+        attended = attention.attend(query, kv, self.window, self.scale)
+        if self.attended_norm is None:
+            x = self.out.plus(attended, x)
+        else:
+            x = x + self._normed(self.out(attended), self.attended_norm)
+        normed = self._normed(x, self.mlp_norm)
+        if self.mlp_out_norm is None:
+            return self.mlp.plus(normed, x)
+        return x + self._normed(self.mlp(normed), self.mlp_out_norm)
+
+    def _normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        return x if norm is None else norm(x)
+
+    def _rotate_and_write(
+        self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], kv: LayerKV, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Norm the heads of queries and keys, turn them, write keys and values to the pool, and return the queries."""
+        rotated = self.heads + self.kv_heads
+        if self.qk_norm is not None:
+            qkv[:, :rotated] = functional.rms_norm(qkv[:, :rotated], (self.head_dim,), eps=self.eps) * self.qk_norm
+        rotate_(qkv[:, :rotated], *angles)
+        kv.vectors.index_copy_(0, slots, qkv[:, self.heads :].reshape(-1, self.head_dim))
+        return qkv[:, : self.heads]
 
 
 class Decoder:

@@ -43,14 +43,9 @@ class Linear:
         return self(x).mul_(factor)
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The product plus ``residual`` (``[rows, out]``)."""
-        return self(x).add_(residual)
-
-    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the product to ``total`` (``[rows, out]``) in place, in the same kernel on GPUs."""
-        total.addmm_(x, self._plain(x.dtype).t())
-        if self._bias is not None:
-            total.add_(self._bias)
+        """The product plus ``residual`` (``[rows, out]``), which it may overwrite."""
+        residual.addmm_(x, self._plain(x.dtype).t())  # one kernel on GPUs
+        return residual if self._bias is None else residual.add_(self._bias)
 
 
 class PackedLinear(Linear):

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from checkpoints.families import FAMILIES
 from checkpoints.folder import read_tensor_shapes
 from checkpoints.shape import ModelShape
 from checkpoints.source import DUMMY_SEED, ModelSource
-from engine.model.weights import Matrix, ModelWeights, QuantizedTensor, named_tensors, part_of, quantized_parts
+from engine.model.weights import Matrix, ModelWeights, QuantizedTensor, named_tensors, quantized_parts
 from pdserve.core.errors import ModelError
 
 _DUMMY_STD = 0.02
@@ -63,7 +64,7 @@ def _stored_shapes(weights: ModelWeights) -> dict[str, tuple[tuple[int, ...], ..
     """The shapes that each tensor may have in the checkpoint, by name, scales included."""
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
     quantization = weights.shape.quantization
-    quantized = _quantized_names(weights)
+    quantized = _quantized_names(weights.shape)
     for name, tensor in named_tensors(weights).items():
         shapes[name] = (tuple(tensor.shape),)
         if quantization is not None and name in quantized:
@@ -71,16 +72,15 @@ def _stored_shapes(weights: ModelWeights) -> dict[str, tuple[tuple[int, ...], ..
     return shapes
 
 
-def _quantized_names(weights: ModelWeights) -> frozenset[str]:
+def _quantized_names(shape: ModelShape) -> frozenset[str]:
     """The names of the weights that are stored in 8 bits."""
-    shape = weights.shape
-    if shape.quantization is None:
-        return frozenset()
-    by_layer = [quantized_parts(shape, i) for i in range(shape.num_layers)]
+    family, experts = FAMILIES[shape.architecture], shape.experts.count if shape.experts else 1
     return frozenset(
-        name
-        for name in named_tensors(weights)
-        if (place := part_of(name)) is not None and place[1] in by_layer[place[0]]
+        f"model.layers.{layer}.{module}.weight".replace("experts.0.", f"experts.{expert}.")
+        for layer in range(shape.num_layers)
+        for part in quantized_parts(shape, layer)
+        for module in family.modules(shape.has_experts(layer))[part]
+        for expert in range(experts)
     )
 
 
@@ -110,7 +110,7 @@ def _find_tensors(wanted: Mapping[str, tuple[tuple[int, ...], ...]], source: Mod
 def _fill_from_folder(weights: ModelWeights, source: ModelSource) -> None:
     targets = named_tensors(weights)
     found = _find_tensors(_stored_shapes(weights), source)
-    quantized = _quantized_names(weights)
+    quantized = _quantized_names(weights.shape)
     with contextlib.ExitStack() as stack:
         files = {path: _opened(path, stack) for path in dict.fromkeys(found.values())}
         for name, target in targets.items():

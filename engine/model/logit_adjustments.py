@@ -22,6 +22,10 @@ _ADDENDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=
 """What is added to the scores of eight tokens by the byte of their mask: ``[256, 8]``."""
 
 
+_Entry = tuple[int, NDArray[np.int64], NDArray[np.floating[Any]]]
+"""A row, token ids, and a number for each of them."""
+
+
 def adjust(
     logits: torch.Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory | None]
 ) -> torch.Tensor:
@@ -42,40 +46,26 @@ def adjust(
     return scores
 
 
-class _Entries:
-    """(row, token id) of several rows, with one number each."""
-
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._ids: list[NDArray[np.int64]] = []
-        self._values: list[NDArray[np.floating[Any]]] = []
-
-    def add(self, row: int, ids: NDArray[np.int64], values: NDArray[np.floating[Any]]) -> None:
-        self._rows.append(row)
-        self._ids.append(ids)
-        self._values.append(values)
-
-    def __bool__(self) -> bool:
-        return bool(self._rows)
-
-    def on(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, ids and values as tensors on the device of ``scores``. There must be entries."""
-        rows = np.repeat(self._rows, [len(ids) for ids in self._ids])
-        # Concatenated even if there is one: a history cannot grow while an array shares its memory.
-        ids, values = np.concatenate(self._ids), np.concatenate(self._values)
-        device = scores.device
-        return (*upload(np.stack((rows, ids)), torch.int64, device), upload(values, scores.dtype, device))
+def _on_device(entries: Sequence[_Entry], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, ids and values as tensors on the device of ``scores``. There must be entries."""
+    numbers, all_ids, all_values = zip(*entries, strict=True)
+    rows = np.repeat(numbers, [len(ids) for ids in all_ids])
+    # Concatenated even if there is one: a history cannot grow while an array shares its memory.
+    ids, values = np.concatenate(all_ids), np.concatenate(all_values)
+    device = scores.device
+    return (*upload(np.stack((rows, ids)), torch.int64, device), upload(values, scores.dtype, device))
 
 
 def _add_biases(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    entries, only = _Entries(), []
+    entries: list[_Entry] = []
+    only: list[int] = []
     for row, p in enumerate(params):
         biases = dict(p.logit_bias)
         if any(bias >= MAX_BIAS for bias in biases.values()):
             only.append(row)
             biases = {token_id: bias for token_id, bias in biases.items() if bias >= MAX_BIAS}
-        entries.add(row, np.array(list(biases), np.int64), np.array(list(biases.values()), np.float64))
-    rows, ids, bias = entries.on(scores)
+        entries.append((row, np.array(list(biases), np.int64), np.array(list(biases.values()), np.float64)))
+    rows, ids, bias = _on_device(entries, scores)
     biased = (scores[rows, ids] + bias).where(bias > -MAX_BIAS, -torch.inf)
     if only:
         scores[upload(only, torch.int64, scores.device)] = -torch.inf
@@ -87,23 +77,24 @@ def _penalise(
     penalised: Sequence[tuple[int, SamplingParams]],
     histories: Sequence[TokenHistory | None],
 ) -> None:
-    seen, outputs = _Entries(), _Entries()
+    seen: list[_Entry] = []
+    outputs: list[_Entry] = []
     for row, p in penalised:
         history = histories[row]
         if history is None:
             raise ValueError("penalties need the history of the request")
         if p.repetition_penalty != 1.0:
             distinct = _numbers(history.seen_ids)
-            seen.add(row, distinct, np.full(len(distinct), p.repetition_penalty))
+            seen.append((row, distinct, np.full(len(distinct), p.repetition_penalty)))
         if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
             subtracted = p.presence_penalty + p.frequency_penalty * _numbers(history.output_counts)
-            outputs.add(row, _numbers(history.output_ids), subtracted)
+            outputs.append((row, _numbers(history.output_ids), subtracted))
     if seen:
-        rows, ids, penalty = seen.on(scores)
+        rows, ids, penalty = _on_device(seen, scores)
         before = scores[rows, ids]
         scores[rows, ids] = torch.where(before > 0, before / penalty, before * penalty)
     if outputs:
-        rows, ids, less = outputs.on(scores)
+        rows, ids, less = _on_device(outputs, scores)
         scores[rows, ids] -= less
 
 

@@ -17,9 +17,9 @@ def rope_tables(
     have the same angles; the sines of the first half are negated, as `rotate_` requires. Where ``rope`` turns a part of
     each head only, the others have the angle 0, in the order of `engine.model.weights.ModelWeights.arrange`.
     ``long_rope`` selects the long factors of longrope."""
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, shape.turned_dim, long_rope))
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, shape.rotary_dim, long_rope))
     cos, sin = angles.cos() * rope.scaling.attention_factor, angles.sin() * rope.scaling.attention_factor
-    unturned = (shape.head_dim - shape.turned_dim) // 2
+    unturned = (shape.head_dim - shape.rotary_dim) // 2
     cos, sin = functional.pad(cos, (0, unturned), value=1.0), functional.pad(sin, (0, unturned))
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return cos.to(device, dtype).unsqueeze(1), sin.to(device, dtype).unsqueeze(1)
@@ -43,10 +43,10 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     x.mul_(cos).addcmul_(swapped, sin)
 
 
-def _frequencies(rope: Rope, turned_dim: int, long_rope: bool) -> torch.Tensor:
-    """The angle per position of each pair of dimensions: ``[turned_dim / 2]``."""
+def _frequencies(rope: Rope, rotary_dim: int, long_rope: bool) -> torch.Tensor:
+    """The angle per position of each pair of dimensions: ``[rotary_dim / 2]``."""
     scaling = rope.scaling
-    exponents = torch.arange(0, turned_dim, 2, dtype=torch.int64).float() / turned_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if scaling.kind == "longrope":
         factors = torch.tensor(scaling.long_factors if long_rope else scaling.short_factors)
         return 1.0 / (factors * rope.theta**exponents)

@@ -127,7 +127,7 @@ class ModelWeights:
         each pair is half a head apart, as in models whose rope turns whole heads. Scores do not depend on the order.
         """
         shape = self.shape
-        if shape.rotary_dim is None:
+        if shape.partial_rotary_dim is None:
             return
         order = rotary_order(shape.head_dim, shape.rotary_dim).to(self.norm.device)
         turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
@@ -235,24 +235,6 @@ def named_tensors(weights: ModelWeights) -> dict[str, Matrix]:
         parts |= _mlp(layer.mlp, family) if isinstance(layer.mlp, MLPWeights) else _experts(layer.mlp, family)
         named |= {f"model.layers.{i}.{name}": tensor for name, tensor in parts.items()}
     return named
-
-
-_PARTS = (
-    (("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
-    (("o_proj",), "out"),
-    (("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "gate_up"),
-    (("down_proj", "w2"), "down"),
-)
-
-
-def part_of(name: str) -> tuple[int, str] | None:
-    """The layer of a matrix, and its part (as `checkpoints.families.Family.modules` names it), by its name in
-    checkpoints. None for other weights."""
-    pieces = name.split(".")
-    if not name.startswith("model.layers.") or pieces[-1] != "weight":
-        return None
-    part = next((part for modules, part in _PARTS if pieces[-2] in modules), None)
-    return None if part is None else (int(pieces[2]), part)
 
 
 def _norms(layer: LayerWeights, shape: ModelShape) -> dict[str, Matrix]:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from engine.messages import KVReady
 from engine.offload.stores import BlockStore
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import Clock
 from pdserve.core.kv_layout import KVLayout
 

@@ -24,8 +24,8 @@ from engine.model.structures import Structures
 from engine.offload.connector import OffloadConnector
 from engine.offload.stores import BlockStore, DiskStore, MemoryStore
 from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import SchedulerConfig
-from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError

@@ -1,13 +1,20 @@
-"""The interface between the scheduler and KV transfer."""
+"""The interface between the scheduler and KV transfer, and what a worker's engine has behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from engine.messages import Computed, KVEvent
+from engine.messages import Computed, KVEvent, KVRole, Progress, Reserved
 from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.sequence import Sequence
+from pdserve.core.clock import Clock
+from pdserve.core.handoff import FirstToken, prefix_transfer_id
+from pdserve.core.kv_layout import KVLayout
+
+WORTH_BYTES = 256 * 2**10
+"""Smallest group of layers that is announced on its own: each announcement costs the engine and both workers a
+message."""
 
 
 class KVConnector:
@@ -66,3 +73,104 @@ class KVConnector:
 
     def close(self) -> None:
         """End what it runs, because the engine ends."""
+
+
+class TransferConnector(KVConnector):
+    """Tells a worker's KV threads which blocks of which requests to move, and when. It turns what the scheduler does
+    with blocks into `KVEvent` messages, by each request's `KVRole`.
+
+    A RECEIVE request awaits the KV of its whole prompt: `Reserved` names the blocks that it goes to, and the worker
+    answers with `KVReady`. The blocks of a PUSH request are pinned: `Computed` tells how much KV is in them, and the
+    worker answers with `Release` when nothing reads them any more. LOCAL and PUSH requests await the KV of their first
+    tokens if `Submit` says so, in the same way as RECEIVE requests.
+
+    ``layer_groups`` is the largest number of groups of layers of ``layout`` that a step announces separately (0: it
+    announces all layers at its end).
+    """
+
+    def __init__(self, clock: Clock, layout: KVLayout | None = None, layer_groups: int = 0) -> None:
+        self._clock = clock
+        self._layout = layout
+        self._layer_groups = layer_groups
+        self._pushing: set[str] = set()
+        self._events: list[KVEvent] = []
+        self._progress: list[Progress] = []
+
+    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
+        """Return the number of prompt tokens for a RECEIVE request, whose token 1 comes with the KV, else the number of
+        those whose KV may come from another worker's cache."""
+        return seq.num_prompt_tokens if seq.kv_role is KVRole.RECEIVE else seq.num_prefix_tokens
+
+    def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
+        """Announce the blocks of a request that awaits KV. Pin those of a PUSH request, and tell of cached ones."""
+        if seq.kv_role is KVRole.RECEIVE:
+            self._reserved(seq.attempt_id, seq.block_ids, num_cached_blocks)
+        elif seq.num_prefix_tokens:
+            self._reserved(prefix_transfer_id(seq.attempt_id), seq.block_ids, num_cached_blocks)
+        if seq.kv_role is KVRole.PUSH:
+            self._pushing.add(seq.attempt_id)
+            if num_cached_blocks:
+                found = seq.block_ids[:num_cached_blocks]
+                self._progress.append(Progress(seq.attempt_id, seq.num_computed_tokens, found))
+            return True
+        return False
+
+    def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
+        """Answer a `PinPrefix`."""
+        self._reserved(attempt_id, block_ids, len(block_ids))
+
+    def _reserved(self, transfer_id: str, block_ids: Seq[int], num_cached_blocks: int) -> None:
+        self._events.append(Reserved(transfer_id, list(block_ids), num_cached_blocks, self._clock.now()))
+
+    def computed(self, seq: Sequence) -> None:
+        """Announce the progress of a PUSH request. Its first output goes with the last tokens."""
+        first = None
+        if seq.num_output_tokens:
+            token_id = seq.token_ids[-1]
+            first = FirstToken(token_id, token_id in seq.stop_token_ids)
+        progress = Progress(seq.attempt_id, seq.num_computed_tokens, list(seq.block_ids), first_token=first)
+        self._progress.append(progress)
+
+    def release(self, seq: Sequence) -> bool:
+        """Hold the blocks of a PUSH request, unless they have been released already."""
+        self._pushing.discard(seq.attempt_id)
+        return not seq.pinned
+
+    def layer_hook(self, parts: Seq[ScheduledSeq], send: Callable[[Computed], None]) -> LayerHook | None:
+        """A hook that sends the progress of the PUSH requests among ``parts`` within the step, or None if there is
+        nothing to send before the step ends."""
+        if self._layout is None or not self._layer_groups or not self._pushing:
+            return None
+        pushed = [part for part in parts if part.attempt_id in self._pushing]
+        size = self._layout.block_size
+        blocks = sum(-(-part.end // size) - part.start // size for part in pushed)
+        after = frozenset(group_ends(self._layout, self._layer_groups, blocks))
+        if not after:
+            return None
+        told = False
+
+        def done(num_layers: int) -> None:
+            nonlocal told
+            send(
+                Computed([Progress(p.attempt_id, p.end, [] if told else list(p.block_ids), num_layers) for p in pushed])
+            )
+            told = True
+
+        return LayerHook(after, done)
+
+    def take_events(self) -> list[KVEvent]:
+        """Return the events since the last call, in order."""
+        events, self._events = self._events, []
+        if self._progress:
+            events.append(Computed(self._progress))
+            self._progress = []
+        return events
+
+
+def group_ends(layout: KVLayout, most_groups: int, num_blocks: int) -> tuple[int, ...]:
+    """The numbers of layers after which a step that writes ``num_blocks`` blocks announces progress.
+
+    The last layer is not included, so the result is empty if there is only one group.
+    """
+    groups = min(most_groups, layout.num_layers, num_blocks * layout.block_bytes // WORTH_BYTES)
+    return tuple(sorted({layout.num_layers * group // groups for group in range(1, groups)}))

@@ -33,24 +33,18 @@ WATERMARK_DIVISOR = 100  # 1 % of the pool is kept free for running requests to 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of one engine. All numbers must be at least 1 (`ConfigError`).
+    """The limits of one engine. All numbers must be at least 1 (`ConfigError`)."""
 
-    ``max_num_batched_tokens``, ``max_num_seqs``: tokens and requests of a step.
-    ``max_model_len``: tokens of prompt and output of a request.
-    ``block_size``, ``num_blocks``: tokens per block, and blocks in the pool.
-    ``eos_token_ids``: end every request that does not ignore them.
-    ``prefix_caching``: requests of the same salt share the blocks of equal beginnings.
-    ``chunk_tokens``: tokens of one prompt in a step (None: limited by the step's budget only).
-    """
-
+    # ``max_num_batched_tokens``, ``max_num_seqs``: tokens and requests of a step
     max_num_batched_tokens: int
     max_num_seqs: int
-    max_model_len: int
+    max_model_len: int  # tokens of prompt and output of a request
+    # ``block_size``, ``num_blocks``: tokens per block, and blocks in the pool
     block_size: int
     num_blocks: int
-    eos_token_ids: Collection[int] = ()
-    prefix_caching: bool = True
-    chunk_tokens: int | None = None
+    eos_token_ids: Collection[int] = ()  # end every request that does not ignore them
+    prefix_caching: bool = True  # requests of the same salt share the blocks of equal beginnings
+    chunk_tokens: int | None = None  # tokens of one prompt in a step (None: limited by the step's budget only)
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"):

@@ -70,47 +70,33 @@ class TokenHistory:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The state of one request. Compared by identity.
-
-    ``arrival``: its number among all requests of this engine.
-    ``queued_s``: when it came, or was preempted the last time.
-    ``priority``: lower ones come first.
-    ``token_ids``: prompt and outputs; the KV of the first ``num_computed_tokens`` is in ``block_ids``.
-    ``num_running_steps``: steps in flight that it is part of. They compute ``num_running_tokens`` tokens more, and
-    sample ``num_pending_tokens`` that are not known yet and come after ``token_ids``.
-    ``stop_token_ids``: include the model's end-of-sequence ids, unless the request ignores them.
-    ``first_scheduled_s``: start of the first step that computed anything for it here.
-    ``kv_role``, ``num_prefix_tokens``: those of its `Submit`, which only the KV connector reads.
-    ``num_remote_tokens``: how many of its first tokens await their KV from elsewhere.
-    ``pinned``: something outside the engine reads its blocks, so it keeps them.
-    ``history``: kept only for requests with penalties or structured outputs.
-    ``prefix``: the digests of its blocks, of which the first ``num_published_blocks`` are cached (None: no caching).
-    ``num_cached_tokens``: its tokens that the prefix cache held at its first admission, or that came from elsewhere.
-    """
+    """The state of one request. Compared by identity."""
 
     attempt_id: str
-    kv_role: KVRole
-    arrival: int
-    queued_s: float
-    priority: int
-    token_ids: list[int]
+    kv_role: KVRole  # of its `Submit`; only the KV connector reads it, and ``num_prefix_tokens``
+    arrival: int  # its number among all requests of this engine
+    queued_s: float  # when it came, or was preempted the last time
+    priority: int  # lower ones come first
+    token_ids: list[int]  # prompt and outputs; the KV of the first ``num_computed_tokens`` is in ``block_ids``
     num_prompt_tokens: int
     max_tokens: int
     params: SamplingParams
-    stop_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]  # include the model's end-of-sequence ids, unless the request ignores them
     status: EngineStatus = EngineStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
-    first_scheduled_s: float | None = None
-    num_running_steps: int = 0
-    num_running_tokens: int = 0
-    num_pending_tokens: int = 0
+    first_scheduled_s: float | None = None  # start of the first step that computed anything for it here
+    num_running_steps: int = 0  # steps in flight that it is part of
+    num_running_tokens: int = 0  # which these steps compute
+    num_pending_tokens: int = 0  # which these steps sample; they come after ``token_ids``
     num_prefix_tokens: int = 0
-    num_remote_tokens: int = 0
-    pinned: bool = False
-    history: TokenHistory | None = None
+    num_remote_tokens: int = 0  # how many of its first tokens await their KV from elsewhere
+    pinned: bool = False  # something outside the engine reads its blocks, so it keeps them
+    history: TokenHistory | None = None  # kept only for requests with penalties or structured outputs
+    # the digests of its blocks, of which the first ``num_published_blocks`` are cached (None: no caching)
     prefix: PrefixDigests | None = None
     num_published_blocks: int = 0
+    # its tokens that the prefix cache held at its first admission, or that came from elsewhere
     num_cached_tokens: int = 0
 
     @classmethod

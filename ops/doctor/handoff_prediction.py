@@ -8,7 +8,7 @@ equal shares of the chunk. The sender queues *parts*: blocks, or some of their l
 - ``none``: one part with all blocks, ready when the prompt is computed;
 - ``chunk``: for each chunk the blocks that are full by its end, ready at its end; with the last chunk also the last,
   partly filled block. Blocks travel whole (`KVLayout.expected_bytes`);
-- ``layer``: the same blocks in the groups of layers of `engine.scheduling.transfer_connector.group_ends`, each ready
+- ``layer``: the same blocks in the groups of layers of `engine.scheduling.kv_connector.group_ends`, each ready
   when its last layer is computed.
 
 The link serves parts in order at B bytes per second, so part i ends at ``end_i = max(end_(i-1), r_i) + bytes_i / B``.
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from engine.scheduling.transfer_connector import group_ends
+from engine.scheduling.kv_connector import group_ends
 from pdserve.core.kv_layout import KVLayout
 
 Overlap = Literal["none", "chunk", "layer"]

@@ -21,39 +21,6 @@ BASE: dict[str, Any] = {
 LLAMA, MISTRAL, QWEN2, QWEN3 = (BASE | {"architectures": [name]} for name in list(FAMILIES)[:4])
 
 
-def test_keys_that_are_missing_take_the_family_s_defaults() -> None:
-    shapes = [shape_from_hf(config, "m") for config in (LLAMA, MISTRAL, QWEN2, QWEN3)]
-    assert [s.num_kv_heads for s in shapes] == [32, 8, 32, 32]
-    assert [s.head_dim for s in shapes] == [2, 2, 2, 128]
-    assert [s.windows for s in shapes] == [(), (4096,) * 4, (), ()]
-    assert [s.qkv_bias for s in shapes] == [False, False, True, False]
-    assert [s.qk_norm for s in shapes] == [False, False, False, True]
-    assert not any(s.out_bias or s.mlp_bias or s.tie_word_embeddings for s in shapes)
-
-
-def test_null_is_not_missing() -> None:
-    null = {"num_key_value_heads": None, "head_dim": None, "sliding_window": None, "layer_types": None}
-    for config in (LLAMA, MISTRAL, QWEN2, QWEN3):
-        shape = shape_from_hf(config | null, "m")
-        assert (shape.num_kv_heads, shape.head_dim, shape.windows) == (32, 2, ())
-
-
-@pytest.mark.parametrize(
-    ("config", "key", "biases"),
-    [
-        (LLAMA, "attention_bias", (True, True, False)),
-        (LLAMA, "mlp_bias", (False, False, True)),
-        (QWEN3, "attention_bias", (True, True, False)),
-        (QWEN3, "mlp_bias", (False, False, False)),
-        (QWEN2, "attention_bias", (True, False, False)),
-        (MISTRAL, "attention_bias", (False, False, False)),
-    ],
-)
-def test_biases(config: dict[str, Any], key: str, biases: tuple[bool, bool, bool]) -> None:
-    shape = shape_from_hf(config | {key: True}, "m")
-    assert (shape.qkv_bias, shape.out_bias, shape.mlp_bias) == biases
-
-
 ON = {"use_sliding_window": True, "sliding_window": 7}
 FULL, SLIDING = "full_attention", "sliding_attention"
 

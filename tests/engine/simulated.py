@@ -18,8 +18,8 @@ from engine.core import ComputedStep, EngineCore
 from engine.messages import EngineEvent, KVEvent, KVReady, KVRole, Release, Reserved, Step, Submit
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import SchedulerConfig
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams

@@ -10,13 +10,6 @@ from engine.scheduling.block_manager import BlockManager
 from tests.engine.integrity import check_blocks
 
 
-def test_allocate_covers_the_tokens_and_no_more() -> None:
-    manager = BlockManager(num_blocks=8, block_size=4)
-    assert manager.allocate("a", 9)
-    assert manager.blocks("a") == [0, 1, 2]
-    assert manager.free_blocks == 5
-
-
 def test_growth_extends_the_live_list_and_never_shrinks() -> None:
     manager = BlockManager(8, 4)
     assert manager.allocate("a", 4)
@@ -27,44 +20,6 @@ def test_growth_extends_the_live_list_and_never_shrinks() -> None:
     assert live is manager.blocks("a")
     assert manager.allocate("a", 1)
     assert live == [0, 2]
-
-
-def test_pressure_is_an_answer_and_changes_nothing() -> None:
-    manager = BlockManager(3, 4)
-    assert manager.allocate("a", 5)
-    assert not manager.allocate("b", 5)
-    assert not manager.allocate("a", 13)
-    assert manager.blocks("a") == [0, 1]
-    assert manager.blocks("b") == []
-    assert manager.free_blocks == 1
-    check_blocks(manager)
-
-
-def test_lowest_numbers_first_so_that_the_live_span_stays_dense() -> None:
-    manager = BlockManager(10, 1)
-    for owner, tokens in (("a", 3), ("b", 3), ("c", 3)):
-        assert manager.allocate(owner, tokens)
-    assert manager.free("b") == 3
-    assert manager.free("a") == 3
-    assert manager.allocate("d", 4)
-    assert manager.blocks("d") == [0, 1, 2, 3]
-
-
-def test_freeing_an_owner_of_nothing_frees_nothing() -> None:
-    manager = BlockManager(2, 1)
-    assert manager.allocate("a", 2)
-    assert manager.free("b") == 0
-    assert manager.free("a") == 2
-    assert manager.free("a") == 0
-    assert manager.free_blocks == 2
-    check_blocks(manager)
-
-
-def test_the_empty_list_of_an_owner_of_nothing_is_not_shared() -> None:
-    manager = BlockManager(2, 1)
-    manager.blocks("a").append(7)
-    assert manager.blocks("a") == []
-    check_blocks(manager)
 
 
 @pytest.mark.parametrize(
@@ -187,18 +142,6 @@ def test_whose_blocks_would_be_free() -> None:
     assert not manager.owned_only_by(["b"])
     assert not manager.owned_only_by([])
     assert manager.owned_only_by(["b", "a"])
-
-
-def test_integrity_sees_a_wrong_count_and_a_shared_block_that_is_not_cached() -> None:
-    manager = published()
-    manager._owners[0] = 2
-    with pytest.raises(AssertionError, match=r"blocks \[0\] have another number of owners"):
-        check_blocks(manager)
-    manager = BlockManager(4, 1)
-    assert manager.allocate("a", 1)
-    assert manager.allocate("b", 2, [0])
-    with pytest.raises(AssertionError, match="block 0 belongs to owner 'a' and to owner 'b'"):
-        check_blocks(manager)
 
 
 PREFIXES = st.lists(st.integers(0, 1), min_size=1, max_size=6)

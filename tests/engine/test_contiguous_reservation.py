@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import KVRole, Submit
-from engine.scheduling.baselines import ContiguousBlocks, ContiguousReservation
+from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.scheduler import SchedulerConfig
 from pdserve.core.clock import FakeClock
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
-from tests.engine.integrity import check_blocks, check_scheduler
+from tests.engine.integrity import check_scheduler
 
 EOS = 7
 
@@ -47,7 +46,7 @@ def test_a_request_gets_one_run_for_prompt_and_limit_at_once() -> None:
     assert step(engine) == {"a": [0, 1, 2]}
 
 
-def test_free_blocks_in_too_short_runs_admit_nobody() -> None:
+def test_free_blocks_in_too_short_runs_admit_no_request() -> None:
     engine = scheduler()
     for name in "abcd":
         submit(engine, name, 4, 4)
@@ -72,17 +71,6 @@ def test_a_pool_smaller_than_the_longest_request_is_given_as_a_whole() -> None:
     engine = scheduler(num_blocks=2, whole_context=True)
     submit(engine, "a", 4, 4)
     assert step(engine) == {"a": [0, 1]}
-
-
-def test_a_run_that_is_not_there_changes_nothing() -> None:
-    blocks = ContiguousBlocks(4, 4)
-    assert blocks.reserve("a", 3)
-    assert not blocks.reserve("b", 2)
-    assert blocks.free_blocks == blocks.longest_run == 1
-    check_blocks(blocks)
-    assert blocks.free("a") == 3
-    assert blocks.first_run(4) == 0
-    assert blocks.first_run(5) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=25))
@@ -110,9 +98,3 @@ def test_every_request_finishes_in_a_run_of_its_own(requests: list[tuple[int, in
     assert set(left.values()) == {0}
     assert engine.blocks.free_blocks == engine.blocks.longest_run == 9
     assert engine.load().preemptions == 0
-
-
-@pytest.mark.parametrize("whole_context", [False, True])
-def test_nothing_is_cached(whole_context: bool) -> None:
-    engine = scheduler(whole_context=whole_context)
-    assert engine.config.prefix_caching is False

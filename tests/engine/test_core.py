@@ -17,8 +17,8 @@ CONFIG = SchedulerConfig(256, 16, 1024, 16, 256)
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
-def test_hundreds_of_requests_under_a_virtual_clock_without_torch(batching: str) -> None:
-    arguments = {"num_requests": 500, "seed": 3, "batching": batching}
+def test_many_requests_under_a_virtual_clock_without_torch(batching: str) -> None:
+    arguments = {"num_requests": 200, "seed": 3, "batching": batching}
     run = subprocess.run(
         [sys.executable, "-m", "tests.engine.simulated", json.dumps(arguments)],
         cwd=Path(__file__).resolve().parents[2],
@@ -29,10 +29,10 @@ def test_hundreds_of_requests_under_a_virtual_clock_without_torch(batching: str)
     )
     assert run.returncode == 0, run.stderr
     outcome = json.loads(run.stdout)
-    assert outcome["finished"] == 500
+    assert outcome["finished"] == 200
     assert outcome["free_blocks"] == 256
-    assert outcome["took_s"] > 10.0
-    assert outcome == result(random_load(500, 3, batching)), "the same again, in any process"
+    assert outcome["took_s"] > 4.0
+    assert outcome == result(random_load(200, 3, batching)), "the same again, in any process"
 
 
 def test_static_batches_take_longer() -> None:

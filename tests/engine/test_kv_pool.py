@@ -53,28 +53,12 @@ def test_layer_views_are_the_pool(pools: tuple[KVPool, Pool]) -> None:
     assert values.count_nonzero() == 1
 
 
-def test_adjacent_blocks_are_one_region(pools: tuple[KVPool, Pool]) -> None:
-    pool, mapped = pools
-    pool.tensor.copy_(torch.randn(pool.tensor.shape))
-    ids = [4, 5, 6, 2, 1, 9]
-    assert [region.size // LAYOUT.block_bytes for region in mapped.regions(ids)] == [3, 1, 1, 1]
-    assert read(mapped, ids) == b"".join(_bytes(pool, b) for b in ids)
-
-
 def test_written_blocks_arrive_in_order(pools: tuple[KVPool, Pool]) -> None:
     pool, mapped = pools
     data = os.urandom(LAYOUT.block_bytes * 4)
     fill(mapped, [8, 2, 3, 0], data)
     assert b"".join(_bytes(pool, b) for b in (8, 2, 3, 0)) == data
     assert not pool.tensor[[1, 4, 5, 6, 7, 9]].any()
-
-
-@pytest.mark.parametrize("ids", [[10], [-1], [0, 1, 99]])
-def test_foreign_blocks_are_refused(pools: tuple[KVPool, Pool], ids: list[int]) -> None:
-    pool, mapped = pools
-    with pytest.raises(ValueError, match="outside the pool"):
-        mapped.regions(ids)
-    assert not pool.tensor.any()
 
 
 def test_layers_of_blocks(pools: tuple[KVPool, Pool]) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from engine.messages import Computed, KVRole, Progress
 from engine.scheduling.batch import LayerHook, ScheduledSeq
+from engine.scheduling.kv_connector import WORTH_BYTES, TransferConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.transfer_connector import WORTH_BYTES, TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import BLOCK, GREEDY, make_runner, submit
@@ -59,7 +59,7 @@ def test_groups_are_worth_their_messages() -> None:
 
 
 @pytest.mark.parametrize("groups", [0, 1])
-def test_nothing_is_told_where_nobody_wants_it(groups: int) -> None:
+def test_nothing_is_told_where_it_is_not_wanted(groups: int) -> None:
     assert hook_of(groups, [part("a", 0, 512, [1])])[0] is None
     assert hook_of(8, [part("a", 0, 512, [1])], pushed=())[0] is None
     assert hook_of(8, [part("a", 0, 512, [1])], pushed=("b",))[0] is None

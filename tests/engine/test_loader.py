@@ -88,28 +88,23 @@ def test_shards_give_the_same_weights(folder: Path, tmp_path: Path) -> None:
         _load(folder)
 
 
-def test_a_missing_tensor_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", None, r"k_proj\.weight' is in none"),
+        ("model.layers.0.self_attn.q_proj.bias", (16,), r"model\.safetensors: unexpected tensor .*q_proj\.bias"),
+        ("model.norm.weight", (17,), r"'model\.norm\.weight' is \[17\], but config\.json requires \[16\]"),
+    ],
+)
+def test_a_faulty_tensor_is_named(folder: Path, name: str, shape: tuple[int, ...] | None, message: str) -> None:
     tensors = _edit(folder)
-    del tensors["model.layers.1.self_attn.k_proj.weight"]
-    _store(folder, tensors)
-    with pytest.raises(ModelError, match=r"'model\.layers\.1\.self_attn\.k_proj\.weight' is in none"):
+    tensors.pop(name, None)
+    _store(folder, tensors | ({name: torch.zeros(shape)} if shape else {}))
+    check_weight_files(folder)  # which compares nothing with config.json
+    with pytest.raises(ModelError, match=message):
         _load(folder)
-
-
-def test_an_unexpected_tensor_is_named(folder: Path) -> None:
-    tensors = _edit(folder)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
-    _store(folder, tensors)
-    with pytest.raises(ModelError, match=r"model\.safetensors: unexpected tensor .*q_proj\.bias"):
-        _load(folder)
-
-
-def test_a_wrong_shape_is_named(folder: Path) -> None:
-    tensors = _edit(folder)
-    tensors["model.norm.weight"] = torch.zeros(17)
-    _store(folder, tensors)
-    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is \[17\], but config\.json requires \[16\]"):
-        _load(folder)
+    with pytest.raises(ModelError, match=message):
+        check_weights(resolve_model(str(folder)))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
@@ -225,7 +220,7 @@ def test_the_hash_changes_with_any_byte_of_any_file(shards: Path) -> None:
     for path in source.weight_files():
         size = path.stat().st_size
         assert size > 5e6
-        for offset in (0, 8, size - 1, *_middles(path), *(draw.randrange(size) for _ in range(40))):
+        for offset in (0, 8, size - 1, *_middles(path), *(draw.randrange(size) for _ in range(8))):
             _flip(path, offset)
             num_flips += 1
             seen.add(source.model_hash())
@@ -258,13 +253,12 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("number", "change"), list(enumerate(CHANGES)))
 def test_weights_that_change_while_they_are_loaded_are_refused(
     shards: Path, change: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After they were hashed: the hash would be of other weights than those in use."""
-    path = resolve_model(str(shards)).weight_files()[number]
+    path = resolve_model(str(shards)).weight_files()[number % 2]
 
     def load(source: ModelSource, *arguments: Any, **more: Any) -> ModelWeights:
         weights = load_weights(source, *arguments, **more)
@@ -335,18 +329,10 @@ def test_a_git_lfs_pointer_is_named_as_such(folder: Path, name: str) -> None:
         check_weights(resolve_model(str(folder)))
 
 
-def test_all_faults_are_found_without_loading(folder: Path) -> None:
+def test_damaged_files_are_found_without_loading(folder: Path) -> None:
     source = resolve_model(str(folder))
     check_weights(source)
     check_weight_files(folder)
-    tensors = _edit(folder)
-    _store(folder, tensors | {"model.norm.weight": torch.zeros(17)})
-    check_weight_files(folder)  # which compares nothing with config.json
-    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is \[17\]"):
-        check_weights(source)
-    _store(folder, {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
-    with pytest.raises(ModelError, match=r"'lm_head\.weight' is in none"):
-        check_weights(source)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     with pytest.raises(ModelError, match="corrupt or truncated"):
         check_weights(source)

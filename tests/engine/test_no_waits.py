@@ -64,7 +64,7 @@ class WaitingCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def a_gpu_without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The device of tensors whose numbers nobody may ask for."""
+    """The device of tensors whose numbers must not be read."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     with WaitingCopies():  # type: ignore[no-untyped-call]
         yield torch.device("meta")

@@ -39,6 +39,7 @@ from engine.messages import (
     Submit,
     TokenOut,
 )
+from engine.process.build import build_engine
 from engine.process.client import EngineClient
 from engine.spec import ENGINE_MODULE, EngineSpec
 from kv_transfer.pool import Pool
@@ -162,14 +163,11 @@ def _submit(attempt_id: str, role: KVRole, max_tokens: int = TOKENS, **changes: 
     return submit(attempt_id, role, **{"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, **changes})
 
 
-@pytest.mark.parametrize("run_ahead", [None, True])
-async def test_local_generation_equals_transformers(
-    folder: Path, expected: list[int], tmp_path: Path, run_ahead: bool | None
-) -> None:
+async def test_local_generation_equals_transformers(folder: Path, expected: list[int], tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise AssertionError('imported from the current directory')")
     with contextlib.chdir(tmp_path):
-        async with _engine(_spec(folder, run_ahead=run_ahead)) as engine:
+        async with _engine(_spec(folder)) as engine:
             for i in range(3):
                 engine.client.send(_submit(f"r{i}", KVRole.LOCAL))
             for i in range(3):
@@ -178,56 +176,61 @@ async def test_local_generation_equals_transformers(
             first = engine.tokens("r0")[0]
             assert first.first_scheduled_s <= engine.steps()[0].step_started_s < engine.steps()[0].sampled_s
             assert engine.tokens("r0")[-1].finish_reason == "length"
+            engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=2000))
+            await engine.until(lambda: any(isinstance(e, Rejected) for e in engine.seen))
+            (rejected,) = (e for e in engine.seen if isinstance(e, Rejected))
+            assert (rejected.attempt_id, rejected.kind) == ("r", "CapacityExceeded")
     assert engine.client.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.8},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 2},
-        {"temperature": 0.8, "min_p": 0.01, "presence_penalty": 1.5},
-    ],
-    ids=str,
-)
-async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, sampling: dict[str, Any]) -> None:
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 2},
+    {"temperature": 0.8, "min_p": 0.01, "presence_penalty": 1.5},
+]
+
+
+async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path) -> None:
     async with _engine(_spec(folder)) as here, _engine(_spec(folder, run_ahead=True)) as there:
-        here.client.send(_submit("local", KVRole.LOCAL, **sampling))
-        wanted = await here.finished("local")
-        assert all((token.logprobs is not None) == ("logprobs" in sampling) for token in here.tokens("local"))
+        for number, sampling in enumerate(SAMPLINGS):
+            local, name, salt = f"local-{number}", f"r{number}", str(number)
+            here.client.send(_submit(local, KVRole.LOCAL, salt=salt, **sampling))
+            wanted = await here.finished(local)
+            assert all((token.logprobs is not None) == ("logprobs" in sampling) for token in here.tokens(local))
 
-        there.client.send(_submit("r", KVRole.RECEIVE, **sampling))
-        await there.until(lambda: bool(there.reserved("r")))
-        targets = there.reserved("r")[0].block_ids
-        here.client.send(_submit("r", KVRole.PUSH, **sampling))
-        await here.until(lambda: any(p.first_token for p in here.progress("r")) and bool(here.tokens("r")))
-        (first,) = here.tokens("r")
-        assert first == msgspec.structs.replace(
-            here.tokens("local")[0],
-            attempt_id="r",
-            finish_reason="length",
-            first_scheduled_s=first.first_scheduled_s,
-            cached_tokens=first.cached_tokens,
-        )
-        sources = here.progress("r")[-1]
-        assert sources.num_computed_tokens == len(PROMPT)
-        assert len(sources.block_ids) == len(targets) == 6
+            there.client.send(_submit(name, KVRole.RECEIVE, salt=salt, **sampling))
+            await there.until(lambda name=name: bool(there.reserved(name)))  # type: ignore[misc]
+            targets = there.reserved(name)[0].block_ids
+            here.client.send(_submit(name, KVRole.PUSH, salt=salt, **sampling))
+            await here.until(
+                lambda name=name: any(p.first_token for p in here.progress(name)) and bool(here.tokens(name))  # type: ignore[misc]
+            )
+            (first,) = here.tokens(name)
+            assert first == msgspec.structs.replace(
+                here.tokens(local)[0],
+                attempt_id=name,
+                finish_reason="length",
+                first_scheduled_s=first.first_scheduled_s,
+                cached_tokens=first.cached_tokens,
+            )
+            sources = here.progress(name)[-1]
+            assert sources.num_computed_tokens == len(PROMPT)
+            assert len(sources.block_ids) == len(targets) == 6
 
-        source, target = open_pool(here), open_pool(there)
-        fill(target, targets, read(source, sources.block_ids))
-        source.close()
-        target.close()
-        there.client.send(KVReady("r", first.token_id))
-        assert [first.token_id, *await there.finished("r")] == wanted
-        here.client.send(Release("r"))
+            source, target = open_pool(here), open_pool(there)
+            fill(target, targets, read(source, sources.block_ids))
+            source.close()
+            target.close()
+            there.client.send(KVReady(name, first.token_id))
+            assert [first.token_id, *await there.finished(name)] == wanted
+            here.client.send(Release(name))
         await here.until(lambda: here.idle(64))
         await there.until(lambda: there.idle(64))
 
 
-@pytest.mark.parametrize("run_ahead", [None, True])
-async def test_abort_frees_blocks_in_every_state(folder: Path, run_ahead: bool | None) -> None:
-    async with _engine(_spec(folder, max_num_seqs=1, run_ahead=run_ahead)) as engine:
+async def test_abort_frees_blocks_in_every_state(folder: Path) -> None:
+    async with _engine(_spec(folder, max_num_seqs=1, run_ahead=True)) as engine:
         engine.client.send(_submit("running", KVRole.LOCAL, max_tokens=400))
         engine.client.send(_submit("waiting", KVRole.LOCAL, max_tokens=400))
         engine.client.send(_submit("receiving", KVRole.RECEIVE))
@@ -301,34 +304,20 @@ def _negate_rows(file: Path, name: str, count: int) -> None:
     rows.flush()
 
 
-async def test_what_can_never_fit_is_rejected(folder: Path) -> None:
-    async with _engine(_spec(folder, num_blocks=4)) as engine:
-        engine.client.send(_submit("r", KVRole.LOCAL))
-        await engine.until(lambda: any(isinstance(e, Rejected) for e in engine.seen))
-        (rejected,) = (e for e in engine.seen if isinstance(e, Rejected))
-        assert (rejected.attempt_id, rejected.kind) == ("r", "CapacityExceeded")
-
-
 async def test_planted_delays_are_seen_in_their_stages(folder: Path) -> None:
-    planted_ms = {"prefill_queue": 200.0, "prefill": 300.0, "decode_queue": 250.0, "first_decode": 350.0, "route": 9e3}
+    planted_ms = {"prefill_queue": 200.0, "prefill": 300.0, "decode_queue": 250.0, "first_decode": 350.0}
     async with _engine(_spec(folder), planted_ms) as engine:
-        for number in range(20):  # until nothing else takes the machine in the middle of a request
-            engine.seen.clear()
-            sent_s = time.monotonic()
-            engine.client.send(_submit(f"r{number}", KVRole.LOCAL, max_tokens=4))
-            await engine.finished(f"r{number}")
-            one, two, three, _ = (s for s in engine.steps() if s.tokens)
-            took_ms = {
-                "prefill_queue": (one.tokens[0].first_scheduled_s - sent_s) * 1e3,
-                "prefill": (one.sampled_s - one.tokens[0].first_scheduled_s) * 1e3,
-                "decode_queue": (two.step_started_s - one.sampled_s) * 1e3,
-                "first_decode": (two.sampled_s - two.step_started_s) * 1e3,
-                "": (three.sampled_s - two.sampled_s) * 1e3,
-            }
-            assert all(took_ms[stage] >= ms for stage, ms in planted_ms.items() if stage in took_ms), took_ms
-            if all(ms < planted_ms.get(stage, 0.0) + 180 for stage, ms in took_ms.items()):
-                return
-        raise AssertionError(took_ms)
+        sent_s = time.monotonic()
+        engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=4))
+        await engine.finished("r")
+        one, two, *_ = (s for s in engine.steps() if s.tokens)
+        took_s = {
+            "prefill_queue": one.tokens[0].first_scheduled_s - sent_s,
+            "prefill": one.sampled_s - one.tokens[0].first_scheduled_s,
+            "decode_queue": two.step_started_s - one.sampled_s,
+            "first_decode": two.sampled_s - two.step_started_s,
+        }
+        assert all(took_s[stage] >= planted_ms[stage] / 1e3 for stage in took_s), took_s
 
 
 async def test_a_client_that_never_started_an_engine_stops() -> None:
@@ -349,18 +338,12 @@ async def test_a_killed_engine_is_seen(folder: Path) -> None:
         engine.client.send(Abort("r"))  # ignored
 
 
-async def test_an_interrupt_does_not_end_the_engine(folder: Path, expected: list[int]) -> None:
-    async with _engine(_spec(folder)) as engine:
-        os.kill(engine.client.pid, signal.SIGINT)
-        engine.client.send(_submit("r", KVRole.LOCAL))
-        assert await engine.finished("r") == expected
-
-
-async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(folder: Path) -> None:
+async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(folder: Path, expected: list[int]) -> None:
     core = min(os.sched_getaffinity(0))
     async with _engine(_spec(folder, cores=(core,))) as engine:
+        os.kill(engine.client.pid, signal.SIGINT)  # which does not end it
         engine.client.send(_submit("r", KVRole.LOCAL))
-        await engine.finished("r")
+        assert await engine.finished("r") == expected
         process = psutil.Process(engine.client.pid)
         assert process.cpu_affinity() == [core]
         libraries = {Path(m.path).name for m in process.memory_maps()}
@@ -370,6 +353,7 @@ async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(folde
 
 _PARENT = """
 import asyncio, sys
+from engine.process.build import build_engine
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 
@@ -408,8 +392,6 @@ async def test_the_engine_ends_when_the_command_pipe_closes(folder: Path) -> Non
     ("changes", "error", "message"),
     [
         ({"model": "/nowhere"}, ModelError, "/nowhere: no such folder"),
-        ({"max_model_len": 513}, ConfigError, r"^engine\.max_model_len: 513 exceeds the model's context of 512"),
-        ({"num_blocks": None, "kv_memory_bytes": 1000}, ConfigError, r"^engine\.kv_memory_mb: .* less than one block"),
         ({"cores": (4095,)}, LaunchError, r"cannot bind the engine to cores \[4095\]"),
         pytest.param(
             {"device": "cuda"},
@@ -431,6 +413,21 @@ async def test_what_keeps_an_engine_from_starting_is_raised(
         await client.start(spec, START_S)
     assert not psutil.pid_exists(client.pid)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 513}, r"^engine\.max_model_len: 513 exceeds the model's context of 512"),
+        ({"num_blocks": None, "kv_memory_bytes": 1000}, r"^engine\.kv_memory_mb: .* less than one block"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model(
+    folder: Path, changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_num_interop_threads", lambda _: None)  # which works once in a process
+    with pytest.raises(ConfigError, match=message):
+        build_engine(_spec(folder, **changes), memory_fd=-1)
 
 
 async def test_a_start_that_takes_too_long_is_given_up(folder: Path) -> None:

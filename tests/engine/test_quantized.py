@@ -139,9 +139,7 @@ def test_weights_that_stay_in_8_bits_mean_the_same(family: str, format_name: str
             x, residual = torch.randn(3, matrix.shape[1]), torch.randn(3, matrix.shape[0])
             product = Linear(tensor, None)
             torch.testing.assert_close(product(x), x @ matrix.T)
-            total = residual.clone()
-            product.add_to(total, x)
-            torch.testing.assert_close(total, residual + x @ matrix.T)
+            torch.testing.assert_close(product.plus(x, residual.clone()), residual + x @ matrix.T)
         else:
             assert torch.equal(tensor, matrix)
     assert quantized == sum("_proj" in name or ".experts." in name for name in kept)

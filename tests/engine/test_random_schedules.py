@@ -4,37 +4,41 @@ cut, found in the cache, preempted or outlived by aborted ones, its tokens are t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.messages import KVRole, Rejected, Submit
+from engine.core import EngineCore
+from engine.messages import Abort, KVRole, Submit, TokenOut
 from engine.model.runner import ModelRunner
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
-from tests.engine.harness import BLOCK, make_runner, submit
+from tests.engine.harness import BLOCK, Outbox, make_runner, submit
 from tests.engine.integrity import check_scheduler
 from tests.random_models import save_random_model
 
 POOL_BLOCKS = 64
 TOPICS = [[(7 * i + 31 * topic) % 307 for i in range(64)] for topic in range(3)]
+STOPS = tuple(range(0, 300, 9))  # so many that some random outputs end early
 MAX_STEPS = 600
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One request: when it comes, what it asks for, and when (if ever) it is aborted."""
+    """One request: when it comes, what it asks for, whether stop ids end it, and when (if ever) it is aborted."""
 
     tick: int
     topic: int
     prompt_tokens: int
     max_tokens: int
-    temperature: float
-    repetition_penalty: float
-    salt: str
-    aborted_after: int | None
+    temperature: float = 0.0
+    repetition_penalty: float = 1.0
+    stops: bool = False
+    salt: str = ""
+    aborted_after: int | None = None
 
     def submit(self, name: str) -> Submit:
         """As the engine gets it."""
@@ -47,14 +51,12 @@ class Plan:
             top_p=0.95,
             seed=self.topic,
             ignore_eos=True,
+            stop_token_ids=STOPS if self.stops else (),
             repetition_penalty=self.repetition_penalty,
+            frequency_penalty=0.3 if self.topic else 0.0,
+            logprobs=self.topic or None,
             salt=self.salt,
         )
-
-    @property
-    def question(self) -> tuple[object, ...]:
-        """What its tokens depend on."""
-        return self.topic, self.prompt_tokens, self.max_tokens, self.temperature, self.repetition_penalty
 
 
 PLANS = st.lists(
@@ -66,6 +68,7 @@ PLANS = st.lists(
         max_tokens=st.integers(1, 12),
         temperature=st.sampled_from([0.0, 0.0, 0.8]),
         repetition_penalty=st.sampled_from([1.0, 1.0, 1.4]),
+        stops=st.booleans(),
         salt=st.sampled_from(["", "", "other"]),
         aborted_after=st.one_of(st.none(), st.none(), st.integers(0, 6)),
     ),
@@ -93,88 +96,96 @@ LONE = SchedulerConfig(
 )
 
 
+Told = list[tuple[Any, ...]]
+
+
 def run(
-    runner: ModelRunner, config: SchedulerConfig, plans: list[Plan], kind: type[Scheduler] = Scheduler
-) -> tuple[dict[str, list[int]], Scheduler]:
-    """All tokens of the requests of ``plans``, and the scheduler as they leave it."""
-    scheduler = kind(config, MonotonicClock())
-    tokens: dict[str, list[int]] = {}
+    runner: ModelRunner,
+    config: SchedulerConfig,
+    plans: list[Plan],
+    kind: type[Scheduler] = Scheduler,
+    run_ahead: bool = False,
+) -> tuple[dict[str, Told], Scheduler]:
+    """What the requests of ``plans`` are told, and the scheduler as they leave it. Logprobs of other batches differ in
+    their last bits."""
+    outbox, clock = Outbox(), MonotonicClock()
+    scheduler = kind(config, clock)
+    core = EngineCore(scheduler, runner, clock, outbox, run_ahead)
+    last_tick = max(plan.tick + (plan.aborted_after or 0) for plan in plans)
     for tick in range(MAX_STEPS):
         for i, plan in enumerate(plans):
             if plan.tick == tick:
-                tokens[str(i)] = []
-                scheduler.submit(plan.submit(str(i)))
+                core.take(plan.submit(str(i)))
             if plan.aborted_after is not None and plan.tick + plan.aborted_after == tick:
-                scheduler.abort(str(i))
-        assert not any(isinstance(event, Rejected) for event in scheduler.take_events())
-        if not scheduler.has_work:
-            if tick > 20:
-                return tokens, scheduler
-            continue
-        output = scheduler.schedule()
-        step = scheduler.update(output, runner.execute(output.seqs), 0.0)
+                core.take(Abort(str(i)))
+        busy = core.step()
         check_scheduler(scheduler)
-        for token in step.tokens:
-            tokens[token.attempt_id].append(token.token_id)
+        if not busy and tick >= last_tick:
+            assert not outbox.rejected
+            return {name: [_told(token) for token in tokens] for name, tokens in outbox.tokens.items()}, scheduler
     raise AssertionError(f"still running after {MAX_STEPS} steps")
 
 
-@pytest.fixture(scope="module", params=["gqa", "mistral_window", "qwen3"])
+def _told(token: TokenOut) -> tuple[Any, ...]:
+    logprobs = token.logprobs
+    return (
+        *(token.token_id, token.finish_reason),
+        logprobs and pytest.approx(logprobs.logprob, abs=1e-4),
+        logprobs and [token_id for token_id, _ in logprobs.top],
+    )
+
+
+@pytest.fixture(scope="module", params=["gqa", "mistral_window"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     """A runner in float32; nothing resets its pool between schedules, so stale blocks are everywhere."""
     return make_runner(save_random_model(tmp_path_factory.mktemp("model"), request.param), POOL_BLOCKS)
 
 
 @pytest.fixture(scope="module")
-def lone_runs(runner: ModelRunner) -> dict[tuple[object, ...], list[int]]:
+def lone_runs(runner: ModelRunner) -> dict[Plan, Told]:
     """What was asked before, and the answer."""
     return {}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(config=CONFIGS, plans=PLANS, kind=KINDS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=CONFIGS, plans=PLANS, kind=KINDS, run_ahead=st.booleans())
 def test_tokens_are_those_of_the_lone_run(
     runner: ModelRunner,
-    lone_runs: dict[tuple[object, ...], list[int]],
+    lone_runs: dict[Plan, Told],
     config: SchedulerConfig,
     plans: list[Plan],
     kind: type[Scheduler],
+    run_ahead: bool,
 ) -> None:
-    tokens, scheduler = run(runner, config, plans, kind)
+    told, scheduler = run(runner, config, plans, kind, run_ahead)
     assert scheduler.blocks.free_blocks == config.num_blocks
     for i, plan in enumerate(plans):
-        if plan.question not in lone_runs:
-            alone = replace(plan, tick=0, salt="", aborted_after=None)
-            lone_runs[plan.question] = run(runner, LONE, [alone])[0]["0"]
-        expected = lone_runs[plan.question]
-        if plan.aborted_after is None:
-            assert tokens[str(i)] == expected
-        else:
-            assert tokens[str(i)] == expected[: len(tokens[str(i)])]
+        alone = replace(plan, tick=0, salt="", aborted_after=None)
+        if alone not in lone_runs:
+            lone_runs[alone] = run(runner, LONE, [alone])[0]["0"]
+        mine, expected = told.get(str(i), []), lone_runs[alone]
+        assert mine == (expected if plan.aborted_after is None else expected[: len(mine)])
 
 
-def test_schedules_like_these_do_preempt_and_share(runner: ModelRunner) -> None:
-    """Else the test above would show nothing of either."""
-    config = SchedulerConfig(
-        max_num_batched_tokens=48, max_num_seqs=6, max_model_len=128, block_size=BLOCK, num_blocks=10
-    )
-    plans = [Plan(2 * i, i % 2, 16, 12, 0.0, 1.0, "", None) for i in range(6)]
-    tokens, scheduler = run(runner, config, plans)
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_schedules_like_these_do_preempt_share_and_end_early(runner: ModelRunner, run_ahead: bool) -> None:
+    """Else the test above would show nothing of it."""
+    config = SchedulerConfig(48, 6, 128, BLOCK, 10)
+    plans = [Plan(2 * i, i % 3, 16, 12, 0.8, stops=True) for i in range(9)]
+    told, scheduler = run(runner, config, plans, run_ahead=run_ahead)
     load = scheduler.load()
     assert load.preemptions > 0
     assert load.prompt_tokens_cached > 0
-    lone = [run(runner, LONE, [Plan(0, topic, 16, 12, 0.0, 1.0, "", None)])[0]["0"] for topic in (0, 1)]
-    assert [tokens[str(i)] for i in range(6)] == lone * 3
+    assert {tokens[-1][1] for tokens in told.values()} == {"stop", "length"}
+    assert any(token[2] is not None for tokens in told.values() for token in tokens)
 
 
 @pytest.mark.parametrize("left_behind", [float("nan"), float("inf")])
 def test_what_an_overflowed_request_left_in_its_blocks_reaches_no_other(
     runner: ModelRunner, left_behind: float
 ) -> None:
-    plans = [Plan(i, i, 5 + 9 * i, 12, 0.0, 1.0, "", None) for i in range(3)]
-    config = SchedulerConfig(
-        max_num_batched_tokens=20, max_num_seqs=4, max_model_len=128, block_size=BLOCK, num_blocks=POOL_BLOCKS
-    )
+    plans = [Plan(i, i, 5 + 9 * i, 12) for i in range(3)]
+    config = SchedulerConfig(20, 4, 128, BLOCK, POOL_BLOCKS)
     expected, _ = run(runner, config, plans)
     runner._pool.tensor.fill_(left_behind)
     tokens, _ = run(runner, config, plans)

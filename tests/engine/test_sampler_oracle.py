@@ -23,6 +23,7 @@ from transformers import (
 from engine.model.logit_adjustments import adjust
 from engine.model.sampler import sample
 from engine.model.token_blocks import argmax, largest
+from engine.model.token_draw import uniform
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.sampling import SamplingParams
 from tests.engine.sampling_reference import replayed, weights
@@ -221,8 +222,10 @@ def test_the_ends_of_logit_bias_force_and_forbid(temperature: float) -> None:
     assert {token_id(logits, params) for params in either} <= {5, 6}
 
 
-def token_id(logits: torch.Tensor, params: SamplingParams, history: TokenHistory | None = None) -> int:
-    return sample(logits, [params], [0], [history])[0].token_id
+def token_id(
+    logits: torch.Tensor, params: SamplingParams, history: TokenHistory | None = None, position: int = 0
+) -> int:
+    return sample(logits, [params], [position], [history])[0].token_id
 
 
 def test_greedy_is_the_largest_after_bias_and_penalties() -> None:
@@ -288,3 +291,29 @@ def test_blocks_find_what_the_whole_row_has(vocabulary: int) -> None:
             assert found.logprobs is not None
             likeliest = sorted(range(vocabulary), key=lambda i: (-row[i], i))[:k]
             assert [i for i, _ in found.logprobs.top] == likeliest
+
+
+def test_a_token_of_no_weight_is_never_drawn() -> None:
+    row = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+    assert {token_id(row, replace(PLAIN, seed=seed)) for seed in range(200)} == {1}
+
+
+def test_draws_are_uniform_and_differ_by_seed_and_position() -> None:
+    numbers = [uniform(seed, position, turn) for seed in range(25) for position in range(25) for turn in range(4)]
+    assert len(set(numbers)) == len(numbers)
+    assert all(0.0 <= n < 1.0 for n in numbers)
+    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)
+    assert uniform(2**63 - 1, 5) == uniform(2**63 - 1, 5)
+
+
+def test_logits_that_overflowed_still_give_an_id() -> None:
+    """The request's tokens are worthless, but no other's may suffer: an id out of range would end the engine."""
+    sound = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        for changes in ({}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0.0}, {"logprobs": 3}):
+            params = SamplingParams(**({"temperature": 1.0, "seed": 1} | changes))
+            logits = torch.full((1, 50), bad)
+            logits[0, :7] = 0.0 if bad > 0 else bad
+            first, second = sample(torch.cat((logits, sound)), [params, params], [3, 3])
+            assert 0 <= first.token_id < 50
+            assert second.token_id == token_id(sound, params, position=3)

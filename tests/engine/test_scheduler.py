@@ -20,8 +20,8 @@ from engine.messages import (
 )
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
 from engine.scheduling.batch import SampledToken
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import SchedulerConfig, SchedulerEvent, SchedulerOutput
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
 from pdserve.core.handoff import FirstToken
@@ -53,6 +53,8 @@ class Rig:
         chunk = None if chunk_tokens == "off" else chunk_tokens
         config = SchedulerConfig(budget, max_seqs, max_len, block_size, num_blocks, (EOS,), prefix_caching, chunk)
         self.scheduler = scheduler_class(batching, chunk_tokens)(config, self.clock, TransferConnector(self.clock))
+        self.kv_ready, self.release, self.abort = self.scheduler.kv_ready, self.scheduler.release, self.scheduler.abort
+        self.load = self.scheduler.load
         self.progress: list[Progress] = []  # that the last step told of
         self._events: list[SchedulerEvent | KVEvent] = []
         self.next_token = 1
@@ -126,6 +128,14 @@ class Rig:
         output, parts = self.schedule()
         return parts, self.finish(output, token)
 
+    def parts(self) -> dict[str, int]:
+        """The parts of a whole step."""
+        return self.step()[0]
+
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
     def busy(self) -> bool:
         return self.scheduler.has_work
 
@@ -154,7 +164,7 @@ def test_a_local_request_runs_to_completion() -> None:
     assert (part.token_ids, part.start, part.sample) == ([1], 5, True)
     assert rig.finish(output) == Step(12.0, 11.0, [TokenOut("a", 2, "", 10.0)])
     assert rig.step()[1] == Step(13.0, 12.0, [TokenOut("a", 3, "length", 10.0)])
-    assert rig.scheduler.load() == Load(32, 0, 0, 0)
+    assert rig.load() == Load(32, 0, 0, 0)
     assert not rig.busy()
 
 
@@ -224,11 +234,11 @@ def test_the_budget_goes_to_decodes_first_then_to_chunks_then_to_the_waiting() -
     rig.step()
     rig.submit("b", 20, 20)
     rig.submit("c", 4, 20)
-    assert rig.step()[0] == {"a": 1, "b": 7}
-    assert rig.step()[0] == {"a": 1, "b": 7}
-    assert rig.step()[0] == {"a": 1, "b": 6, "c": 1}
-    assert rig.step()[0] == {"a": 1, "b": 1, "c": 3}
-    assert rig.step()[0] == {"a": 1, "b": 1, "c": 1}
+    assert rig.parts() == {"a": 1, "b": 7}
+    assert rig.parts() == {"a": 1, "b": 7}
+    assert rig.parts() == {"a": 1, "b": 6, "c": 1}
+    assert rig.parts() == {"a": 1, "b": 1, "c": 3}
+    assert rig.parts() == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_decode_that_joined_after_a_prefill_is_not_held_up_by_its_chunks() -> None:
@@ -236,20 +246,20 @@ def test_a_decode_that_joined_after_a_prefill_is_not_held_up_by_its_chunks() -> 
     rig.submit("long", 40, 2)
     rig.step()
     rig.submit("r", 4, 5, RECEIVE)
-    rig.scheduler.kv_ready("r", 50)
-    assert rig.step()[0] == {"long": 7, "r": 1}
+    rig.kv_ready("r", 50)
+    assert rig.parts() == {"long": 7, "r": 1}
 
 
 def test_the_budget_may_change_between_steps_but_not_beyond_that_of_the_start() -> None:
     rig = Rig(budget=8)
     rig.submit("a", 40, 2)
-    assert rig.step()[0] == {"a": 8}
+    assert rig.parts() == {"a": 8}
     rig.scheduler.set_token_budget(3)
-    assert rig.step()[0] == {"a": 3}
+    assert rig.parts() == {"a": 3}
     rig.scheduler.set_token_budget(100)
-    assert rig.step()[0] == {"a": 8}
+    assert rig.parts() == {"a": 8}
     rig.scheduler.set_token_budget(0)
-    assert rig.step()[0] == {"a": 1}
+    assert rig.parts() == {"a": 1}
 
 
 def test_a_senior_prefill_gets_a_token_even_if_decodes_fill_the_budget() -> None:
@@ -258,21 +268,21 @@ def test_a_senior_prefill_gets_a_token_even_if_decodes_fill_the_budget() -> None
     rig.step()
     for name in ("r", "s"):
         rig.submit(name, 4, 20, RECEIVE)
-        rig.scheduler.kv_ready(name, 50)
+        rig.kv_ready(name, 50)
     for _ in range(4):
         parts, _ = rig.step()
         assert parts == {"long": 1, "r": 1}
-    assert rig.step()[0] == {"r": 1, "s": 1}
+    assert rig.parts() == {"r": 1, "s": 1}
 
 
 def test_no_more_requests_in_a_step_than_allowed() -> None:
     rig = Rig(max_seqs=2)
     for name in "abc":
         rig.submit(name, 4, 2)
-    assert rig.step()[0] == {"a": 4, "b": 4}
-    assert rig.scheduler.load() == Load(30, 2, 1, 0)
-    assert rig.step()[0] == {"a": 1, "b": 1}
-    assert rig.step()[0] == {"c": 4}
+    assert rig.parts() == {"a": 4, "b": 4}
+    assert rig.load() == Load(30, 2, 1, 0)
+    assert rig.parts() == {"a": 1, "b": 1}
+    assert rig.parts() == {"c": 4}
 
 
 def test_received_requests_beyond_the_limit_take_turns_by_seniority() -> None:
@@ -280,10 +290,10 @@ def test_received_requests_beyond_the_limit_take_turns_by_seniority() -> None:
     for name in "abc":
         rig.submit(name, 4, 3, RECEIVE)
     for name in "cba":
-        rig.scheduler.kv_ready(name, 50)
-    assert rig.step()[0] == {"a": 1, "b": 1}
-    assert rig.step()[0] == {"a": 1, "b": 1}
-    assert rig.step()[0] == {"c": 1}
+        rig.kv_ready(name, 50)
+    assert rig.parts() == {"a": 1, "b": 1}
+    assert rig.parts() == {"a": 1, "b": 1}
+    assert rig.parts() == {"c": 1}
 
 
 def test_first_come_first_served_even_if_a_later_one_would_fit() -> None:
@@ -292,9 +302,9 @@ def test_first_come_first_served_even_if_a_later_one_would_fit() -> None:
     rig.step()
     rig.submit("big", 20, 4)
     rig.submit("small", 4, 4)
-    assert rig.step()[0] == {"a": 1}
-    rig.scheduler.abort("a")
-    assert rig.step()[0] == {"big": 20, "small": 4}
+    assert rig.parts() == {"a": 1}
+    rig.abort("a")
+    assert rig.parts() == {"big": 20, "small": 4}
 
 
 def test_the_watermark_is_kept_while_others_run_and_only_then() -> None:
@@ -302,11 +312,11 @@ def test_the_watermark_is_kept_while_others_run_and_only_then() -> None:
     rig.submit("a", 8, 4)
     rig.step()
     rig.submit("b", 8, 1)
-    assert rig.step()[0] == {"a": 1}
-    rig.scheduler.abort("a")
-    assert rig.step()[0] == {"b": 8}
+    assert rig.parts() == {"a": 1}
+    rig.abort("a")
+    assert rig.parts() == {"b": 8}
     rig.submit("all", 15, 1)
-    assert rig.step()[0] == {"all": 15}
+    assert rig.parts() == {"all": 15}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -332,7 +342,7 @@ def test_refusals_say_why(prompt: int, max_tokens: int, role: KVRole, kind: type
     assert type(error) is kind
     assert words in str(error)
     assert rig.take_events() == []
-    assert rig.scheduler.load() == Load(8, 0, 0, 0)
+    assert rig.load() == Load(8, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +360,7 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     assert isinstance(event, Rejected)
     assert (event.kind, event.attempt_id) == ("InvalidRequest", "a")
     assert "in use" in event.message
-    assert rig.step()[0] == {"a": 4}
+    assert rig.parts() == {"a": 4}
     assert rig.submit("a", 4, 1) == []  # the id is free again
 
 
@@ -376,40 +386,31 @@ def test_push_stops_after_one_token_and_holds_its_blocks(max_tokens: int) -> Non
     step = rig.step()[1]
     assert rig.progress == [Progress("a", 10, [0, 1, 2], first_token=FirstToken(3, ends_here=False))]
     assert step.tokens == [TokenOut("a", 3, "length", 10.0)]
-    assert rig.scheduler.load() == Load(5, 0, 0, 0)
+    assert rig.load() == Load(5, 0, 0, 0)
     assert not rig.busy()
-    rig.scheduler.release("a")
+    rig.release("a")
     assert rig.free == 8
-    rig.scheduler.release("a")
+    rig.release("a")
     check_scheduler(rig.scheduler)
-
-
-def test_held_blocks_are_freed_by_abort_too() -> None:
-    rig = Rig(num_blocks=8)
-    rig.submit("a", 10, 4, PUSH)
-    rig.step()
-    assert rig.free == 5
-    rig.scheduler.abort("a")
-    assert rig.free == 8
 
 
 def test_push_released_early_holds_nothing_once_it_has_its_token() -> None:
     rig = Rig(budget=4, num_blocks=8)
     rig.submit("a", 6, 4, PUSH)
     rig.step()
-    rig.scheduler.release("a")
+    rig.release("a")
     assert rig.free == 6
     assert rig.step()[1].tokens == [TokenOut("a", 2, "length", 10.0)]
     assert rig.free == 8
 
 
-def test_release_of_others_or_of_nobody_is_ignored() -> None:
+def test_release_of_other_or_unknown_requests_is_ignored() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
     rig.step()
-    rig.scheduler.release("a")
-    rig.scheduler.release("nobody")
-    assert rig.step()[0] == {"a": 1}
+    rig.release("a")
+    rig.release("unknown")
+    assert rig.parts() == {"a": 1}
 
 
 def test_push_is_never_preempted() -> None:
@@ -428,9 +429,9 @@ def test_push_is_never_preempted() -> None:
     assert rig.free == 0
     assert not rig.busy()  # a's blocks are full, all others are held
     assert rig.schedule()[1] == {}
-    rig.scheduler.release("p")
+    rig.release("p")
     assert rig.busy()
-    assert rig.step()[0] == {"a": 1}
+    assert rig.parts() == {"a": 1}
 
 
 # --- RECEIVE ---------------------------------------------------------------------------------------------------------
@@ -438,12 +439,12 @@ def test_push_is_never_preempted() -> None:
 
 def test_receive_is_reserved_at_once_and_decodes_from_its_first_token() -> None:
     rig = Rig()
-    assert rig.submit("r", 6, 3, RECEIVE) == [Reserved("r", [0, 1], 0, rig.clock.now())]
-    assert rig.scheduler.load() == Load(30, 0, 1, 0)
+    assert rig.submit("r", 6, 3, RECEIVE) == [Reserved("r", [0, 1], 0, rig.now)]
+    assert rig.load() == Load(30, 0, 1, 0)
     assert not rig.busy()
     assert rig.schedule()[1] == {}
     rig.clock.advance(5.0)
-    rig.scheduler.kv_ready("r", 50)
+    rig.kv_ready("r", 50)
     assert rig.busy()
     output, _ = rig.schedule()
     (part,) = output.seqs
@@ -459,24 +460,24 @@ def test_receive_whose_first_token_is_its_last_is_finished_at_once_and_says_so(
 ) -> None:
     rig = Rig()
     rig.submit("r", 6, max_tokens, RECEIVE, stop=(7,))
-    rig.scheduler.kv_ready("r", first)
+    rig.kv_ready("r", first)
     assert rig.take_events() == [Finished("r", reason)]
     assert not rig.busy()
-    assert rig.scheduler.load() == Load(32, 0, 0, 0)
+    assert rig.load() == Load(32, 0, 0, 0)
     check_scheduler(rig.scheduler)
 
 
 def test_kv_ready_is_ignored_unless_awaited() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
-    rig.scheduler.kv_ready("a", 50)
-    rig.scheduler.kv_ready("nobody", 50)
+    rig.kv_ready("a", 50)
+    rig.kv_ready("unknown", 50)
     rig.submit("r", 4, 4, RECEIVE)
-    rig.scheduler.abort("r")
-    rig.scheduler.kv_ready("r", EOS)
+    rig.abort("r")
+    rig.kv_ready("r", EOS)
     assert rig.take_events() == []
-    assert rig.step()[0] == {"a": 4}
-    assert rig.step()[0] == {"a": 1}
+    assert rig.parts() == {"a": 4}
+    assert rig.parts() == {"a": 1}
 
 
 def test_a_big_reservation_waits_at_the_head_and_is_made_when_blocks_are_freed() -> None:
@@ -487,8 +488,8 @@ def test_a_big_reservation_waits_at_the_head_and_is_made_when_blocks_are_freed()
     assert rig.submit("small", 2, 2, RECEIVE) == []
     assert rig.step()[1].tokens[0].finish_reason == "length"
     assert rig.take_events() == [
-        Reserved("big", [0, 1, 2, 3, 4], 0, rig.clock.now()),
-        Reserved("small", [5], 0, rig.clock.now()),
+        Reserved("big", [0, 1, 2, 3, 4], 0, rig.now),
+        Reserved("small", [5], 0, rig.now),
     ]
 
 
@@ -508,9 +509,9 @@ def test_reservations_follow_every_way_in_which_room_is_made(how: str) -> None:
         rig.step()
         assert rig.submit("r", 4, 2, RECEIVE) == []
     if how == "release":
-        rig.scheduler.release("x")
+        rig.release("x")
     else:
-        rig.scheduler.abort("x")
+        rig.abort("x")
     (event,) = rig.take_events()
     assert isinstance(event, Reserved)
     assert event.attempt_id == "r"
@@ -520,7 +521,7 @@ def test_a_reservation_behind_a_local_request_waits_for_its_turn() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
     assert rig.submit("r", 4, 4, RECEIVE) == []
-    reserved_s = rig.clock.now()  # as soon as the step is scheduled
+    reserved_s = rig.now  # as soon as the step is scheduled
     rig.step()
     assert rig.take_events() == [Reserved("r", [1], 0, reserved_s)]
 
@@ -529,7 +530,7 @@ def test_a_reservation_needs_no_place_in_the_batch() -> None:
     rig = Rig(max_seqs=1)
     rig.submit("a", 4, 9)
     rig.step()
-    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [1], 0, rig.clock.now())]
+    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [1], 0, rig.now)]
 
 
 # --- preemption ------------------------------------------------------------------------------------------------------
@@ -539,15 +540,15 @@ def test_growth_preempts_the_last_that_came_and_it_computes_its_own_tokens_anew(
     rig = Rig(block_size=2, num_blocks=7)
     for name in "abc":
         rig.submit(name, 3, 8)
-    assert rig.step()[0] == {"a": 3, "b": 3, "c": 3}
-    assert rig.step()[0] == {"a": 1, "b": 1, "c": 1}
+    assert rig.parts() == {"a": 3, "b": 3, "c": 3}
+    assert rig.parts() == {"a": 1, "b": 1, "c": 1}
     output, parts = rig.schedule()
     assert parts == {"a": 1, "b": 1}
     assert output.preempted == ["c"]
     rig.finish(output)
-    assert rig.scheduler.load() == Load(1, 2, 1, 1)
+    assert rig.load() == Load(1, 2, 1, 1)
     assert rig.submit("d", 1, 1, RECEIVE) == []  # c goes first
-    rig.scheduler.abort("a")
+    rig.abort("a")
     output, _ = rig.schedule()
     part = output.seqs[-1]
     assert (part.attempt_id, part.token_ids, part.start, part.sample) == ("c", [1000, 1001, 1002, 1, 2], 0, True)
@@ -560,26 +561,26 @@ def test_growth_preempts_the_lowest_priority_first_though_it_came_first() -> Non
     rig = Rig(block_size=2, num_blocks=7)
     for name, priority in (("a", 1), ("b", 0), ("c", 0)):
         rig.submit(name, 3, 8, priority=priority)
-    assert rig.step()[0] == {"a": 3, "b": 3, "c": 3}
-    assert rig.step()[0] == {"a": 1, "b": 1, "c": 1}
+    assert rig.parts() == {"a": 3, "b": 3, "c": 3}
+    assert rig.parts() == {"a": 1, "b": 1, "c": 1}
     output, parts = rig.schedule()
     assert parts == {"b": 1, "c": 1}
     assert output.preempted == ["a"]
     rig.finish(output)
     # A request that came later, of a higher priority, is admitted before the preempted one.
     rig.submit("d", 1, 1, priority=-1)
-    rig.scheduler.abort("c")
+    rig.abort("c")
     output, parts = rig.schedule()
     assert list(parts) == ["b", "d"]
     rig.finish(output)
-    assert rig.scheduler.load().preemptions == 1
+    assert rig.load().preemptions == 1
 
 
 def test_waiting_requests_are_admitted_by_priority_then_by_arrival() -> None:
     rig = Rig(max_seqs=1)
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -3), ("e", 5), ("f", 0)):
         rig.submit(name, 2, 1, priority=priority)
-    assert [list(rig.step()[0]) for _ in range(6)] == [["d"], ["a"], ["c"], ["f"], ["b"], ["e"]]
+    assert [list(rig.parts()) for _ in range(6)] == [["d"], ["a"], ["c"], ["f"], ["b"], ["e"]]
 
 
 def test_a_request_that_has_waited_long_is_not_overtaken_any_more() -> None:
@@ -590,7 +591,7 @@ def test_a_request_that_has_waited_long_is_not_overtaken_any_more() -> None:
     order: list[str] = []
     for number in range(20):  # steps of a second
         rig.submit(f"early-{number}", 2, 1)
-        order += rig.step()[0]
+        order += rig.parts()
     early = [f"early-{number}" for number in range(18)]
     assert order == [*early[:10], "late", "later", *early[10:]]
 
@@ -599,7 +600,7 @@ def test_a_request_that_has_waited_long_is_not_overtaken_any_more() -> None:
     rig.step()
     for number in range(40):
         rig.submit(f"early-{number}", 4, 1)
-        computed = rig.step()[0]
+        computed = rig.parts()
         if number > AGED_S + 1:
             assert computed.get("late", 0) > 0 or not rig.knows("late")
     assert not rig.knows("late")
@@ -611,7 +612,7 @@ def test_a_preempted_request_is_overtaken_for_a_while_only() -> None:
     rig.step()
     rig.submit("a", 3, 8)
     rig.submit("b", 3, 8)
-    while not rig.scheduler.load().preemptions:
+    while not rig.load().preemptions:
         rig.step()
     for number in range(60):
         rig.submit(f"early-{number}", 3, 4)
@@ -627,7 +628,7 @@ def test_room_for_received_kv_is_made_by_priority() -> None:
     rig.step()
     assert rig.submit("low", 4, 3, RECEIVE, priority=1) == []
     assert rig.submit("high", 4, 3, RECEIVE) == []
-    rig.scheduler.abort("a")
+    rig.abort("a")
     assert [event.attempt_id for event in rig.take_events() if isinstance(event, Reserved)] == ["high"]
 
 
@@ -643,23 +644,23 @@ def test_a_preempted_request_keeps_its_first_scheduled_time() -> None:
             assert token.first_scheduled_s == first[token.attempt_id]
             reasons[token.attempt_id] = token.finish_reason
     assert reasons == {"a": "length", "b": "length"}
-    assert rig.scheduler.load().preemptions > 0
+    assert rig.load().preemptions > 0
 
 
 def test_a_received_request_that_is_preempted_is_computed_here() -> None:
     rig = Rig(block_size=2, num_blocks=5)
     rig.submit("a", 3, 6)
     rig.step()
-    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [2, 3], 0, rig.clock.now())]
-    rig.scheduler.kv_ready("r", 50)
-    assert rig.step()[0] == {"a": 1, "r": 1}
+    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [2, 3], 0, rig.now)]
+    rig.kv_ready("r", 50)
+    assert rig.parts() == {"a": 1, "r": 1}
     output, parts = rig.schedule()
     assert (parts, output.preempted) == ({"a": 1}, ["r"])
     rig.finish(output)
     assert rig.take_events() == []
-    rig.scheduler.abort("a")
+    rig.abort("a")
     assert rig.take_events() == []  # no second reservation
-    assert rig.step()[0] == {"r": 6}
+    assert rig.parts() == {"r": 6}
 
 
 def test_a_junior_in_want_of_a_block_waits_with_what_it_has() -> None:
@@ -670,7 +671,7 @@ def test_a_junior_in_want_of_a_block_waits_with_what_it_has() -> None:
     rig.submit("r", 1, 1, RECEIVE)
     rig.step()
     assert rig.free == 1
-    assert rig.step()[0] == {"a": 1}
+    assert rig.parts() == {"a": 1}
     assert rig.free == 0
     rig.step()
     assert not rig.busy()
@@ -692,13 +693,13 @@ def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
 def test_a_push_behind_a_stuck_request_is_not_starved_of_budget_or_turns() -> None:
     """The only ones that run are a decode in want of a block and a prefill that has all of its own."""
     rig = Rig(budget=1, max_seqs=1, block_size=2, num_blocks=4)
-    assert rig.submit("r", 2, 4, RECEIVE) == [Reserved("r", [0], 0, rig.clock.now())]
+    assert rig.submit("r", 2, 4, RECEIVE) == [Reserved("r", [0], 0, rig.now)]
     rig.submit("p", 4, 1, PUSH)
-    assert rig.step()[0] == {"p": 1}
+    assert rig.parts() == {"p": 1}
     rig.submit("s", 1, 1, RECEIVE)
-    rig.scheduler.kv_ready("r", 50)
-    assert rig.step()[0] == {"r": 1}
-    assert rig.step()[0] == {"r": 1}
+    rig.kv_ready("r", 50)
+    assert rig.parts() == {"r": 1}
+    assert rig.parts() == {"r": 1}
     assert rig.free == 0
     for left in (3, 2, 1):
         assert rig.busy()
@@ -706,8 +707,8 @@ def test_a_push_behind_a_stuck_request_is_not_starved_of_budget_or_turns() -> No
         assert parts == {"p": 1}
         assert len(step.tokens) == (left == 1)
     assert not rig.busy()
-    rig.scheduler.release("p")
-    assert rig.step()[0] == {"r": 1}
+    rig.release("p")
+    assert rig.parts() == {"r": 1}
 
 
 # --- abort -----------------------------------------------------------------------------------------------------------
@@ -732,21 +733,15 @@ def test_abort_in_every_state_frees_all() -> None:
             rig.submit("x", 3, 8)
             rig.step()
             rig.step()
-            assert rig.step()[0].keys() == {"a", "b"}
+            assert rig.parts().keys() == {"a", "b"}
         assert rig.scheduler._seqs["x"].status is status
         for name in ("x", "a", "b"):
-            rig.scheduler.abort(name)
+            rig.abort(name)
         check_scheduler(rig.scheduler)
-        load = rig.scheduler.load()
+        load = rig.load()
         assert (load.free_blocks, load.running, load.waiting) == (7, 0, 0)
         assert not rig.busy()
         assert rig.take_events() == [] or status is EngineStatus.WAITING_FOR_KV
-
-
-def test_abort_of_an_unknown_request_is_ignored() -> None:
-    rig = Rig()
-    rig.scheduler.abort("nobody")
-    assert rig.take_events() == []
 
 
 def test_a_request_aborted_while_its_step_runs_keeps_its_blocks_until_that_is_over() -> None:
@@ -754,23 +749,23 @@ def test_a_request_aborted_while_its_step_runs_keeps_its_blocks_until_that_is_ov
     rig.submit("a", 2, 2, PUSH)
     rig.submit("b", 2, 2, RECEIVE)
     output, _ = rig.schedule()
-    rig.scheduler.abort("a")
+    rig.abort("a")
     check_scheduler(rig.scheduler)
     assert rig.free == 0
     assert rig.take_events() == []
     step = rig.finish(output)
     assert (step.tokens, rig.progress) == ([], [])
-    assert rig.take_events() == [Reserved("b", [0], 0, rig.clock.now())]
+    assert rig.take_events() == [Reserved("b", [0], 0, rig.now)]
 
 
 def test_the_same_id_again_is_not_taken_for_the_aborted_one() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
     output, _ = rig.schedule()
-    rig.scheduler.abort("a")
+    rig.abort("a")
     rig.submit("a", 6, 2)
     assert rig.finish(output).tokens == []
-    assert rig.step()[0] == {"a": 6}
+    assert rig.parts() == {"a": 6}
     assert rig.step()[1].tokens[0].finish_reason == "length"
     assert rig.free == 32
 
@@ -829,10 +824,3 @@ def test_an_empty_step_needs_no_update() -> None:
     rig = Rig()
     assert rig.scheduler.schedule() == SchedulerOutput([], 10.0, [])
     assert rig.scheduler.schedule() == SchedulerOutput([], 10.0, [])
-
-
-def test_events_are_handed_out_once() -> None:
-    rig = Rig()
-    rig.scheduler.submit(submit("r", RECEIVE, [1], 2))
-    assert len(rig.take_events()) == 1
-    assert rig.take_events() == []

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from pdserve.core.prefix_digests import PrefixDigests
 from tests.engine.harness import submit
@@ -200,10 +200,10 @@ class World:
                 request.over = True
         self._hear()
         check_scheduler(self.scheduler)
-        self._check_findable()
+        self._check_cached()
 
-    def _check_findable(self) -> None:
-        """Findable blocks hold what they are found by."""
+    def _check_cached(self) -> None:
+        """Cached blocks hold what they are found by."""
         size = self.config.block_size
         for block, digest in self.scheduler.blocks._digest_of.items():
             salt, tokens = self.pool[block, size - 1]
@@ -363,8 +363,8 @@ class World:
 
     def _put(self, block: int, slot: int, content: tuple[str, tuple[int, ...]]) -> None:
         blocks = self.scheduler.blocks
-        assert block not in blocks._digest_of, "a findable block is written"
-        assert blocks._owners[block] == 1, "a block that nobody or several own is written"
+        assert block not in blocks._digest_of, "a cached block is written"
+        assert blocks._owners[block] == 1, "a block of no owner or of several is written"
         self.pool[block, slot] = content
 
     def _check_content(self, plan: Plan, tokens: Sequence[int], blocks: Sequence[int]) -> None:
@@ -424,7 +424,7 @@ def drain(world: World) -> None:
     while world.in_flight or world.pins or not all(request.over for request in world.live.values()):
         happened = world.tick()
         planned = any(r.plan.abort_after is not None and not r.over for r in world.live.values())
-        assert happened or planned, "standstill: nothing runs and nobody is awaited"
+        assert happened or planned, "standstill: nothing runs and nothing is awaited"
         assert world.ticks < bound, "livelock"
 
 
@@ -455,7 +455,7 @@ def check_end(world: World) -> None:
         assert order == sorted(order), "first come first served"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), KINDS)
 def test_everyone_finishes_with_exactly_their_tokens(
     config: SchedulerConfig, arrivals: list[tuple[Plan, int]], kind: type[Scheduler]
@@ -469,7 +469,7 @@ def test_everyone_finishes_with_exactly_their_tokens(
     check_end(world)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     CONFIGS,
     st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12),
@@ -522,7 +522,7 @@ def test_steps_do_run_ahead_and_drop_what_is_beyond_the_end() -> None:
     assert world.num_ahead == world.ticks - 2, "all but the first step; the last tick only tells"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(CONFIGS, st.lists(PLANS, min_size=4, max_size=10), st.lists(st.integers(0, 9), min_size=2, max_size=8), KINDS)
 def test_aborts_while_a_step_runs(
     config: SchedulerConfig, plans: list[Plan], victims: list[int], kind: type[Scheduler]
@@ -543,7 +543,7 @@ def test_aborts_while_a_step_runs(
     check_end(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(2, 6),
     st.integers(1, 3),
@@ -563,7 +563,7 @@ def test_a_pool_just_large_enough_for_one_serves_many(
     check_end(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(ROLES, st.integers(1, 10), st.integers(1, 10)), min_size=2, max_size=10))
 def test_the_most_senior_running_request_is_never_preempted(kinds: list[tuple[KVRole, int, int]]) -> None:
     """The invariant on which the argument against livelock stands, looked at directly."""

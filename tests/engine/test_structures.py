@@ -20,9 +20,9 @@ from engine.messages import Abort, KVReady, KVRole, Submit
 from engine.model.logit_adjustments import adjust
 from engine.model.runner import ModelRunner
 from engine.model.structures import Structures
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.scheduling.sequence import TokenHistory, TokenMatcher
-from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import SamplingParams, StructuredOutputs

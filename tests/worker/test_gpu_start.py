@@ -19,8 +19,8 @@ from engine.model.kv_pool import KVPool
 from engine.process.build import BuiltEngine, build_engine
 from engine.process.cuda_build import CONTEXT_BYTES, CudaParts, default_pool_bytes
 from engine.scheduling.batch import ScheduledSeq
+from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
 from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.pool import Pool

@@ -168,7 +168,7 @@ def test_a_store_that_breaks_costs_only_time(caplog: pytest.LogCaptureFixture) -
     engine.close()
 
 
-def test_nobody_writes_to_blocks_of_an_aborted_request() -> None:
+def test_blocks_of_an_aborted_request_are_not_written() -> None:
     class Slow(MemoryStore):
         """A store that gives blocks when it is told to."""
 
