@@ -41,7 +41,7 @@ class Draws:
         return sum(astuple(self))
 
 
-SHORT = Draws(mutated_grpc=500, built_grpc=80, mutated_http=500, built_http=60, schema_http=150)
+SHORT = Draws(mutated_grpc=160, built_grpc=30, mutated_http=160, built_http=25, schema_http=50)
 SOAK = Draws(mutated_grpc=10_000, built_grpc=1_000, mutated_http=9_000, built_http=1_000, schema_http=4_000)
 SOAK_LEAST = 20_000
 

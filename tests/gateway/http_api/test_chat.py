@@ -108,6 +108,28 @@ async def test_bad_bodies_name_the_field(http: Http, body: dict[str, Any], param
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+@pytest.mark.parametrize(
+    ("field", "neutral", "asking"),
+    [
+        ("store", [False], True),
+        ("service_tier", ["auto", "default"], "flex"),
+        ("modalities", [["text"]], ["text", "audio"]),
+        ("verbosity", ["medium"], "low"),
+        ("reasoning_effort", ["none"], "high"),
+        ("prompt_cache_key", ["a"], 5),
+        ("safety_identifier", ["a"], 5),
+        ("metadata", [{"a": "b"}], {"a": 5}),
+    ],
+)
+async def test_fields_of_clients_that_ask_for_nothing(http: Http, field: str, neutral: list[Any], asking: Any) -> None:
+    for value in [*neutral, None]:
+        answer = await http.post(PATH, messages=MESSAGES, max_tokens=1, **{field: value})
+        assert answer.status_code == 200, answer.text
+    error = (await http.post(PATH, messages=MESSAGES, **{field: asking})).json()["error"]
+    assert error["param"].partition(".")[0] == field
+    assert error["code"] == "InvalidRequest"
+
+
 def test_models_whose_calls_are_not_known_refuse_tools() -> None:
     body = ChatBody.model_validate({"messages": MESSAGES, "tools": TOOLS})
     for template in (None, ChatTemplate({"default": "[AVAILABLE_TOOLS]{{ tools }}"}, {})):
