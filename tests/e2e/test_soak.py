@@ -100,6 +100,7 @@ def run(folder: Path, transport: str, count: int) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.soak  # what it draws by chance, `tests.e2e.test_states` has one by one
 def test_a_short_churn(tmp_path: Path) -> None:
     outcomes = run(tmp_path, "auto", 250)
     assert outcomes["transfers"] > 50, outcomes

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from checkpoints.source import resolve_model
 from ops.doctor.finding import Level
 from ops.doctor.node_report import PACKAGES, ROOT
-from tests.e2e.test_clocks import time_namespaces_problem
 from tests.local_cluster import free_port, free_ports
 from tests.ops.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
+from tests.planted.clocks import time_namespaces_problem
 
 
 def installation(folder: Path) -> Path:
