@@ -42,7 +42,7 @@ LONG = (
     "tests/engine/test_triton_interpreted.py",
     "tests/e2e/",
     "tests/engine/",
-    "tests/doctor/",
+    "tests/ops/doctor/",
     "tests/kv_transfer/",
 )
 

@@ -15,14 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from pdserve import Client
+from pdserve import Client, Generation
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import Role
@@ -242,6 +242,51 @@ class LocalCluster:
                     return status
                 time.sleep(0.1)
 
+    def up_to_date(self) -> ServiceStatus:
+        """The idle service's status, with each worker's second heartbeat from now: the first may have left before."""
+        seen: dict[str, list[float]] = {}
+        while True:
+            status = self.wait_idle()
+            now_s = time.monotonic()
+            for worker in status.workers:
+                beats, beat_s = seen.setdefault(worker.worker_id, []), now_s - worker.heartbeat_age_s
+                if not beats or beat_s > beats[-1] + 0.05:
+                    beats.append(beat_s)
+            if all(len(beats) > 2 for beats in seen.values()):
+                return status
+            time.sleep(0.05)
+
+    def engine_pid(self, worker_id: str) -> int:
+        """The process of a worker's engine."""
+        return next(worker.engine_pid for worker in self.inside().workers if worker.worker_id == worker_id)
+
+    def wait_restarted(self, worker_id: str, before: int) -> None:
+        """Return once the worker is ready with an engine that is another process than ``before``."""
+        deadline_s = time.monotonic() + 120
+        with Client(self.operator) as client:
+            while not any(
+                (worker.worker_id, worker.state) == (worker_id, "ready") and worker.engine_pid != before
+                for worker in client.status().workers
+            ):
+                assert time.monotonic() < deadline_s, client.status()
+                time.sleep(0.05)
+        self.wait_ready()
+
+    def resumed(self, client: Client, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """The answer of a request whose engine on ``decode-0``, the only decode worker, was killed after its first
+        tokens. The worker is ready again afterwards."""
+        for _ in range(20):  # until it is killed before its last token
+            before = self.engine_pid("decode-0")
+            stream = client.generate(prompt, mode="pd", timeout_s=60, **options)
+            for _ in range(5):
+                next(stream)
+            psutil.Process(before).kill()
+            result = stream.result()
+            self.wait_restarted("decode-0", before)
+            if result.attempts >= 2:
+                return result
+        raise AssertionError("every stream was over before its engine died")
+
     def close(self) -> None:
         """End everything, by id."""
         family = [psutil.Process(p.pid) for p in self.processes.values() if p.poll() is None]
@@ -293,32 +338,9 @@ def leaked_blocks(status: ServiceStatus) -> int:
 
 
 @contextlib.contextmanager
-def local_cluster(
-    settings: Mapping[str, Any],
-    *,
-    prefill: int = 1,
-    decode: int = 1,
-    in_worker: Mapping[str, Callable[[], None]] | None = None,
-    device: str = "cpu",
-    delays_ms: Mapping[str, float] | None = None,
-    token: str = "",
-    gpus: Mapping[str, int] | None = None,
-    gateways: int = 1,
-    may_flip: bool = False,
-) -> Iterator[LocalCluster]:
+def local_cluster(settings: Mapping[str, Any], **options: Any) -> Iterator[LocalCluster]:
     """A `LocalCluster` that is ready, and gone afterwards."""
-    cluster = LocalCluster(
-        settings,
-        prefill=prefill,
-        decode=decode,
-        in_worker=in_worker,
-        device=device,
-        delays_ms=delays_ms,
-        token=token,
-        gpus=gpus,
-        gateways=gateways,
-        may_flip=may_flip,
-    )
+    cluster = LocalCluster(settings, **options)
     try:
         for target in cluster.targets:
             cluster.wait_ready(target=target)

@@ -13,9 +13,9 @@ from experiments import hosts
 from experiments.hosts import NamespaceDeployment
 from pdserve import Client
 from pdserve.core.timeline import UNATTRIBUTED, Figure
-from tests.e2e.test_clocks import time_namespaces_problem
 from tests.local_cluster import ROOT, undisturbed
 from tests.planted import delays
+from tests.planted.clocks import time_namespaces_problem
 from worker.spec import WorkerSpec
 
 pytestmark = pytest.mark.cluster

@@ -10,23 +10,35 @@ import contextlib
 import gc
 import itertools
 import json
+import logging
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from ops.settled import settled
 from pdserve import AsyncClient, AsyncStream, Client, Stream
+from tests.e2e import crowd
 from tests.local_cluster import ROOT, LocalCluster, local_cluster
+from tests.random_models import greedy_tokens, save_random
+
+log = logging.getLogger(__name__)
 
 TOKENS = 100_000
 PROMPT = [5, 6, 7] * 10
 IDLE_WITHIN_S = 10.0  # about a second, on an idle machine
+LEFT_S = 60.0
+"""How long what a killed client had asked for may hold anything."""
+STREAMS_EACH = 20
 SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 307,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -38,11 +50,16 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    config = tmp_path_factory.mktemp("long") / "config.json"
-    config.write_text(json.dumps(SHAPE))
-    engine = {"block_size": 16, "num_blocks": 2 * TOKENS // 16, "max_num_batched_tokens": 64}
-    settings = {"model": {"path": f"dummy:{config}", "dtype": "float32"}, "engine": engine}
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long") / "model"
+    save_random(folder, SHAPE, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[LocalCluster]:
+    engine = {"block_size": 16, "num_blocks": 2 * TOKENS // 16, "max_num_batched_tokens": 256, "max_num_seqs": 48}
+    settings = {"model": {"path": str(model), "dtype": "float32"}, "engine": engine, "router": {"max_queue": 1_024}}
     with local_cluster(settings) as cluster:
         yield cluster
 
@@ -318,3 +335,74 @@ def test_a_stream_read_piece_by_piece_goes_on(cluster: LocalCluster) -> None:
         time.sleep(0.2)
         assert [token.index for token in stream] == list(range(2, 20))
         assert len(stream.result().token_ids) == 20
+
+
+def held_by(process: psutil.Process) -> tuple[int, int]:
+    """Open files and threads."""
+    return process.num_fds(), process.num_threads()
+
+
+def run(cluster: LocalCluster, expected: list[int], processes: int, killed: int) -> Counter[str]:
+    """A crowd, checked; what became of its streams."""
+    draw = random.Random(9)
+    service = {name: psutil.Process(popen.pid) for name, popen in cluster.processes.items()}
+    before = {name: held_by(process) for name, process in service.items()}
+    command = [sys.executable, "-m", "tests.e2e.crowd", cluster.target, str(STREAMS_EACH)]
+    clients = [
+        subprocess.Popen([*command, str(seed)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for seed in range(processes)
+    ]
+    try:
+        victims = draw.sample(clients, killed)
+        for victim in victims:  # while its streams are in all states
+            assert victim.stdout is not None
+            victim.stdout.readline()
+            victim.kill()
+        outcomes = Counter[str]()
+        for client in clients:
+            out, _ = client.communicate(timeout=crowd.TIMEOUT_S)
+            if client not in victims:
+                assert client.returncode == 0
+                outcomes.update(json.loads(out.splitlines()[-1]))
+    finally:
+        for client in clients:
+            client.kill()
+            client.communicate()
+    status = cluster.wait_idle(LEFT_S)
+    assert [worker.free_blocks for worker in status.workers] == [worker.num_blocks for worker in status.workers]
+    assert (status.queued, status.running) == (0, 0)
+    deadline_s = time.monotonic() + LEFT_S
+    while grown := {
+        name: (before[name], held_by(each)) for name, each in service.items() if is_more(before[name], each)
+    }:
+        assert time.monotonic() < deadline_s, grown
+        time.sleep(0.2)
+    assert outcomes.pop(str(expected)) + outcomes["cancelled"] == STREAMS_EACH * (processes - killed), outcomes
+    return outcomes
+
+
+def is_more(before: tuple[int, int], process: psutil.Process) -> bool:
+    """Whether a process holds more than before: a few files or threads may be a pool's, not one for each stream."""
+    return any(now > then + 8 for then, now in zip(before, held_by(process), strict=True))
+
+
+def test_a_small_crowd(model: Path, cluster: LocalCluster) -> None:
+    """Many streams at once, of which some are cancelled at random moments, while a client's process is killed."""
+    outcomes = run(cluster, greedy_tokens(model, crowd.PROMPT, crowd.TOKENS), processes=2, killed=1)
+    assert outcomes["cancelled"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1_200)
+def test_a_thousand_streams(model: Path, cluster: LocalCluster) -> None:
+    expected = greedy_tokens(model, crowd.PROMPT, crowd.TOKENS)
+    before_mb: dict[str, int] = {}
+    for number in range(3):  # what each one leaves would add up
+        outcomes = run(cluster, expected, processes=50, killed=1)
+        memory_mb = {
+            name: psutil.Process(popen.pid).memory_info().rss >> 20 for name, popen in cluster.processes.items()
+        }
+        log.info("crowd %d: %s, memory in MiB %s", number, dict(outcomes), memory_mb)
+        grown_mb = {name: memory_mb[name] - before_mb[name] for name in before_mb}  # none at first: it warms up
+        assert all(mb <= 24 for mb in grown_mb.values()), grown_mb
+        before_mb = memory_mb

@@ -14,7 +14,7 @@ from tests.random_models import greedy_tokens, save_random_model
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="torch sees no GPU; the same on CPUs is in test_faults.py"
+        not torch.cuda.is_available(), reason="torch sees no GPU; the same on CPUs is in test_tokens.py"
     ),
     pytest.mark.timeout(600),
 ]

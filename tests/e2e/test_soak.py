@@ -85,30 +85,20 @@ async def churn(cluster: LocalCluster, count: int) -> Counter[str]:
     return outcomes
 
 
-def run(folder: Path, transport: str, count: int) -> Counter[str]:
-    settings = {
-        "model": {"path": str(save_random_model(folder, "gqa")), "dtype": "float32"},
-        "engine": {"block_size": 16, "num_blocks": 128, "max_num_batched_tokens": 64},
-        "transfer": {"transport": transport},
-    }
-    with local_cluster(settings, prefill=2, decode=2) as cluster:
-        outcomes = asyncio.run(churn(cluster, count))
-        assert leaked_blocks(cluster.wait_idle(30)) == 0
-    log.info("%s: %s", transport, dict(outcomes))
-    assert not [outcome for outcome in outcomes if outcome.startswith("finish")], outcomes
-    assert outcomes["equal"] > 0.7 * count, outcomes
-    return outcomes
-
-
-def test_a_short_churn(tmp_path: Path) -> None:
-    outcomes = run(tmp_path, "auto", 250)
-    assert outcomes["transfers"] > 50, outcomes
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc_stream", "torch_dist"])
 def test_churn_with_dying_engines(tmp_path: Path, transport: str) -> None:
-    outcomes = run(tmp_path, transport, REQUESTS)
+    settings = {
+        "model": {"path": str(save_random_model(tmp_path, "gqa")), "dtype": "float32"},
+        "engine": {"block_size": 16, "num_blocks": 128, "max_num_batched_tokens": 64},
+        "transfer": {"transport": transport},
+    }
+    with local_cluster(settings, prefill=2, decode=2) as cluster:
+        outcomes = asyncio.run(churn(cluster, REQUESTS))
+        assert leaked_blocks(cluster.wait_idle(30)) == 0
+    log.info("%s: %s", transport, dict(outcomes))
+    assert not [outcome for outcome in outcomes if outcome.startswith("finish")], outcomes
+    assert outcomes["equal"] > 0.7 * REQUESTS, outcomes
     assert outcomes["killed"] >= 8, outcomes
     assert outcomes["transfers"] > 0.3 * REQUESTS, outcomes

@@ -1,85 +1,276 @@
-"""Disaggregated tokens == colocated tokens == transformers' greedy tokens; bytes moved == bytes predicted."""
+"""A request's tokens are the same whichever way it takes: disaggregated or colocated, in a batch, with its KV in a
+cache or on disk, after a preemption and after a lost engine. Greedy tokens and logprobs are those of transformers, and
+bytes moved are bytes predicted."""
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
-from pdserve import Client
-from pdserve.client.generation import Generation
-from pdserve.core.timeline import UNATTRIBUTED
-from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster, undisturbed
+from pdserve import AsyncClient, AsyncStream, Client, Token
+from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
+from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 from tests.random_models import SHAPES, greedy_tokens, save_random_model
 
 BLOCK = 16
+NUM_BLOCKS = 32
+"""Room for a prompt of four chunks, and too few for what the tests of preemption ask for at once."""
 TOKENS = 12
-LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, 230)  # the last are several chunks of 64
+LENGTHS = (1, BLOCK, BLOCK + 1, 230)  # the last has four chunks, each of which travels layer by layer
+PROMPT = [11, 7, 200, 41, 5, 99, 3] * 8
+EVERYTHING: dict[str, Any] = {
+    "temperature": 1.5,
+    "top_k": 100,
+    "top_p": 0.98,
+    "min_p": 0.001,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.7,
+    "logit_bias": {17: 6.0, 18: -100.0},
+    "logprobs": 3,
+    "ignore_eos": True,
+}
+OTHER_SHAPES = [pytest.param(shape, marks=pytest.mark.soak) for shape in SHAPES if shape != "gqa"]
+"""`tests.engine` compares every shape with transformers, `tests.kv_transfer` hands over every layout."""
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+@pytest.fixture(scope="module", params=["gqa", *OTHER_SHAPES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("models"), request.param)
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[LocalCluster]:
-    engine = {"block_size": BLOCK, "num_blocks": 64, "max_num_batched_tokens": 64}
-    with local_cluster({"model": {"path": str(model), "dtype": "float32"}, "engine": engine}) as started:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of cold blocks."""
+    return tmp_path_factory.mktemp("offload") / "cold"
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, folder: Path) -> Iterator[LocalCluster]:
+    engine = {"block_size": BLOCK, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64}
+    offload = {"offload_folder": str(folder), "offload_disk_mb": 64}
+    settings = {"model": {"path": str(model), "dtype": "float32"}, "engine": {**engine, **offload}}
+    with local_cluster({**settings, "router": {"heartbeat_s": 0.2}}) as started:
         yield started
 
 
-def test_same_tokens_whichever_way(model: Path, cluster: LocalCluster) -> None:
-    draw = random.Random(7)
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
     with Client(cluster.target) as client:
-        for length in LENGTHS:
-            prompt = [draw.randrange(307) for _ in range(length)]
-            apart = client.generate(prompt, max_tokens=TOKENS, mode="pd").result()
-            together = client.generate(prompt, max_tokens=TOKENS, mode="colocated").result()
-            assert apart.token_ids == together.token_ids == tuple(greedy_tokens(model, prompt, TOKENS)), length
-            assert (apart.mode, together.mode) == ("pd", "colocated")
-            assert apart.prefill_worker == "prefill-0"
-            assert apart.decode_worker == "decode-0"
-            shape = SHAPES[model.name]
-            head_dim = shape.get("head_dim", 64 // shape["num_attention_heads"])
-            layout_bytes = 2 * 3 * shape["num_key_value_heads"] * head_dim * 4
-            assert apart.kv_bytes == apart.kv_bytes_expected == -(-length // BLOCK) * BLOCK * layout_bytes
-            assert together.kv_bytes == together.kv_bytes_expected == 0
+        yield client
     assert leaked_blocks(cluster.wait_idle()) == 0
 
 
-def test_stages_sum_to_what_the_client_saw(cluster: LocalCluster) -> None:
-    def check(result: Generation) -> None:
-        for breakdown in result.breakdowns.values():
-            assert abs(breakdown.stages_ms[UNATTRIBUTED]) <= max(2.0, 0.05 * breakdown.total_ms), breakdown
-
-    with Client(cluster.target) as client:
-        for mode in ("pd", "colocated"):
-            asked = functools.partial(client.generate, [5] * 40, max_tokens=4, mode=mode)
-            result = undisturbed(lambda asked=asked: asked().result(), check)  # type: ignore[misc]
-            for breakdown in result.breakdowns.values():
-                assert sum(breakdown.stages_ms.values()) == pytest.approx(breakdown.total_ms)
+def prompt_of(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(307) for _ in range(length)]
 
 
-def test_one_token_needs_no_hand_off(model: Path, cluster: LocalCluster) -> None:
-    with Client(cluster.target) as client:
-        result = client.generate([3] * 20, max_tokens=1, mode="pd").result()
-    assert result.token_ids == tuple(greedy_tokens(model, [3] * 20, 1))
-    assert (result.kv_bytes, result.kv_bytes_expected, result.ttft_decode_ms) == (0, 0, None)
+def test_same_tokens_whichever_way(model: Path, client: Client) -> None:
+    shape = SHAPES[model.name]
+    head_dim = shape.get("head_dim", 64 // shape["num_attention_heads"])
+    layout_bytes = 2 * 3 * shape["num_key_value_heads"] * head_dim * 4
+    for length in LENGTHS:
+        prompt = prompt_of(length, length)
+        apart = client.generate(prompt, max_tokens=TOKENS, mode="pd").result()
+        together = client.generate(prompt, max_tokens=TOKENS, mode="colocated").result()
+        assert apart.token_ids == together.token_ids == tuple(greedy_tokens(model, prompt, TOKENS)), length
+        assert (apart.mode, together.mode) == ("pd", "colocated")
+        assert (apart.prefill_worker, apart.decode_worker) == ("prefill-0", "decode-0")
+        assert apart.kv_bytes == apart.kv_bytes_expected == -(-length // BLOCK) * BLOCK * layout_bytes
+        assert together.kv_bytes == together.kv_bytes_expected == 0
+    one = client.generate(PROMPT, max_tokens=1, mode="pd").result()
+    assert one.token_ids == tuple(greedy_tokens(model, PROMPT, 1))
+    assert (one.kv_bytes, one.kv_bytes_expected, one.ttft_decode_ms) == (0, 0, None)
 
 
-def test_seeded_draws_do_not_depend_on_the_way(cluster: LocalCluster) -> None:
-    with Client(cluster.target) as client:
-        draws = {
-            client.generate([9] * 30, max_tokens=10, temperature=1.0, top_p=0.9, seed=seed, mode=mode)
-            .result()
-            .token_ids
-            for mode in ("pd", "colocated")
-            for seed in (11, 11)
-        }
-        other = client.generate([9] * 30, max_tokens=10, temperature=1.0, top_p=0.9, seed=12).result().token_ids
-    assert len(draws) == 1
-    assert other not in draws
+def counts(status: ServiceStatus) -> dict[str, tuple[int, int]]:
+    return {w.worker_id: (w.prompt_tokens_looked_up, w.prompt_tokens_cached) for w in status.workers}
+
+
+@pytest.mark.parametrize("length", [5 * BLOCK + 3, 5 * BLOCK])
+def test_a_prompt_comes_again(model: Path, cluster: LocalCluster, client: Client, length: int) -> None:
+    """Its KV is found on both sides, the rest is computed, and the rest moves."""
+    prompt = prompt_of(length, length)
+    before = counts(cluster.up_to_date())
+    first, second = (client.generate(prompt, max_tokens=TOKENS, mode="pd").result() for _ in range(2))
+    other = client.generate(prompt, max_tokens=TOKENS, mode="pd", salt="another tenant").result()
+    together = client.generate(prompt, max_tokens=TOKENS, mode="colocated").result()
+    assert first.token_ids == second.token_ids == other.token_ids == together.token_ids
+    assert first.token_ids == tuple(greedy_tokens(model, prompt, TOKENS))
+
+    for cold in (first, other):
+        assert (cold.prefill_cached_tokens, cold.kv_blocks_skipped) == (0, 0)
+        assert cold.kv_bytes == cold.kv_bytes_expected > 0
+    block_bytes = first.kv_bytes // first.kv_blocks_sent
+    total = -(-length // BLOCK)
+    assert second.prefill_cached_tokens == (length - 1) // BLOCK * BLOCK  # one token at least is computed
+    assert second.kv_blocks_skipped == length // BLOCK == 5  # decode needs none of it computed
+    assert second.kv_blocks_sent == total - 5
+    assert second.kv_bytes == second.kv_bytes_expected == (total - 5) * block_bytes
+    assert together.prefill_cached_tokens == second.prefill_cached_tokens
+
+    # Three prompts on both workers, and the colocated one on either.
+    status = cluster.up_to_date()
+    for worker, (tokens, cached) in counts(status).items():
+        assert tokens - before[worker][0] in (3 * length, 4 * length)
+        assert cached - before[worker][1] >= second.prefill_cached_tokens
+    assert all(worker.cached_blocks > 0 for worker in status.workers)
+
+
+def test_conversations_grow_and_share_a_beginning(model: Path, client: Client) -> None:
+    """Each turn is the last one, its answer, and more; turns of two conversations run at once."""
+    prompts = [prompt_of(2 * BLOCK, 3) + prompt_of(5 + index, index) for index in range(2)]
+    for turn, mode in enumerate(("pd", "colocated", "pd")):
+        streams = [client.generate(prompt, max_tokens=TOKENS, ignore_eos=True, mode=mode) for prompt in prompts]
+        for index, stream in enumerate(streams):
+            result = stream.result()
+            assert result.token_ids == tuple(greedy_tokens(model, prompts[index], TOKENS))
+            assert result.kv_bytes == result.kv_bytes_expected
+            assert turn == 0 or result.prefill_cached_tokens >= 2 * BLOCK
+            prompts[index] += [*result.token_ids, *prompt_of(9, turn)]
+
+
+def test_what_a_request_received_is_kept_even_if_nothing_was_left_to_decode(model: Path, client: Client) -> None:
+    prompt = prompt_of(3 * BLOCK + 2, 7)
+    (stop,) = greedy_tokens(model, prompt, 1)
+    first, second = (
+        client.generate(prompt, max_tokens=4, stop_token_ids=[stop], mode="pd", salt="stop").result() for _ in range(2)
+    )
+    assert first.token_ids == second.token_ids == (stop,)
+    assert (first.kv_blocks_skipped, second.kv_blocks_skipped) == (0, 3)
+    assert second.kv_bytes == second.kv_bytes_expected == first.kv_bytes // 4
+
+
+def test_a_prompt_that_the_pools_forgot_is_read_from_disk(
+    model: Path, folder: Path, cluster: LocalCluster, client: Client
+) -> None:
+    """Also by an engine that starts after the one that wrote it was killed."""
+    prompt = prompt_of(6 * BLOCK + 3, 11)
+    expected = tuple(greedy_tokens(model, prompt, TOKENS))
+    digests = PrefixDigests(keyed_salt("", cluster.secret.cache_key), BLOCK).first(6, prompt)
+    for turn, cached in enumerate((0, 6 * BLOCK, 6 * BLOCK)):
+        result = client.generate(prompt, max_tokens=TOKENS, mode="pd").result()
+        assert result.token_ids == expected
+        assert result.kv_bytes == result.kv_bytes_expected
+        assert result.prefill_cached_tokens == cached
+        if turn == 0:
+            for other in range(6):
+                client.generate(prompt_of(len(prompt), 100 + other), max_tokens=2, mode="pd").result()
+            deadline_s = time.monotonic() + 60
+            while not all((folder / "prefill-0" / digest.hex()).exists() for digest in digests):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+        elif turn == 1:
+            engine = cluster.engine_pid("prefill-0")
+            psutil.Process(engine).kill()
+            cluster.wait_restarted("prefill-0", engine)
+    assert sorted(path.name for path in folder.iterdir()) == ["decode-0", "prefill-0"]
+
+
+def check_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[Token], num_top: int) -> None:
+    """Each token's logprobs are those of transformers' logits after all tokens before it."""
+    oracle = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = [token.token_id for token in tokens]
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    for token, wanted in zip(tokens, logits.log_softmax(dim=-1), strict=True):
+        assert token.logprob == pytest.approx(float(wanted[token.token_id]), abs=1e-4)
+        top = wanted.topk(num_top).values.tolist()
+        assert [candidate.logprob for candidate in token.top_logprobs] == pytest.approx(top, abs=1e-4)
+        for candidate in token.top_logprobs:
+            assert candidate.logprob == pytest.approx(float(wanted[candidate.token_id]), abs=1e-4)
+
+
+def test_neither_hand_off_nor_batch_nor_preemption_changes_a_draw(
+    model: Path, cluster: LocalCluster, client: Client
+) -> None:
+    prompts = [prompt_of(40, seed) for seed in range(5)]
+    long = {**EVERYTHING, "max_tokens": 100}
+    alone = [client.generate(prompt, seed=i, mode="colocated", **long).result() for i, prompt in enumerate(prompts)]
+    apart = client.generate(prompts[0], seed=0, mode="pd", **long).result()
+    other = client.generate(prompts[0], seed=1, mode="pd", **long).result()
+    assert apart.token_ids == alone[0].token_ids != other.token_ids
+    assert apart.kv_bytes == apart.kv_bytes_expected
+    if model.name == "gqa":
+        for result in (apart, alone[0]):
+            check_logprobs(model, prompts[0], result.tokens, 3)
+
+    async def together() -> None:
+        async with AsyncClient(cluster.target) as client:
+            results = await asyncio.gather(
+                *(client.generate(prompt, seed=i, mode="pd", **long).result() for i, prompt in enumerate(prompts))
+            )
+        assert [result.token_ids for result in results] == [result.token_ids for result in alone]
+
+    asyncio.run(together())
+    assert any(worker.preemptions for worker in cluster.up_to_date().workers)
+
+
+async def test_a_request_of_lower_priority_loses_its_blocks_though_it_came_first(cluster: LocalCluster) -> None:
+    """Both fit when they are admitted, and outgrow the pool while they decode."""
+    ended: list[int] = []
+    async with AsyncClient(cluster.target) as client:
+
+        def ask(seed: int, priority: int = 0) -> AsyncStream:
+            prompt = prompt_of(BLOCK, seed)
+            return client.generate(prompt, max_tokens=400, ignore_eos=True, mode="pd", priority=priority)
+
+        async def finish(stream: AsyncStream, priority: int) -> tuple[int, ...]:
+            result = await stream.result()
+            ended.append(priority)
+            assert result.attempts == 1
+            return result.token_ids
+
+        alone = [(await ask(seed).result()).token_ids for seed in (6, 7)]
+        for _ in range(20):  # until the second one comes long before the first has ended
+            ended.clear()
+            low = ask(6, 5)
+            await anext(low)
+            assert list(await asyncio.gather(finish(low, 5), finish(ask(7, -5), -5))) == alone
+            if ended == [-5, 5]:
+                break
+        else:
+            raise AssertionError("the first always ended first")
+
+
+def test_greedy_with_a_repetition_penalty_is_transformers_own(model: Path, client: Client) -> None:
+    expected = greedy_tokens(model, PROMPT, 40, repetition_penalty=1.3)
+    assert expected != greedy_tokens(model, PROMPT, 40)
+    for mode in ("pd", "colocated"):
+        result = client.generate(PROMPT, max_tokens=40, mode=mode, repetition_penalty=1.3, logprobs=20).result()
+        assert list(result.token_ids) == expected
+        if model.name == "gqa":
+            check_logprobs(model, PROMPT, result.tokens, 20)
+
+
+def test_a_bias_forces_and_forbids(client: Client) -> None:
+    for mode in ("pd", "colocated"):
+        forced = client.generate(PROMPT, max_tokens=5, mode=mode, logit_bias={42: 100}).result()
+        free = client.generate(PROMPT, max_tokens=5, mode=mode).result()
+        without = client.generate(PROMPT, max_tokens=5, mode=mode, logit_bias={free.token_ids[0]: -100}).result()
+        assert forced.token_ids == (42,) * 5
+        assert free.token_ids[0] not in without.token_ids
+    with pytest.raises(InvalidRequest, match=r"^logit_bias: token id 307 is not below"):
+        client.generate(PROMPT, max_tokens=5, logit_bias={307: 1}).result()
+
+
+def test_a_resume_changes_no_draw(cluster: LocalCluster, client: Client) -> None:
+    """The decode worker's engine is killed in mid-stream; penalties still tell prompt from output afterwards."""
+    long = {**EVERYTHING, "max_tokens": 250, "seed": 9}
+    whole = client.generate(PROMPT, mode="colocated", **long).result()
+    resumed = cluster.resumed(client, PROMPT, **long)
+    assert resumed.token_ids == whole.token_ids
+    for ours, theirs in zip(resumed.tokens, whole.tokens, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)

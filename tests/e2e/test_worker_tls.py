@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
 
 
-@pytest.fixture(scope="module", params=["grpc_stream", "tcp"])
+@pytest.fixture(scope="module", params=["grpc_stream", pytest.param("tcp", marks=pytest.mark.soak)])
 def cluster(request: pytest.FixtureRequest, model: Path, certificates: Certificates) -> Iterator[LocalCluster]:
     settings = {
         "model": {"path": str(model), "dtype": "float32"},
@@ -85,24 +84,23 @@ def test_a_process_does_not_start_with_files_that_do_not_fit(
     cluster: LocalCluster, certificates: Certificates, module: str, tmp_path: Path
 ) -> None:
     files = certificates.of_plane()
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({**files, "tls_ca": str(tmp_path / "no")}, "error: cluster.tls_ca: "),
-        ({"tls_cert": files["tls_cert"]}, "error: cluster.tls_key: it is missing"),
-    ]
-    for section, problem in cases:
-        config = PdserveConfig.parse({**cluster.config.model_dump(mode="json"), "cluster": section})
-        registry = f"127.0.0.1:{free_port()}"
-        spec = WorkerSpec(
-            "prefill-9", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", (registry,), "test", config=config, num_slots=3
-        )
-        arguments = [json.dumps(spec.to_wire())] if module != "gateway" else [config.model_dump_json(), registry]
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", module, *arguments],
-            env={**os.environ, **cluster.secret.environment(), "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 1
-        assert done.stderr.splitlines()[-1].startswith(problem), done.stderr
+    section, problem = {
+        "gateway": ({**files, "tls_ca": str(tmp_path / "no")}, "error: cluster.tls_ca: "),
+        "ops.launch.worker": ({"tls_cert": files["tls_cert"]}, "error: cluster.tls_key: it is missing"),
+    }[module]
+    config = PdserveConfig.parse({**cluster.config.model_dump(mode="json"), "cluster": section})
+    registry = f"127.0.0.1:{free_port()}"
+    spec = WorkerSpec(
+        "prefill-9", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", (registry,), "test", config=config, num_slots=3
+    )
+    arguments = [json.dumps(spec.to_wire())] if module != "gateway" else [config.model_dump_json(), registry]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", module, *arguments],
+        env={**os.environ, **cluster.secret.environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(problem), done.stderr

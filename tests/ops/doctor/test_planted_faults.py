@@ -15,9 +15,9 @@ from checkpoints.source import resolve_model
 from ops.doctor.checks import check_tokenizer
 from ops.doctor.node_report import PACKAGES, ROOT, report_node
 from ops.doctor.report import Level
-from tests.e2e.test_clocks import time_namespaces_problem
 from tests.local_cluster import free_port, free_ports
 from tests.ops.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
+from tests.planted.clocks import time_namespaces_problem
 
 
 def installation(folder: Path) -> Path:
