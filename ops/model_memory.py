@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkpoints.outline import ModelOutline
 from checkpoints.shape import ModelShape
@@ -15,8 +16,7 @@ from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout, probe_area
 from pdserve.core.worker import Role
 
 
-@dataclass(frozen=True, slots=True)
-class KVVariant:
+class KVVariant(NamedTuple):
     """Size of the KV cache with one kind of attention, in bytes per token over all layers."""
 
     name: str
@@ -24,8 +24,7 @@ class KVVariant:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """Memory of a device that is left for KV: in bytes, in ``tokens``, and in ``requests`` of the full context.
     ``devices`` of this size together hold the weights and one request of the full context; pdserve does not divide a
     model over devices."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ops.cli.options import (
     JsonOption,
     TargetsOption,
-    in_panels,
     print_json,
     stderr_console,
     stdout_console,
     with_access,
+    with_options,
 )
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target, Targets
 
@@ -29,52 +29,39 @@ if TYPE_CHECKING:
     from pdserve.client.request import GenerateOptions, Prompt
 
 
+_REQUEST_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "mode": (str, "auto, pd (prefill and decode on separate workers) or colocated (default: auto)"),
+    "max_tokens": (int, "most tokens to generate (default: 128)"),
+    "temperature": (float, "0 is greedy (default: 0)"),
+    "top_k": (int, "sample from the k likeliest tokens; 0 is off (default: 0)"),
+    "top_p": (float, "sample from the likeliest share p (default: 1)"),
+    "min_p": (float, "sample from tokens at least p times as likely as the likeliest (default: 0)"),
+    "repetition_penalty": (float, "above 1: makes tokens of prompt and output less likely (default: 1)"),
+    "presence_penalty": (float, "-2 to 2, subtracted once from tokens in the output (default: 0)"),
+    "frequency_penalty": (float, "-2 to 2, subtracted for each occurrence in the output (default: 0)"),
+    "logit_bias": (list[str], "ID=BIAS, added to a token's logit; -100 forbids it (repeatable)"),
+    "logprobs": (int, "show log-probabilities of each token and the N likeliest ones (0 to 20)"),
+    "structured_outputs": (str, 'what the output matches, as JSON: {"json": SCHEMA}, {"regex": "[0-9]+"}, …'),
+    "seed": (int, "seed of the sampling (default: random)"),
+    "stop": (list[str], "a string that ends the text (repeatable)"),
+    "timeout": (float, "deadline in seconds"),
+    "salt": (str, "share cached KV with requests of the same salt only"),
+}
+"""Options that become those of the request: type and help."""
+
+
 @with_access
-@in_panels(
-    {
-        "Sampling": "max_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
-        "logit_bias logprobs structured_outputs seed stop ignore_eos",
-    }
-)
+@with_options("request", _REQUEST_OPTIONS, "Request")
 def generate(
     access: AccessOptions,
+    request: dict[str, Any],
     text: Annotated[
         str | None, typer.Argument(help="the prompt; '-', or nothing in a pipe: from stdin", show_default=False)
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="the prompt is this file's text")] = None,
     token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
     target: TargetsOption = DEFAULT_TARGET,
-    mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode on separate workers) or colocated")] = "auto",
-    max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate (default: 128)")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: 0)")] = None,
-    top_k: Annotated[int | None, typer.Option(help="sample from the k likeliest tokens; 0 is off (default: 0)")] = None,
-    top_p: Annotated[float | None, typer.Option(help="sample from the likeliest share p (default: 1)")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="sample from tokens at least p times as likely as the likeliest (default: 0)")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="above 1: makes tokens of prompt and output less likely (default: 1)")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="-2 to 2, subtracted once from tokens in the output (default: 0)")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="-2 to 2, subtracted for each occurrence in the output (default: 0)")
-    ] = None,
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(help="ID=BIAS, added to a token's logit; -100 forbids it (repeatable)")
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="show log-probabilities of each token and the N likeliest ones (0 to 20)")
-    ] = None,
-    structured_outputs: Annotated[
-        str | None, typer.Option(help='what the output matches, as JSON: {"json": SCHEMA}, {"regex": "[0-9]+"}, …')
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="seed of the sampling (default: random)")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="generate up to --max-tokens")] = False,
-    timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
-    salt: Annotated[str | None, typer.Option(help="share cached KV with requests of the same salt only")] = None,
     as_json: JsonOption = False,
     text_only: Annotated[bool, typer.Option("--text-only", help="print the text, and no waterfall")] = False,
     png: Annotated[Path | None, typer.Option(help="also save the waterfall as a picture")] = None,
@@ -87,32 +74,22 @@ def generate(
         from ops.waterfall.picture import check_picture
 
         check_picture("--png", png)
-    options: GenerateOptions = {
-        "mode": mode,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": _biases(logit_bias or []),
-        "logprobs": logprobs,
-        "structured_outputs": _structure(structured_outputs),
-        "seed": seed,
-        "stop": stop,
-        "ignore_eos": ignore_eos,
-        "timeout_s": timeout,
-        "salt": salt,
-    }
+    options = cast(
+        "GenerateOptions",
+        {
+            **{name: value for name, value in request.items() if name != "timeout"},
+            "mode": request["mode"] or "auto",
+            "logit_bias": _biases(request["logit_bias"] or []),
+            "structured_outputs": _structure(request["structured_outputs"]),
+            "timeout_s": request["timeout"],
+            "ignore_eos": ignore_eos,
+        },
+    )
+    generation = _stream(service, prompt, options, show=not as_json)
     if as_json:
-        generation = _stream(service, prompt, options, show=False)
         print_json(generation.to_dict())
-    else:
-        generation = _stream(service, prompt, options, show=True)
-        if not text_only:
-            _explain(generation, logprobs is not None)
+    elif not text_only:
+        _explain(generation, request["logprobs"] is not None)
     if png is not None:
         from ops.waterfall.bars import longest
         from ops.waterfall.picture import save_waterfalls

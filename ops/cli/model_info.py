@@ -9,6 +9,8 @@ import typer
 from ops.cli.options import JsonOption, plain_table, print_json, print_note, stdout_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from checkpoints.outline import ModelOutline
     from checkpoints.shape import ModelShape
     from runtime.dtypes import NativeDtypes
@@ -105,7 +107,7 @@ def _facts(
         "weight_bytes": shape.weight_bytes(dtype),
         "weight_bytes_on_gpus": shape.weight_bytes(dtype, keep_quantized=True),
         "kv_bytes_per_token": shape.kv_bytes_per_token(dtype),
-        "kv_variants": [asdict(variant) for variant in model_memory.kv_variants(shape, dtype)],
+        "kv_variants": [variant._asdict() for variant in model_memory.kv_variants(shape, dtype)],
         "mla_assumed": {"latent_dim": latent, "rope_dim": rope},
         "context": context,
         "kv_bytes_context": context * shape.kv_bytes_per_token(dtype),
@@ -115,7 +117,7 @@ def _facts(
         "activation_tokens": CPU_TOKEN_BUDGET,
         "activation_bytes": model_memory.activation_bytes(shape, dtype, CPU_TOKEN_BUDGET),
         "fits": [
-            asdict(model_memory.fit(shape, dtype, int(gb * 1e9), CPU_TOKEN_BUDGET, context)) for gb in sizes_gb
+            model_memory.fit(shape, dtype, int(gb * 1e9), CPU_TOKEN_BUDGET, context)._asdict() for gb in sizes_gb
         ],
         "prefill_flops_per_token": model_memory.prefill_flops_per_token(shape, context),
         "phi_gbps_per_tflops": model_memory.phi_gbps_per_tflops(shape, dtype, context),
@@ -124,7 +126,6 @@ def _facts(
 
 def _show(facts: dict[str, Any]) -> None:
     from ops.waterfall.bars import human_bytes
-    from pdserve.core.request import counted_requests
 
     console, shape, per_token = stdout_console(), facts["shape"], facts["kv_bytes_per_token"]
     console.print(
@@ -167,13 +168,7 @@ def _show(facts: dict[str, Any]) -> None:
     )  # fmt: skip
     console.print(table)
     console.print()
-    for fit in facts["fits"]:
-        fits = (
-            f"{fit['tokens']:,} tokens of KV: {counted_requests(fit['requests'])} of {facts['context']}"
-            if fit["kv_bytes"]
-            else f"too small for weights and activations; {fit['devices']} such devices would hold them and one request"
-        )
-        console.print(f"in {human_bytes(fit['memory_bytes'])}: {fits}")
+    _show_fits(console, facts, "weights and activations")
     console.print(
         f"\nprefill {facts['prefill_flops_per_token'] / 1e9:.3f} GFLOP a token (prompt of {facts['context']})\n"
         f"Φ = KV bytes / prefill time = {facts['phi_gbps_per_tflops']:.4f} Gbit/s per TFLOP/s that prefill "
@@ -229,7 +224,7 @@ def _outline_facts(
         "state_bytes_per_request": outline.request_bytes(dtype, 0),
         "context": context,
         "kv_bytes_context": outline.request_bytes(dtype, context),
-        "fits": [asdict(model_memory.fit_outline(outline, dtype, int(gb * 1e9), context)) for gb in sizes_gb],
+        "fits": [model_memory.fit_outline(outline, dtype, int(gb * 1e9), context)._asdict() for gb in sizes_gb],
     }
 
 
@@ -237,7 +232,6 @@ def _show_outline(facts: dict[str, Any]) -> None:
     """Print ``facts``."""
     from checkpoints.families import FAMILIES
     from ops.waterfall.bars import human_bytes
-    from pdserve.core.request import counted_requests
 
     console = stdout_console()
     console.print(f"[bold]{facts['model']}[/] · {facts['architecture']} · {facts['num_layers']} layers")
@@ -256,10 +250,16 @@ def _show_outline(facts: dict[str, Any]) -> None:
         + f"; {human_bytes(facts['kv_bytes_context'])} for a context of {facts['context']}\n",
         soft_wrap=True,
     )
+    _show_fits(console, facts, "weights")
+
+
+def _show_fits(console: Console, facts: dict[str, Any], beside: str) -> None:
+    from ops.waterfall.bars import human_bytes
+    from pdserve.core.request import counted_requests
+
     for fit in facts["fits"]:
-        fits = (
-            f"{counted_requests(fit['requests'])} of {facts['context']} tokens beside the weights"
-            if fit["requests"]
-            else f"too small; {fit['devices']} such devices would hold the weights and one request"
-        )
+        fits = f"too small for {beside}; {fit['devices']} such devices would hold the weights and one request"
+        if fit["kv_bytes"]:
+            requests = f"{counted_requests(fit['requests'])} of {facts['context']}"
+            fits = f"{fit['tokens']:,} tokens of KV: {requests}"
         console.print(f"in {human_bytes(fit['memory_bytes'])}: {fits}", soft_wrap=True)

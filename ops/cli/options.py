@@ -121,16 +121,36 @@ def in_panels(panels: Mapping[str, str]) -> Callable[[Callable[..., None]], Call
     return grouped
 
 
+def with_options(
+    parameter: str, options: Mapping[str, tuple[Any, str]], panel: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command ``options`` (type and help by name; none has a default) in the place of its ``parameter``, which
+    becomes a dictionary of them. Help shows them in a panel of their own."""
+    declared = {
+        name: (Annotated[kind | None, typer.Option(help=text, rich_help_panel=panel)], None)
+        for name, (kind, text) in options.items()
+    }
+    return lambda command: _replaced(command, parameter, declared, dict)
+
+
 def with_access(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command `ACCESS_OPTIONS` in the place of its parameter ``access``, which becomes what they say."""
+    return _replaced(command, "access", ACCESS_OPTIONS, access_of)
 
+
+def _replaced(
+    command: Callable[..., None],
+    parameter: str,
+    options: Mapping[str, tuple[Any, Any]],
+    value_of: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
     def run(**given: Any) -> None:
-        access = access_of({name: given.pop(name) for name in ACCESS_OPTIONS})
-        command(access=access, **given)
+        value = value_of({name: given.pop(name) for name in options})
+        command(**{parameter: value}, **given)
 
     own = inspect.signature(command, eval_str=True).parameters.values()
-    options = [_option(name, *option) for name, option in ACCESS_OPTIONS.items()]
-    return _dressed(run, command, [*(each for each in own if each.name != "access"), *options])
+    added = [_option(name, *option) for name, option in options.items()]
+    return _dressed(run, command, [*(each for each in own if each.name != parameter), *added])
 
 
 def access_of(given: Mapping[str, Any]) -> AccessOptions:

@@ -5,6 +5,7 @@ Each request has its own salt, because a prefix cache would make later rounds in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 import time
@@ -12,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
-from ops.demo.live import LiveTexts
 from ops.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
 from ops.demo.report import DemoReport, PairedRound
 from ops.settled import leaked_blocks, settled
@@ -23,7 +26,7 @@ from ops.waterfall.bars import longest, proof
 from ops.waterfall.picture import save_waterfalls
 from ops.waterfall.terminal import overview
 from pdserve.client.async_client import AsyncClient
-from pdserve.client.generation import Generation
+from pdserve.client.generation import Generation, Token
 from pdserve.client.target import Target
 from pdserve.core.errors import PdserveError
 from pdserve.core.interval import CONFIDENCE
@@ -33,6 +36,7 @@ from pdserve.core.timeline import Figure
 MAX_TOKENS = 32
 LATER_ROUNDS_MAX_TOKENS = 4  # enough for both figures; the first round compares the whole text
 ROUNDS = 5
+_TAIL = 400
 ROUNDS_BUDGET_S = 25.0  # unless rounds are asked for, none starts after this time
 
 
@@ -69,7 +73,8 @@ async def _prepare(client: AsyncClient) -> list[DemoPrompt]:
 
 
 async def _at_once(client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, console: Console) -> None:
-    with LiveTexts(console, prompts) as texts:
+    texts = LiveTexts(console, prompts)
+    with texts.live:
 
         async def one(index: int, prompt: DemoPrompt) -> Generation | None:
             try:
@@ -162,3 +167,52 @@ def _paired_table(report: DemoReport) -> Table:
 
 def _cell(value: float | None, sign: str = "") -> str:
     return "–" if value is None else f"{value:{sign}.2f}"
+
+
+class LiveTexts:
+    """The prompts' texts while they stream: rows of `live` on a terminal, else a line for each finished request."""
+
+    def __init__(self, console: Console, prompts: Sequence[DemoPrompt]) -> None:
+        self._console = console
+        self._prompts = prompts
+        self._texts = [""] * len(prompts)
+        self._counts = [0] * len(prompts)
+        self._ends: list[Generation | PdserveError | None] = [None] * len(prompts)
+        self.live: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if console.is_terminal:
+            self.live = Live(get_renderable=self._render, console=console, refresh_per_second=10)
+
+    def token(self, index: int, token: Token) -> None:
+        """Add a token of request ``index``."""
+        self._texts[index] = (self._texts[index] + token.text)[-_TAIL:]
+        self._counts[index] += 1
+
+    def end(self, index: int, end: Generation | PdserveError) -> None:
+        """Mark request ``index`` as finished or failed."""
+        self._ends[index] = end
+        if not self._console.is_terminal:
+            name = f"#{index + 1} {self._prompts[index].name:12} "
+            line = Text.assemble(name, self._state(index), "  ", self._tail(index))
+            self._console.print(line, no_wrap=True, overflow="ellipsis")
+
+    def _render(self) -> Panel:
+        table = Table(box=None, padding=(0, 1), show_header=False, expand=True)
+        table.add_column(width=2)
+        table.add_column(width=11, no_wrap=True)
+        table.add_column(width=24, no_wrap=True)
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for index, prompt in enumerate(self._prompts):
+            table.add_row(f"#{index + 1}", prompt.name, self._state(index), self._tail(index))
+        return Panel(table, title=f"{len(self._prompts)} requests at once", title_align="left", border_style="dim")
+
+    def _state(self, index: int) -> Text:
+        match self._ends[index]:
+            case Generation() as done:
+                return Text(f"{done.prompt_tokens} + {len(done.token_ids)}, ttft {done.ttft_ms:.0f} ms", style="green")
+            case PdserveError() as error:
+                return Text(f"failed: {error}", style="red")
+        return Text(f"{self._counts[index]} tokens" if self._counts[index] else "waiting", style="dim")
+
+    def _tail(self, index: int) -> Text:
+        width = max(20, self._console.width - 54)
+        return Text(" ".join(self._texts[index].split())[-width:])

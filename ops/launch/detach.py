@@ -67,7 +67,7 @@ def start_detached(
                     return port
         except BaseException:  # Ctrl-C does not reach the service's own session
             if process.poll() is None:
-                _end_family(psutil.Process(process.pid))
+                _end(psutil.Process(process.pid), STOP_TIMEOUT_S, psutil.Process.terminate)
                 process.poll()
             clear_dead_services()
             raise
@@ -86,17 +86,31 @@ def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], N
         left = state.clear()
         also = f"; its remains were removed: {left}" if left else ""
         raise LaunchError(f"the service on port {port} (process {state.pid}) has already ended{also}")
+
+    def stop(supervisor: psutil.Process) -> None:
+        try:
+            OperatorClient(state.socket).stop(drain_s, drain_s + STOP_TIMEOUT_S, report)
+        except LaunchError:  # it is ending already, or does not answer
+            supervisor.terminate()
+
+    _end(supervisor, drain_s + STOP_TIMEOUT_S, stop)
+    state.clear()  # nothing is left unless it was killed
+
+
+def _end(supervisor: psutil.Process, timeout_s: float, stop: Callable[[psutil.Process], None]) -> None:
+    """``stop`` the supervisor, wait for its end up to ``timeout_s``, then kill what is left of it and its descendants
+    by process id. An interruption only shortens the wait."""
     family = {supervisor}
     with contextlib.suppress(psutil.NoSuchProcess):
         family.update(supervisor.children(recursive=True))
     try:
-        OperatorClient(state.socket).stop(drain_s, drain_s + STOP_TIMEOUT_S, report)
-    except LaunchError:  # it is ending already, or does not answer
         with contextlib.suppress(psutil.NoSuchProcess):
-            supervisor.terminate()
-    wait_ended([supervisor], drain_s + STOP_TIMEOUT_S)
-    end_processes(family, GRACE_S)
-    state.clear()  # nothing is left unless it was killed
+            stop(supervisor)
+        wait_ended([supervisor], timeout_s)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.update(supervisor.children(recursive=True))
+        end_processes(family, GRACE_S)
 
 
 @contextlib.contextmanager
@@ -114,19 +128,3 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _end_family(process: psutil.Process) -> None:
-    """Terminate ``process``, wait up to `STOP_TIMEOUT_S`, then kill what is left of it and its descendants by process
-    id. An interruption only shortens the wait."""
-    family = {process}
-    try:
-        family.update(process.children(recursive=True))
-        process.terminate()
-        wait_ended([process], STOP_TIMEOUT_S)
-    except psutil.NoSuchProcess:
-        pass
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family.update(process.children(recursive=True))
-        end_processes(family, GRACE_S)

@@ -99,7 +99,7 @@ def test_the_version_and_short_help(pdserve: Any) -> None:
     ("command", "panels"),
     [
         (("bench",), ("Load", "Data", "Connection")),
-        (("generate",), ("Sampling", "Connection")),
+        (("generate",), ("Request", "Connection")),
         (("compare",), ()),
         (("token", "new"), ()),
     ],
@@ -391,7 +391,7 @@ def test_model_info_of_a_model_that_is_not_served(pdserve: Any, tmp_path: Path) 
         assert "GPT2LMHeadModel" in text
         assert "not served" in text
         assert "1.5 kB a token; 153.6 kB for a context of 100" in text
-        assert "too small; 14 such devices would hold the weights and one request" in text
+        assert "too small for weights; 14 such devices would hold the weights and one request" in text
     facts = pdserve("model-info", str(config), "--json", "--memory", "1").json
     assert (facts["served"], facts["exact"], facts["kv_bytes_per_token"]) == (False, True, 3 * 2 * 64 * 4)
     assert facts["fits"][0]["requests"] == (10**9 - facts["weight_bytes"]) // facts["kv_bytes_context"]
