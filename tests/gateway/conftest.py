@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -197,8 +198,9 @@ async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> 
 StartService = Callable[..., Awaitable[Service]]
 
 
-@pytest.fixture
-async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
+@contextlib.asynccontextmanager
+async def services(model_folder: Path) -> AsyncIterator[StartService]:
+    """Starts services, and stops them at the end."""
     started: list[Service] = []
 
     async def start(
@@ -234,6 +236,14 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             await service.bring_up(*workers)
         return service
 
-    yield start
-    for service in started:
-        await service.stop()
+    try:
+        yield start
+    finally:
+        for service in started:
+            await service.stop()
+
+
+@pytest.fixture
+async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
+    async with services(model_folder) as start:
+        yield start

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,10 @@ from typing import Any
 
 import httpx2
 import pytest
+import pytest_asyncio
 
-from tests.gateway.conftest import Service, StartService, build_byte_level
+from tests.gateway.conftest import Service, StartService, build_byte_level, services
+from tests.gateway.fuzzing import PATIENT
 from tests.local_cluster import free_port
 
 TEMPLATE = (
@@ -62,8 +65,9 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_byte_level(tmp_path_factory.mktemp("chat"), config)
 
 
-@pytest.fixture
-async def start_http(start_service: StartService, chat_folder: Path) -> AsyncIterator[StartHttp]:
+@contextlib.asynccontextmanager
+async def https(start_service: StartService, chat_folder: Path) -> AsyncIterator[StartHttp]:
+    """Starts services with clients, which are closed at the end."""
     clients = []
 
     async def start(
@@ -79,9 +83,35 @@ async def start_http(start_service: StartService, chat_folder: Path) -> AsyncIte
         clients.append(client)
         return Http(service, client)
 
-    yield start
-    for client in clients:
-        await client.aclose()
+    try:
+        yield start
+    finally:
+        for client in clients:
+            await client.aclose()
+
+
+@pytest.fixture
+async def start_http(start_service: StartService, chat_folder: Path) -> AsyncIterator[StartHttp]:
+    async with https(start_service, chat_folder) as start:
+        yield start
+
+
+shared = pytest.mark.asyncio(loop_scope="module")
+"""Of tests with the fixture `shared_http`: it runs on an event loop of the module."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service_of_module(chat_folder: Path) -> AsyncIterator[Http]:
+    async with services(chat_folder) as start_service, https(start_service, chat_folder) as start:
+        yield await start("p0", "d0", router=PATIENT)
+
+
+@pytest.fixture
+def shared_http(service_of_module: Http) -> Http:
+    """A service of one pair for all tests of a module that leave nothing behind."""
+    for worker in service_of_module.service.fleet.values():
+        worker.requests.clear()
+    return service_of_module
 
 
 @pytest.fixture

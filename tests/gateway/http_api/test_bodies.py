@@ -8,12 +8,13 @@ import pytest
 
 from gateway.failures import STATUSES, statuses_of
 from pdserve.core.errors import PdserveError
-from tests.gateway.http_api.conftest import Http
+from tests.gateway.http_api.conftest import Http, shared
 from tests.gateway.test_statuses import family
 
 PATH = "/v1/completions"
 
 
+@shared
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -61,15 +62,16 @@ PATH = "/v1/completions"
         ({"prompt": "x", "request_id": "a b"}, "request_id"),
     ],
 )
-async def test_a_wrong_field_is_named(http: Http, body: dict[str, Any], param: str) -> None:
-    answer = await http.post(PATH, **body)
+async def test_a_wrong_field_is_named(shared_http: Http, body: dict[str, Any], param: str) -> None:
+    answer = await shared_http.post(PATH, **body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", "InvalidRequest")
     assert error["message"].startswith(f"{param}: ")
-    http.service.check_idle()
+    shared_http.service.check_idle()
 
 
+@shared
 @pytest.mark.parametrize(
     "data",
     [
@@ -84,38 +86,42 @@ async def test_a_wrong_field_is_named(http: Http, body: dict[str, Any], param: s
         b"[" * 100_000,
     ],
 )
-async def test_bodies_that_are_no_json(http: Http, data: bytes) -> None:
-    answer = await http.client.post(PATH, content=data)
+async def test_bodies_that_are_no_json(shared_http: Http, data: bytes) -> None:
+    answer = await shared_http.client.post(PATH, content=data)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] in ("body", "temperature")
 
 
-async def test_fields_that_ask_for_nothing_are_accepted(http: Http) -> None:
-    await http.complete(
+@shared
+async def test_fields_that_ask_for_nothing_are_accepted(shared_http: Http) -> None:
+    await shared_http.complete(
         prompt=[60], max_tokens=2, model="fake", user="me", best_of=1, suffix="", logit_bias=None, stop=None, seed=None,
         min_tokens=2, ignore_eos=True, top_k=-1, skip_special_tokens=True, metadata={"a": "b"}, stream_options=None,
     )  # fmt: skip
 
 
-async def test_a_body_that_is_too_large(http: Http) -> None:
-    answer = await http.client.post(PATH, content=b'{"prompt": "' + b"x" * 2**21 + b'"}')
+@shared
+async def test_a_body_that_is_too_large(shared_http: Http) -> None:
+    answer = await shared_http.client.post(PATH, content=b'{"prompt": "' + b"x" * 2**21 + b'"}')
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
 
 
-async def test_other_models_and_routes(http: Http) -> None:
+@shared
+async def test_other_models_and_routes(shared_http: Http) -> None:
     for answer in (
-        await http.post(PATH, prompt="x", model="gpt-4"),
-        await http.client.get("/v1/models/gpt-4"),
-        await http.client.get("/v2/completions"),
+        await shared_http.post(PATH, prompt="x", model="gpt-4"),
+        await shared_http.client.get("/v1/models/gpt-4"),
+        await shared_http.client.get("/v2/completions"),
     ):
         assert answer.status_code == 404
         assert answer.json()["error"]["type"] == "invalid_request_error"
-    wrong = await http.client.get(PATH)
+    wrong = await shared_http.client.get(PATH)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
-async def test_the_other_routes(http: Http) -> None:
-    get = http.client.get
+@shared
+async def test_the_other_routes(shared_http: Http) -> None:
+    get = shared_http.client.get
     assert (await get("/health")).status_code == 200
     assert (await get("/version")).json() == {"version": "1.2.3"}
     (model,) = (await get("/v1/models")).json()["data"]
@@ -124,23 +130,24 @@ async def test_the_other_routes(http: Http) -> None:
     assert PATH in (await get("/openapi.json")).json()["paths"]
 
 
-async def test_tokens_of_text_and_back(http: Http) -> None:
+@shared
+async def test_tokens_of_text_and_back(shared_http: Http) -> None:
     text = "größer, the quick"
-    tokenizer = http.service.gateway._inference.tokenizer
+    tokenizer = shared_http.service.gateway._inference.tokenizer
     assert tokenizer is not None
-    answer = (await http.post("/tokenize", prompt=text, return_token_strs=True)).json()
+    answer = (await shared_http.post("/tokenize", prompt=text, return_token_strs=True)).json()
     assert answer["tokens"] == list(tokenizer.encode(text))
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
     assert len(answer["token_strs"]) == answer["count"]
-    assert (await http.post("/detokenize", tokens=answer["tokens"])).json() == {"prompt": text}
-    chat = (await http.post("/tokenize", messages=[{"role": "user", "content": "hi"}])).json()
+    assert (await shared_http.post("/detokenize", tokens=answer["tokens"])).json() == {"prompt": text}
+    chat = (await shared_http.post("/tokenize", messages=[{"role": "user", "content": "hi"}])).json()
     assert chat["tokens"] == list(tokenizer.encode("<s>[user] hi\n[assistant] ", special_tokens=False))
     for path, body in (
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": []}),
         ("/detokenize", {"tokens": [999_999]}),
     ):
-        assert (await http.post(path, **body)).status_code == 400
+        assert (await shared_http.post(path, **body)).status_code == 400
 
 
 def test_every_error_of_the_tree_has_a_status() -> None:

@@ -10,7 +10,7 @@ from gateway.chat_template import ChatTemplate
 from gateway.http_api.requests import ChatBody
 from gateway.http_api.submissions import tool_calls
 from pdserve.core.errors import InvalidRequest
-from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.http_api.conftest import Http, StartHttp, shared
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick"}]
@@ -27,26 +27,28 @@ async def prompt_text(http: Http, **body: Any) -> str:
     return "".join(tokenizer.token_text(each) for each in answer.json()["choices"][0]["prompt_token_ids"])
 
 
-async def test_messages_become_the_models_prompt(http: Http) -> None:
-    assert await prompt_text(http, messages=MESSAGES) == "<s>[system] be brief\n[user] the quick\n[assistant] "
-    assert await prompt_text(http, messages=MESSAGES[1:], add_generation_prompt=False) == "<s>[user] the quick\n"
+@shared
+async def test_messages_become_the_models_prompt(shared_http: Http) -> None:
+    assert await prompt_text(shared_http, messages=MESSAGES) == "<s>[system] be brief\n[user] the quick\n[assistant] "
+    assert await prompt_text(shared_http, messages=MESSAGES[1:], add_generation_prompt=False) == "<s>[user] the quick\n"
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert await prompt_text(http, messages=parts) == "<s>[user] a\nb\n[assistant] "
+    assert await prompt_text(shared_http, messages=parts) == "<s>[user] a\nb\n[assistant] "
     tools = [{"type": "function", "function": {"name": "größe"}}]
     assert 'tools [{"type": "function", "function": {"name": "größe"}}]' in await prompt_text(
-        http, messages=MESSAGES, tools=tools, tool_choice="none"
+        shared_http, messages=MESSAGES, tools=tools, tool_choice="none"
     )
 
 
-async def test_an_answer(http: Http) -> None:
-    answer = (await http.post(PATH, messages=MESSAGES, max_completion_tokens=4, ignore_eos=True)).json()
+@shared
+async def test_an_answer(shared_http: Http) -> None:
+    answer = (await shared_http.post(PATH, messages=MESSAGES, max_completion_tokens=4, ignore_eos=True)).json()
     assert answer["object"] == "chat.completion"
     assert answer["id"].startswith("chatcmpl-")
     (choice,) = answer["choices"]
     assert choice["message"]["role"] == "assistant"
     assert choice["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 4
-    events = await http.events(PATH, messages=MESSAGES, max_completion_tokens=4, ignore_eos=True)
+    events = await shared_http.events(PATH, messages=MESSAGES, max_completion_tokens=4, ignore_eos=True)
     chunks = [json.loads(event) for event in events[:-1]]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -55,8 +57,9 @@ async def test_an_answer(http: Http) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
 
 
-async def test_without_a_limit_the_context_is_filled(http: Http) -> None:
-    answer = (await http.post(PATH, messages=MESSAGES, ignore_eos=True)).json()
+@shared
+async def test_without_a_limit_the_context_is_filled(shared_http: Http) -> None:
+    answer = (await shared_http.post(PATH, messages=MESSAGES, ignore_eos=True)).json()
     assert answer["usage"]["total_tokens"] == 256
 
 
@@ -76,6 +79,7 @@ async def test_a_template_of_the_users_own(start_http: StartHttp, model_folder: 
     assert await prompt_text(http, messages=MESSAGES) == "be briefthe quick"
 
 
+@shared
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -103,11 +107,12 @@ async def test_a_template_of_the_users_own(start_http: StartHttp, model_folder: 
         ({"messages": MESSAGES, "max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
     ],
 )
-async def test_bad_bodies_name_the_field(http: Http, body: dict[str, Any], param: str) -> None:
-    answer = await http.post(PATH, **body)
+async def test_bad_bodies_name_the_field(shared_http: Http, body: dict[str, Any], param: str) -> None:
+    answer = await shared_http.post(PATH, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+@shared
 @pytest.mark.parametrize(
     ("field", "neutral", "asking"),
     [
@@ -121,11 +126,13 @@ async def test_bad_bodies_name_the_field(http: Http, body: dict[str, Any], param
         ("metadata", [{"a": "b"}], {"a": 5}),
     ],
 )
-async def test_fields_of_clients_that_ask_for_nothing(http: Http, field: str, neutral: list[Any], asking: Any) -> None:
+async def test_fields_of_clients_that_ask_for_nothing(
+    shared_http: Http, field: str, neutral: list[Any], asking: Any
+) -> None:
     for value in [*neutral, None]:
-        answer = await http.post(PATH, messages=MESSAGES, max_tokens=1, **{field: value})
+        answer = await shared_http.post(PATH, messages=MESSAGES, max_tokens=1, **{field: value})
         assert answer.status_code == 200, answer.text
-    error = (await http.post(PATH, messages=MESSAGES, **{field: asking})).json()["error"]
+    error = (await shared_http.post(PATH, messages=MESSAGES, **{field: asking})).json()["error"]
     assert error["param"].partition(".")[0] == field
     assert error["code"] == "InvalidRequest"
 
@@ -137,8 +144,9 @@ def test_models_whose_calls_are_not_known_refuse_tools() -> None:
             tool_calls(body, template)
 
 
+@shared
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score"])
-async def test_what_is_no_text_says_that_it_is_not_served(http: Http, path: str) -> None:
-    answer = await http.post(path, model="fake", input="x")
+async def test_what_is_no_text_says_that_it_is_not_served(shared_http: Http, path: str) -> None:
+    answer = await shared_http.post(path, model="fake", input="x")
     assert answer.status_code == 404
     assert "it is not served: the service generates text" in answer.json()["error"]["message"]

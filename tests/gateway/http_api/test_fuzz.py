@@ -22,7 +22,7 @@ from gateway.http_api import requests
 from gateway.http_api.requests import invalid_body
 from pdserve.core.errors import InvalidRequest
 from tests.gateway.fuzzing import ANSWER_S, CONCURRENCY, PATIENT, SEED, Draws, check_alive, ends_soon, short_and_soak
-from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.http_api.conftest import Http, StartHttp, shared
 from tests.gateway.mutations import JsonMutator
 
 log = logging.getLogger(__name__)
@@ -260,6 +260,7 @@ async def test_built_requests(start_http: StartHttp, draws: Draws) -> None:
 # --- what was found --------------------------------------------------------------------------------------------------
 
 
+@shared
 @pytest.mark.parametrize(
     ("data", "param"),
     [
@@ -277,8 +278,8 @@ async def test_built_requests(start_http: StartHttp, draws: Draws) -> None:
         (b'{"prompt": ' + b"[" * 60 + b"]" * 60 + b"}", "prompt.0.0"),
     ],
 )
-async def test_refusals_name_the_field_and_are_short(http: Http, data: bytes, param: str) -> None:
-    answer = await http.client.post(COMPLETIONS, content=data)
+async def test_refusals_name_the_field_and_are_short(shared_http: Http, data: bytes, param: str) -> None:
+    answer = await shared_http.client.post(COMPLETIONS, content=data)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
@@ -286,6 +287,7 @@ async def test_refusals_name_the_field_and_are_short(http: Http, data: bytes, pa
     assert len(error["message"]) < 400
 
 
+@shared
 @pytest.mark.parametrize(
     "data",
     [
@@ -300,7 +302,7 @@ async def test_refusals_name_the_field_and_are_short(http: Http, data: bytes, pa
     ids=["fields", "texts", "ids", "lists", "metadata", "logit_bias", "stop"],
 )
 async def test_a_body_with_very_many_mistakes_has_few_errors(
-    http: Http, data: bytes, monkeypatch: pytest.MonkeyPatch
+    shared_http: Http, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = []
 
@@ -309,13 +311,14 @@ async def test_a_body_with_very_many_mistakes_has_few_errors(
         return invalid_body(error)
 
     monkeypatch.setattr(requests, "invalid_body", refuse)
-    answer = await http.client.post(COMPLETIONS, content=data)
+    answer = await shared_http.client.post(COMPLETIONS, content=data)
     assert answer.status_code == 400, answer.text
     assert counted[0] < 100
 
 
-async def test_numbers_that_json_does_not_have(http: Http) -> None:
+@shared
+async def test_numbers_that_json_does_not_have(shared_http: Http) -> None:
     for value in (math.nan, math.inf, -math.inf):
         body = json.dumps({"prompt": "x", "pdserve": {"timeout_s": value}})
-        answer = await http.client.post(COMPLETIONS, content=body)
+        answer = await shared_http.client.post(COMPLETIONS, content=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pdserve.timeout_s")

@@ -15,7 +15,7 @@ from pdserve.core.clock import FakeClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError
 from tests.certificates import Certificates
-from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.http_api.conftest import Http, StartHttp, shared
 from tests.gateway.http_api.test_connections import sent
 from tests.gateway.test_callers import entry, save
 
@@ -42,32 +42,35 @@ async def asked_for(http: Http, host: str, method: str = "POST", path: str = PAT
     return await http.client.request(method, path, headers={b"host": host.encode("latin-1")}, content=BODY)
 
 
+@shared
 @pytest.mark.parametrize("port", ["", ":8000", ":"])
-async def test_addresses_and_the_services_own_names_are_served(http: Http, port: str) -> None:
+async def test_addresses_and_the_services_own_names_are_served(shared_http: Http, port: str) -> None:
     for host in RIGHT:
-        assert (await asked_for(http, host + port)).status_code == 200, host
+        assert (await asked_for(shared_http, host + port)).status_code == 200, host
     lines = b"POST %s HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
     for head in (lines, lines.replace(b"1.0\r\n", b"1.0\r\nhost:\r\n")):
-        answer = await sent(http, head % (PATH.encode(), len(BODY), BODY))
+        answer = await sent(shared_http, head % (PATH.encode(), len(BODY), BODY))
         assert answer.startswith(b"HTTP/1.1 200"), "no browser leaves Host out"
 
 
+@shared
 @pytest.mark.parametrize("host", WRONG)
-async def test_other_hosts_are_refused(http: Http, host: str) -> None:
+async def test_other_hosts_are_refused(shared_http: Http, host: str) -> None:
     for method, path in ROUTES:
         for port in ("", ":8000"):
-            answer = await asked_for(http, host + port, method, path)
+            answer = await asked_for(shared_http, host + port, method, path)
             assert answer.status_code == 403, (path, answer.text)
             error = answer.json()["error"]
             assert (error["param"], error["code"]) == ("host", "HostNotAllowed")
             assert error["message"].endswith("use its address, or add the name to gateway.allowed_hosts")
-    assert not any(worker.requests for worker in http.service.fleet.values())
-    assert 'pdserve_requests_failed_total{reason="HostNotAllowed"}' in (await http.client.get("/metrics")).text
+    assert not any(worker.requests for worker in shared_http.service.fleet.values())
+    assert 'pdserve_requests_failed_total{reason="HostNotAllowed"}' in (await shared_http.client.get("/metrics")).text
 
 
-async def test_one_wrong_host_of_two_is_refused(http: Http) -> None:
+@shared
+async def test_one_wrong_host_of_two_is_refused(shared_http: Http) -> None:
     lines = b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: rebound.example\r\nconnection: close\r\n\r\n"
-    assert (await sent(http, lines)).startswith(b"HTTP/1.1 403")
+    assert (await sent(shared_http, lines)).startswith(b"HTTP/1.1 403")
 
 
 async def test_names_can_be_allowed(start_http: StartHttp) -> None:

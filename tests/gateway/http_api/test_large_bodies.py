@@ -28,7 +28,7 @@ from gateway.http_api.requests import MAX_CHAT_NODES, MAX_CHOICES, MAX_MESSAGES
 from gateway.validation import MIN_MESSAGE_BYTES
 from pdserve.core.errors import InvalidRequest
 from tests.gateway.fuzzing import ANSWER_S, PATIENT, check_alive
-from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.http_api.conftest import Http, StartHttp, shared
 from tests.gateway.http_api.test_connections import CHUNKED, JSON_TYPE
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
@@ -304,6 +304,7 @@ def nested(depth: int) -> Any:
     return {"a": nested(depth - 1)} if depth else 1
 
 
+@shared
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -319,24 +320,26 @@ def nested(depth: int) -> Any:
         (TOKENIZE, {"messages": [{"role": "user", "a": nested(70)}]}, "body: it has lists and objects nested more"),
     ],
 )
-async def test_what_a_body_may_hold(http: Http, path: str, body: dict[str, Any], message: str) -> None:
-    answer = await http.post(path, **body)
+async def test_what_a_body_may_hold(shared_http: Http, path: str, body: dict[str, Any], message: str) -> None:
+    answer = await shared_http.post(path, **body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(message)
 
 
+@shared
 @pytest.mark.parametrize("arguments", ["[" * 100_000, "[[],[]]" * 70_000, json.dumps([[]] * 70_000)])
-async def test_what_arguments_of_tool_calls_may_hold(http: Http, arguments: str) -> None:
+async def test_what_arguments_of_tool_calls_may_hold(shared_http: Http, arguments: str) -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}]
-    answer = await http.post(CHAT, messages=[{"role": "assistant", "tool_calls": calls}])
+    answer = await shared_http.post(CHAT, messages=[{"role": "assistant", "tool_calls": calls}])
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith("messages: the arguments of tool calls have ")
 
 
-async def test_arguments_are_counted_over_all_calls(http: Http) -> None:
+@shared
+async def test_arguments_are_counted_over_all_calls(shared_http: Http) -> None:
     calls = [{"function": {"name": "f", "arguments": json.dumps([[]] * 1000)}}]
     message = {"role": "assistant", "tool_calls": calls}
-    answers = [await http.post(TOKENIZE, messages=[message] * count) for count in (60, 70)]
+    answers = [await shared_http.post(TOKENIZE, messages=[message] * count) for count in (60, 70)]
     assert "arguments of tool calls have more than 65536" in answers[1].text
     assert "arguments" not in answers[0].text
 
