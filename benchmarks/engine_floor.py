@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.engine_cases import Case, Decode, Mixed, Prefill
+from benchmarks.engine_sides import Case
 from checkpoints.shape import ModelShape
 from engine.model.linear import Linear, linear
 from experiments.engine_alone.arithmetic import ModelArithmetic
@@ -37,24 +37,17 @@ class Floor:
     @torch.inference_mode()
     def measure_s(self, case: Case) -> float:
         """The floor of ``case`` in seconds, measured now."""
-        shape = self._shape
-        match case:
-            case Prefill():
-                steps = [min(self._chunk, case.tokens - start) for start in range(0, case.tokens, self._chunk)]
-                linears_s = sum(steps.count(rows) * self._linears_s(rows) for rows in set(steps))
-                return linears_s + self._head_s(1) + self._attention_s(case.tokens**2 / 2)
-            case Decode():
-                if self._on_gpu:  # launched one by one, products take longer than their bytes
-                    return self._read_s(
-                        ModelArithmetic.of(shape, "bfloat16").decode(case.batch, case.context).num_bytes
-                    )
-                num_bytes = case.batch * case.context * shape.kv_bytes_per_token("bfloat16")
-                return self._linears_s(case.batch) + self._head_s(case.batch) + self._read_s(num_bytes)
-            case Mixed():
-                pairs = case.chunk * (case.context + case.chunk / 2)
-                read_s = self._read_s(case.batch * case.context * shape.kv_bytes_per_token("bfloat16"))
-                rows = case.chunk + case.batch
-                return self._linears_s(rows) + self._head_s(case.batch + 1) + self._attention_s(pairs) + read_s
+        if self._on_gpu and case.kind == "decode":  # launched one by one, products take longer than their bytes
+            arithmetic = ModelArithmetic.of(self._shape, "bfloat16")
+            return self._read_s(arithmetic.decode(case.batch, case.context).num_bytes)
+        chunks = [self._chunk] * (case.chunk // self._chunk) + [case.chunk % self._chunk]
+        if case.batch:  # all in one step
+            chunks = [case.chunk + case.batch]
+        linears_s = sum(chunks.count(rows) * self._linears_s(rows) for rows in set(chunks) - {0})
+        head_s = self._head_s(case.batch + bool(case.chunk))
+        attention_s = self._attention_s(case.chunk * (case.context + case.chunk / 2)) if case.chunk else 0.0
+        kv_bytes = case.batch * case.context * self._shape.kv_bytes_per_token("bfloat16")
+        return linears_s + head_s + attention_s + (self._read_s(kv_bytes) if kv_bytes else 0.0)
 
     def product_flops(self) -> float:
         """Floating point operations per second of a bare product, measured now."""

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 
 from experiments.messages import Message, message_of
 from experiments.pairs.buffer import Buffer
@@ -22,6 +23,7 @@ from pdserve.core.kv_layout import KVLayout, Region
 from runtime.secret import ServiceSecret
 
 SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
+DEVICE_VARIABLE = "PDSERVE_BENCH_DEVICE"
 _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size
 
 
@@ -34,14 +36,12 @@ def layout_of(shape: str) -> KVLayout:
 class BlockBuffer(Buffer):
     """A pool whose blocks hand-offs use in a random order, so that hardly any two of them touch."""
 
-    def __init__(self, layout: KVLayout, num_bytes: int, *, filled: bool) -> None:
+    def __init__(self, layout: KVLayout, num_bytes: int, device: str, *, filled: bool) -> None:
         self._layout = layout
-        self.pool = Pool.create(layout, -(-num_bytes // layout.block_bytes))
-        assert isinstance(self.pool.memory, HostMemory)
-        self.memory = self.pool.memory
-        if filled:
+        self.pool = Pool.create(layout, -(-num_bytes // layout.block_bytes), device)
+        if filled and isinstance(self.pool.memory, HostMemory):
             whole = layout.block_bytes * self.pool.num_blocks
-            self.memory.view(Region(0, whole))[:] = Buffer(whole, filled=True).view
+            self.pool.memory.view(Region(0, whole))[:] = Buffer(whole, filled=True).view
         self._order = list(range(self.pool.num_blocks))
         random.Random(filled).shuffle(self._order)
 
@@ -51,15 +51,19 @@ class BlockBuffer(Buffer):
 
     def clear(self, num_bytes: int) -> None:
         """Zero the blocks of a hand-off."""
-        for region in self.pool.regions(self.blocks(num_bytes)):
-            self.memory.view(region)[:] = bytes(region.size)
+        for view in self._views(num_bytes):
+            view[:] = bytes(len(view))
 
     def digest(self, num_bytes: int) -> str:
         """Digest of the blocks of a hand-off."""
         digest = hashlib.sha256()
-        for region in self.pool.regions(self.blocks(num_bytes)):
-            digest.update(self.memory.view(region))
+        for view in self._views(num_bytes):
+            digest.update(view)
         return digest.hexdigest()
+
+    def _views(self, num_bytes: int) -> Iterator[memoryview]:
+        assert isinstance(self.pool.memory, HostMemory), "hand-offs between GPUs are not checked"
+        return map(self.pool.memory.view, self.pool.regions(self.blocks(num_bytes)))
 
 
 class Address(Message):
@@ -74,9 +78,11 @@ class HandoffEndpoint(LoopEndpoint):
     def __init__(self, role: str, max_bytes: int) -> None:
         self.role = role
         self.start_loop()
-        self.buffer: BlockBuffer = BlockBuffer(
-            layout_of(os.environ[SHAPE_VARIABLE]), max_bytes, filled=role == "source"
-        )
+        device = os.environ[DEVICE_VARIABLE]
+        if device != "cpu":
+            device += ":0" if role == "source" else ":1"
+        layout = layout_of(os.environ[SHAPE_VARIABLE])
+        self.buffer: BlockBuffer = BlockBuffer(layout, max_bytes, device, filled=role == "source")
         self._clock, self._count = MonotonicClock(), 0
         self._endpoints: tuple[KVEndpoint, ...] = self.on_loop(self._open())
 

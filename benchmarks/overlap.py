@@ -9,12 +9,8 @@ import random
 import statistics
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
-from ops.launch.detach import start_detached, stop_detached
-from pdserve.client.async_client import AsyncClient
-from pdserve.core.config import PdserveConfig
+from benchmarks.frame import in_turns, service
+from pdserve import AsyncClient, Generation
 from pdserve.core.timeline import Figure
 
 
@@ -30,56 +26,39 @@ class Sizes(NamedTuple):
 QUICK = Sizes("tiny", 128, 1, ("layer",))
 
 
-async def measure_overlap(console: Console, *, quick: bool) -> dict[str, Any]:
-    """For each way to overlap: prefill with and without a hand-off, what is exposed of it, in ms and in percent."""
+async def overlap(quick: bool) -> dict[str, Any]:
+    """For each way to overlap: prefill with and without a hand-off, and what the hand-off took."""
     sizes = QUICK if quick else Sizes()
-    columns = ("prefill, ms", "without hand-off", "exposed, ms", "wire, ms")
-    table = Table(f"{sizes.prompt_tokens} tokens of {sizes.model}, 1P1D", *columns)
     result: dict[str, Any] = {}
-    for overlap in sizes.overlaps:
-        console.print(f"a service with overlap: {overlap}")
-        settings = PdserveConfig.load(None, {"model.path": sizes.model, "gateway.port": 0, "transfer.overlap": overlap})
-        port = start_detached(settings, lambda stage: None)
-        try:
-            result[overlap] = figures = await _rounds(f"localhost:{port}", sizes)
-        finally:
-            stop_detached(port)
-        table.add_row(
-            overlap,
-            f"{figures['prefill_ms']:.0f}",
-            f"{figures['prefill_alone_ms']:.0f}",
-            f"{figures['exposed_ms']:.2f} ({100 * figures['exposed_share']:.2f} %)",
-            f"{figures['wire_ms']:.1f}",
-        )
-    console.print(table)
+    for name in sizes.overlaps:
+        with service({"model.path": sizes.model, "transfer.overlap": name}) as served:
+            result[name] = await _measure(served.target, sizes)
     return result
 
 
-async def _rounds(target: str, sizes: Sizes) -> dict[str, float]:
-    draw = random.Random(7)
-    pushed: list[Any] = []
-    alone: list[Any] = []
+async def _measure(target: str, sizes: Sizes) -> dict[str, float]:
+    done: dict[int, list[Generation]] = {3: [], 1: []}
     async with AsyncClient(target) as client:
-        vocabulary = (await client.status()).vocab_size
-        for turn in range(sizes.rounds + 1):
-            prompt = [draw.randrange(vocabulary) for _ in range(sizes.prompt_tokens)]
-            for max_tokens, into in ((3, pushed), (1, alone))[:: 1 if turn % 2 else -1]:
-                salt = f"{turn}/{max_tokens}"
-                request = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, mode="pd", salt=salt)
-                generation = await request.result()
-                if turn:  # the first one is warm-up
-                    into.append(generation)
-    prefill_ms = [g.breakdowns[Figure.TTFT].stages_ms["prefill"] for g in pushed]
-    alone_ms = [g.breakdowns[Figure.TTFT].stages_ms["prefill"] for g in alone]
-    exposed_ms = [g.transfer.exposed_ms for g in pushed]
+        vocab_size = (await client.status()).vocab_size
+        for turn, max_tokens in in_turns(done, sizes.rounds, warm_up=1):
+            draw = random.Random(turn)
+            prompt = [draw.randrange(vocab_size) for _ in range(sizes.prompt_tokens)]
+            salt = f"{turn}/{max_tokens}"
+            request = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, mode="pd", salt=salt)
+            generation = await request.result()
+            if turn >= 0:
+                done[max_tokens].append(generation)
+    prefill_ms, alone_ms = ([g.breakdowns[Figure.TTFT].stages_ms["prefill"] for g in each] for each in done.values())
+    transfers = [g.transfer for g in done[3]]
+    exposed_ms = [each.exposed_ms for each in transfers]
     return {
-        "prefill_ms": round(statistics.median(prefill_ms), 1),
-        "prefill_alone_ms": round(statistics.median(alone_ms), 1),
-        "x_prefill": round(statistics.median(a / b for a, b in zip(prefill_ms, alone_ms, strict=True)), 3),
-        "exposed_ms": round(statistics.median(exposed_ms), 2),
-        "exposed_share": round(statistics.median(e / p for e, p in zip(exposed_ms, prefill_ms, strict=True)), 4),
-        "wire_ms": round(statistics.median(g.transfer.wire_ms for g in pushed), 2),
-        "export_ms": round(statistics.median(g.transfer.export_ms for g in pushed), 2),
-        "import_ms": round(statistics.median(g.transfer.import_ms for g in pushed), 2),
-        "messages": statistics.median(g.transfer.messages for g in pushed),
+        "prefill_ms": statistics.median(prefill_ms),
+        "prefill_alone_ms": statistics.median(alone_ms),
+        "x_prefill": statistics.median(a / b for a, b in zip(prefill_ms, alone_ms, strict=True)),
+        "exposed_ms": statistics.median(exposed_ms),
+        "exposed_share": statistics.median(e / p for e, p in zip(exposed_ms, prefill_ms, strict=True)),
+        **{
+            name: statistics.median(getattr(each, name) for each in transfers)
+            for name in ("wire_ms", "export_ms", "import_ms", "messages")
+        },
     }

@@ -1,9 +1,19 @@
-"""The steps of the first hour, in order: each relies on what the ones before it have shown."""
+"""The steps of the first hour, in order: each relies on what the ones before it have shown.
+
+`python -m benchmarks.first_hour.catalogue STEP OPTIONS RESULT` runs one in a process of its own, so that a hung or
+poisoned GPU ends this process and not the run. OPTIONS are JSON, and the findings go to the file RESULT."""
 
 from __future__ import annotations
 
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+
 from benchmarks.first_hour import choices, engine, links, machine, service
 from benchmarks.first_hour.step import Findings, Options, Step
+from runtime.process import end_with_parent
 
 _NEEDS_GPU = "needs a GPU"
 _MINUTE = 60.0
@@ -34,3 +44,19 @@ STEPS = (
     Step("tp", "tensor parallelism", _no_tensor_parallelism, _MINUTE, _MINUTE, gpus=2),
     Step("soak", "2P2D for 30 minutes: flat memory", service.soak, 45 * _MINUTE, 10 * _MINUTE, gpus=2),
 )  # fmt: skip
+
+
+def main(name: str, options: str, result: str) -> None:
+    """The whole process."""
+    end_with_parent()
+    step = next(each for each in STEPS if each.name == name)
+    try:
+        findings = step.run(msgspec.json.decode(options, type=Options))
+    except Exception as error:  # noqa: BLE001 - whatever it was, it is the step's finding
+        traceback.print_exc()
+        findings = Findings(problems=[f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"])
+    Path(result).write_bytes(msgspec.json.encode(findings))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

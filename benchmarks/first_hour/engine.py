@@ -109,7 +109,7 @@ def benchmark(options: Options) -> Findings:
     from checkpoints.source import resolve_model
 
     arithmetic = ModelArithmetic.of(resolve_model(model).shape, "bfloat16")
-    judge_benchmark(findings, result, arithmetic, has_goals=options.on_gpu and not options.quick)
+    judge_benchmark(findings, result, arithmetic, has_goals=options.has_goals)
     return findings
 
 
@@ -122,11 +122,12 @@ def judge_benchmark(findings: Findings, result: EngineLine, arithmetic: ModelAri
         batch, context = (int(part[1:]) for part in name.split("_"))
         least_s = arithmetic.decode(batch, context).num_bytes / (result.read_gbs * 1e9)
         share = least_s * 1e3 / row.ms
-        _share(findings, f"decode {name}: share of bandwidth", share, DECODE_GOAL, has_goals)
+        findings.aim(f"decode {name}: share of bandwidth", share, DECODE_GOAL, judged=has_goals)
     for name, row in result.prefill.items():
         flops = arithmetic.prefill(int(name), int(name)).flops
         share = flops / (row.ms / 1e3) / (result.bare_product_gflops * 1e9)
-        _share(findings, f"prefill {name}: share of product rate", share, PREFILL_GOAL, has_goals and int(name) >= 8192)
+        judged = has_goals and int(name) >= 8192
+        findings.aim(f"prefill {name}: share of product rate", share, PREFILL_GOAL, judged=judged)
     figures["x transformers"] = {
         f"{kind} {name}": row.x_transformers
         for kind, rows in (("prefill", result.prefill), ("decode", result.decode), ("mixed", result.mixed))
@@ -135,16 +136,9 @@ def judge_benchmark(findings: Findings, result: EngineLine, arithmetic: ModelAri
     figures["ready, s"] = result.ready_s
 
 
-def _share(findings: Findings, name: str, share: float, goal: float, has_goal: bool) -> None:
-    if has_goal:
-        findings.aim(name, share, goal)
-    else:
-        findings.figures[name] = round(share, 4)
-
-
 def budgets(options: Options) -> Findings:
     """Prefill rates, and the longest step beside decodes, by token budget."""
-    large = options.on_gpu and not options.quick
+    large = options.has_goals
     tokens, candidates = (8192, (512, 2048, 4096, 8192, 16384)) if large else (256, (64, 128, 256))
     findings = Findings()
     rates: dict[int, float] = {}
@@ -196,8 +190,5 @@ def sampling(options: Options) -> Findings:
     medians = {name: statistics.median(each) for name, each in times.items()}
     findings.figures["step of 32, ms"] = {name: round(median * 1e3, 3) for name, median in medians.items()}
     ratio = medians["sampled"] / medians["greedy"]
-    if options.on_gpu:
-        findings.aim("sampled / greedy", ratio, SAMPLING_GOAL, at_most=True)
-    else:
-        findings.figures["sampled / greedy"] = round(ratio, 3)
+    findings.aim("sampled / greedy", ratio, SAMPLING_GOAL, at_most=True, judged=options.on_gpu)
     return findings

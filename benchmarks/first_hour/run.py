@@ -67,7 +67,8 @@ def _run(steps: Sequence[Step], options: Options, *, keep_going: bool) -> int:
             _say(f"  {stopped}")
             break
         seconds = round(time.monotonic() - started_s, 1)
-        results[step.name] = {"verdict": findings.verdict, "seconds": seconds, **_filled(findings)}
+        filled = {name: value for name, value in msgspec.to_builtins(findings).items() if value}
+        results[step.name] = {"verdict": findings.verdict, "seconds": seconds, **filled}
         _tell(findings, seconds)
         if findings.verdict is Verdict.FAILED:
             status = 1
@@ -93,7 +94,7 @@ def judge(step: Step, options: Options) -> Findings:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "benchmarks.first_hour.program", step.name),
+                *(sys.executable, "-m", "benchmarks.first_hour.catalogue", step.name),
                 *(msgspec.json.encode(options).decode(), str(result)),
             ],
             cwd=ROOT,
@@ -123,30 +124,22 @@ def judge(step: Step, options: Options) -> Findings:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a step's process and all of its session, by id."""
-    family = {each.pid: each for each in _session(process.pid)}
+    """End a step's process, what it started, and its process group."""
+    family: list[psutil.Process] = []
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family |= {each.pid: each for each in psutil.Process(process.pid).children(recursive=True)}
+            family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)  # as Ctrl-C: clusters end in order
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
         process.kill()
         process.wait()
-    for each in family.values():
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in family:
         with contextlib.suppress(psutil.Error):
             each.kill()
-    psutil.wait_procs(list(family.values()), timeout=5.0)
-
-
-def _session(pid: int) -> list[psutil.Process]:
-    """The processes of the session that ``pid`` leads, without ``pid``."""
-    found = []
-    for each in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            if each.pid != pid and os.getsid(each.pid) == pid:
-                found.append(each)
-    return found
+    psutil.wait_procs(family, timeout=5.0)
 
 
 def _parse(arguments: Sequence[str] | None, steps: Sequence[Step]) -> argparse.Namespace:
@@ -193,11 +186,6 @@ def _options(device: str, quick: bool, folder: str) -> Options:
     if not num_gpus:
         raise RuntimeError("torch sees no GPU; --device cpu runs the steps that CPUs can")
     return Options("cuda", num_gpus, gpu_bytes, quick, folder)
-
-
-def _filled(findings: Findings) -> dict[str, object]:
-    plain: dict[str, object] = msgspec.to_builtins(findings)
-    return {name: value for name, value in plain.items() if value}
 
 
 def _tell(findings: Findings, seconds: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.engine_cases import Decode, Prefill
 from benchmarks.engine_floor import Floor
+from benchmarks.engine_sides import Case
 from checkpoints.source import resolve_model
 from experiments.engine_alone.ceilings import GPU_SIZES, Ceilings, Sizes
 from tests.strict_cuda import CudaMisuse, StrictGpus
@@ -43,8 +43,8 @@ def test_a_decode_step_on_a_gpu_reads_weights_and_cache_but_no_embedding() -> No
     floor.read_bytes_per_s = lambda: 1.0  # type: ignore[method-assign]
     matrices = shape.num_layers * shape.layer_matrices + shape.vocab_size * shape.hidden_size
     kv_bytes = 3 * 101 * shape.kv_bytes_per_token("bfloat16")
-    assert floor.measure_s(Decode(3, 100)) == 2 * matrices + kv_bytes
-    assert floor.measure_s(Prefill(48)) > 0
+    assert floor.measure_s(Case(0, 3, 100)) == 2 * matrices + kv_bytes
+    assert floor.measure_s(Case(48)) > 0
 
 
 def test_times_are_read_from_timed_events_of_one_gpu_that_have_passed() -> None:

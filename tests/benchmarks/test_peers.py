@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -11,15 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
-from benchmarks.peers.__main__ import MB, measure
-from benchmarks.peers.environment import PeerEnvironment
-from benchmarks.peers.library_pair import LibraryPair
-from benchmarks.peers.mooncake import MooncakeTcp
-from benchmarks.peers.nixl import Nixl
-from benchmarks.transfer import TransferRun
-from benchmarks.transfer_pair import HandoffPair
+from benchmarks.handoff_pair import HandoffPair
+from benchmarks.library_pairs import LibraryPair, MooncakeTcp, Nixl, PeerEnvironment
+from benchmarks.transfer import MB, rates_gbs
 from experiments.messages import WrongMessage
 from experiments.pairs.child_process import ChildProcess
 from experiments.pairs.endpoint import Digested
@@ -62,7 +56,7 @@ class LazyLibrary(LibraryPair):
 
 class LostProgram(LibraryPair):
     name = "lost"
-    module = "benchmarks.peers.no_such_program"
+    module = "benchmarks.no_such_program"
     requirement = "nothing"
 
 
@@ -213,17 +207,13 @@ def test_a_quick_run_installs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_transfer_of_ours_that_fails_ends_the_benchmark() -> None:
-    console = Console(file=io.StringIO())
     with pytest.raises(PairFailed, match="the target has others than the source"):
-        TransferRun([LazyMemcpy()], {"memcpy": [MB]}, console).measure(1)
-    library = TransferRun([LazyLibrary(GivenEnvironment(Path(sys.executable)))], {"lazy": [MB]}, console)
-    library.measure(1)
-    assert library.by_megabytes("lazy") == {"unavailable": "lazy moved 1048576 bytes, and the target has none of them"}
+        rates_gbs([LazyMemcpy()], {"1": MB}, 1)
 
 
 def test_a_measurement_goes_on_without_what_cannot_run() -> None:
-    console = Console(file=io.StringIO())
-    pairs = [Memcpy(), Nixl(GivenEnvironment(Path(sys.executable)))]
-    result = measure(pairs, [1, 2], rounds=2, console=console)
+    environment = GivenEnvironment(Path(sys.executable))
+    result = rates_gbs([Memcpy(), Nixl(environment), LazyLibrary(environment)], {"1": MB, "2": 2 * MB}, rounds=2)
     assert set(result["memcpy"]) == {"1", "2"}
     assert result["nixl"] == {"unavailable": "No module named 'nixl_cu12'"}
+    assert result["lazy"] == {"unavailable": "lazy moved 1048576 bytes, and the target has none of them"}
