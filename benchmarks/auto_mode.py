@@ -1,4 +1,4 @@
-"""Is mode ``auto`` as good as the better of its two choices? `python -m benchmarks.auto_mode [--rates R,…]`.
+"""Is mode ``auto`` as good as the better of its two choices? `python -m benchmarks.auto_mode`.
 
 One service (a prefill and a decode worker) gets a mixed trace at several loads: questions with short prompts and long
 answers, and documents with long prompts and short answers. At each load the same requests are sent at the same times
@@ -11,12 +11,11 @@ import asyncio
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import typer
 
-from benchmarks.frame import in_turns, note, run, service
+from benchmarks.frame import Quick, in_turns, note, run, service
 from experiments.load import Outcome, run_load
 from experiments.workloads.arrivals import ClosedLoop, random_arrivals
 from experiments.workloads.conversation import Conversation, Turn
@@ -24,21 +23,26 @@ from pdserve import AsyncClient
 from pdserve.core.request import Mode
 
 ARMS = (Mode.PD, Mode.COLOCATED, Mode.AUTO)
-LESSONS = 240
-"""Requests of mode ``auto`` before the first load."""
 DOCUMENTS = 0.25
 """Share of the requests with long prompts."""
 
 
-def auto_mode(
-    model: Annotated[str, typer.Option(help="the model")] = "tiny",
-    rates: Annotated[str, typer.Option(help="requests per second")] = "2,6,12",
-    seconds: Annotated[float, typer.Option(help="length of each load")] = 12.0,
-    rounds: Annotated[int, typer.Option(min=1, help="how often each load is measured")] = 3,
-) -> dict[str, Any]:
+class Sizes(NamedTuple):
+    """``lessons`` requests of mode ``auto``, then loads of these ``rates`` in requests per second."""
+
+    rates: tuple[float, ...] = (2, 6, 12)
+    seconds: float = 12.0
+    rounds: int = 3
+    lessons: int = 240
+
+
+QUICK = Sizes((3,), 2.0, 1, lessons=10)
+
+
+def auto_mode(quick: Quick = False) -> dict[str, Any]:
     """Measure."""
-    with service({"model.path": model}) as served:
-        loads = asyncio.run(_measure(served.target, [float(rate) for rate in rates.split(",")], seconds, rounds))
+    with service({}) as served:
+        loads = asyncio.run(_measure(served.target, QUICK if quick else Sizes()))
     ratios = {
         rate: its["auto"]["latency_ms"] / min(its["pd"]["latency_ms"], its["colocated"]["latency_ms"])
         for rate, its in loads.items()
@@ -46,21 +50,19 @@ def auto_mode(
     return {"requests_per_s": loads, "auto_over_better": ratios}
 
 
-async def _measure(
-    target: str, rates: Sequence[float], seconds: float, rounds: int
-) -> dict[str, dict[str, dict[str, float]]]:
+async def _measure(target: str, sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
     """Figures by load and mode."""
     results: dict[str, dict[str, dict[str, float]]] = {}
     async with AsyncClient(target) as client:
         vocab_size = (await client.status()).vocab_size
-        lessons = itertools.islice(_mixed(1, vocab_size), LESSONS)
+        lessons = itertools.islice(_mixed(1, vocab_size), sizes.lessons)
         await run_load(client, lessons, ClosedLoop(2), mode=Mode.AUTO)
-        for rate in rates:
+        for rate in sizes.rates:
             note(f"{rate:g} requests/s")
             outcomes: dict[Mode, list[Outcome]] = {mode: [] for mode in ARMS}
-            for number, mode in in_turns(ARMS, rounds):
+            for number, mode in in_turns(ARMS, sizes.rounds):
                 seed = 100 + number
-                requests = itertools.islice(_mixed(seed, vocab_size), max(4, round(rate * seconds)))
+                requests = itertools.islice(_mixed(seed, vocab_size), max(4, round(rate * sizes.seconds)))
                 load = await run_load(client, requests, random_arrivals(rate, seed), mode=mode)
                 outcomes[mode] += load.outcomes
             results[f"{rate:g}"] = {mode.value: _figures(outcomes[mode]) for mode in ARMS}

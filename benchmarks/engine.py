@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.engine_process import on_one_core, process_costs
 from benchmarks.frame import Quick, in_turns, note, run
-from benchmarks.one_core import on_one_core
 
 
 def engine(
@@ -29,9 +29,7 @@ def engine(
     import torch
     import transformers
 
-    from benchmarks.engine_floor import Floor
-    from benchmarks.engine_process import process_costs
-    from benchmarks.engine_sides import CPU_CASES, CUDA_CASES, QUICK_CASES, PdserveSide, TransformersSide
+    from benchmarks.engine_sides import CPU_CASES, CUDA_CASES, QUICK_CASES, Floor, PdserveSide, TransformersSide
     from benchmarks.isolation import measure_isolation
     from checkpoints.source import resolve_model
     from experiments.engine_alone.ceilings import QUICK_SIZES, Ceilings

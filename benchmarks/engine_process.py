@@ -1,19 +1,39 @@
-"""An engine process without a worker: requests to it, and what it costs besides its steps."""
+"""Engines without a worker around them: under the settings of an engine process in a benchmark's own process, and in a
+process of their own, with requests to it and what it costs besides its steps."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.frame import ROOT
 from checkpoints.shape import ModelShape
 from engine.messages import KVRole, Step, Submit
-from engine.process.client import EngineClient
+from engine.process.client import ALLOCATOR_SETTINGS, EngineClient
 from engine.spec import EngineSpec
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
+
+_CORES = "PDSERVE_BENCH_CORES"  # set: this process is bound already; these are all cores it might have used
+
+
+def on_one_core(module: str, *, cuda: bool = False) -> list[int]:
+    """Restart the program ``module`` bound to the first allowed core (not with ``cuda``), and with settings that Python
+    and glibc read when they start. Returns all cores that were allowed, the chosen one first."""
+    if not os.environ.get(_CORES):
+        cores = sorted(os.sched_getaffinity(0))
+        if not cuda:
+            os.sched_setaffinity(0, cores[:1])
+        settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _CORES: ",".join(map(str, cores))}
+        command = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **settings, **ALLOCATOR_SETTINGS})
+    return [int(core) for core in os.environ[_CORES].split(",")]
+
 
 START_S = 300.0
 _REQUEST_S = 300.0

@@ -1,4 +1,4 @@
-"""Is a cached prefix quicker fetched or computed? `python -m benchmarks.prefix_fetch [--lengths N,…]`.
+"""Is a cached prefix quicker fetched or computed? `python -m benchmarks.prefix_fetch`.
 
 One service with two prefill workers. Each prompt is new, and is sent to one of them, which computes it, then to the
 other one, which fetches the prefix from the first one's cache (``router.prefix_fetch: always``). The workers take
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.frame import in_turns, run, service
+from benchmarks.frame import Quick, in_turns, run, service
 from pdserve import AsyncClient, Generation
 
 TAIL = 8
@@ -36,14 +36,12 @@ SETTINGS = {
 
 
 def prefix_fetch(
-    model: Annotated[str, typer.Option(help="the model")] = "dummy:135m",
-    transport: Annotated[str, typer.Option(help="transfer.transport")] = "auto",
-    lengths: Annotated[str, typer.Option(help="tokens of the prefixes: whole blocks")] = "64,128,256,512,1024",
-    rounds: Annotated[int, typer.Option(min=1, help="how often each length is measured")] = 5,
+    transport: Annotated[str, typer.Option(help="transfer.transport")] = "auto", quick: Quick = False
 ) -> dict[str, Any]:
     """Measure."""
+    model, lengths, rounds = ("tiny", (64, 128), 1) if quick else ("dummy:135m", (64, 128, 256, 512, 1024), 5)
     with service({**SETTINGS, "model.path": model, "transfer.transport": transport}) as served:
-        figures = asyncio.run(_measure(served.target, [int(length) for length in lengths.split(",")], rounds))
+        figures = asyncio.run(_measure(served.target, lengths, rounds))
     return {"model": model, "transport": transport, **figures}
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.engine_process import on_one_core
 from benchmarks.frame import ROOT, Quick, in_turns, run
-from benchmarks.one_core import on_one_core
 
 if TYPE_CHECKING:
     from engine.model.structures import Structures

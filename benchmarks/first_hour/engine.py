@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import shutil
 import statistics
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import msgspec
 
@@ -29,21 +27,8 @@ _LARGE_BYTES = 70 * 2**30
 def model_for(options: Options) -> str:
     """The model of measurements: the 8b shape where two engines of it fit onto the GPU."""
     if not options.on_gpu:
-        return small_model(Path(options.folder))
+        return "tiny"
     return "dummy:8b" if options.gpu_bytes >= _LARGE_BYTES and not options.quick else "dummy:135m"
-
-
-def small_model(folder: Path) -> str:
-    """A shape that a CPU computes in no time."""
-    path = folder / "config.json"
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "hidden_act": "silu", "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    path.write_text(json.dumps(config))
-    return f"dummy:{path}"
 
 
 def kernels(options: Options) -> Findings:
