@@ -113,16 +113,21 @@ def _prompt(tokens: int, seed: object) -> list[int]:
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
+class Added(msgspec.Struct):
+    """What disaggregation adds to a figure, in milliseconds."""
+
+    median: float
+
+
 class BenchLine(msgspec.Struct):
-    """What is judged of the JSON line of `pdserve bench`: spreads of figures by mode, and added milliseconds by
-    figure."""
+    """What is judged of the JSON line of `pdserve bench`: spreads of figures by mode, and what is added by figure."""
 
     failed: int
     failures: dict[str, int]
     kv_bytes_equal_expected: bool
     leaked_blocks: int | None
     by_mode: dict[str, dict[str, dict[str, float] | None]]
-    added_ms: dict[str, float | None]
+    added_ms: dict[str, Added | None]
 
 
 def bench(options: Options) -> Findings:
@@ -162,12 +167,17 @@ def _bench(findings: Findings, options: Options, mps: str) -> float:
     findings.require(result.kv_bytes_equal_expected, f"{name}: the bytes of KV are not the expected ones")
     findings.require(result.leaked_blocks == 0, f"{name}: {result.leaked_blocks} blocks were not given back")
     findings.figures[name] = {
-        mode: {key: round(spread["p50"], 2) for key in ("ttft", "ttft_decode", "itl") if (spread := figures.get(key))}
+        mode: {
+            key: round(spread["p50"], 2)
+            for key in ("ttft_ms", "ttft_decode_ms", "itl_ms")
+            if (spread := figures.get(key))
+        }
         for mode, figures in result.by_mode.items()
     }
     share = statistics.median(shares[1:])  # the first one is warm-up
     findings.aim(f"{name}: exposed / prefill", share, EXPOSED_GOAL, at_most=True, judged=options.has_goals)
-    return result.added_ms[Figure.TTFT_DECODE.value] or 0.0
+    added = result.added_ms[Figure.TTFT_DECODE.value]
+    return added.median if added else 0.0
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
