@@ -32,11 +32,13 @@ import typer
 
 from benchmarks.frame import ROOT, Quick, in_turns, note, run, service
 from experiments.messages import message_of
+from ops.launch.leftovers import end_processes
 from pdserve import Client
 from pdserve.version import VERSION
 
 PORTS = {"prefill": 8100, "decode": 8200}
 START_TIMEOUT_S = 600.0
+_END_S = 20.0
 KV_CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 MEASURED = ("ttft", "ttft_decode", "itl", "added_ttft", "added_ttft_decode")
 MODES = ("pd", "colocated")
@@ -199,7 +201,7 @@ def _vllm(venv: Path, model: Path, dtype: str, logs: Path) -> Iterator[float]:
                          "--max-model-len", "4096", "--no-enable-prefix-caching",
                          "--kv-transfer-config", json.dumps(KV_CONFIG)]  # fmt: skip
             with (logs / f"vllm-{role}.log").open("wb") as log:
-                processes.append(psutil.Popen(
+                processes.append(subprocess.Popen(
                     ["taskset", "-c", str(core), *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT,
                     start_new_session=True,
                 ))  # fmt: skip
@@ -211,21 +213,11 @@ def _vllm(venv: Path, model: Path, dtype: str, logs: Path) -> Iterator[float]:
             time.sleep(1.0)
         yield time.monotonic() - started_s
     finally:
-        family = [child for process in processes for child in _family(process)]
-        for process in family:
+        family = psutil.Process().children(recursive=True)
+        for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=20)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def _family(process: psutil.Popen) -> list[psutil.Process]:
-    try:
-        return [*process.children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        return []
+                each.terminate()
+        end_processes(family, _END_S)
 
 
 def _healthy(port: int) -> bool:
