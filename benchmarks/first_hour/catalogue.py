@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.first_hour import choices, engine, links, machine, service
+from benchmarks.first_hour import engine, links, machine, service
 from benchmarks.first_hour.step import Findings, Options, Step
 from runtime.process import end_with_parent
 
@@ -36,7 +36,7 @@ STEPS = (
     Step("bench", "what disaggregation adds, with and without MPS", service.bench, 30 * _MINUTE, 15 * _MINUTE),
     Step("budgets", "the default token budget is near the best", engine.budgets, 15 * _MINUTE, 10 * _MINUTE),
     Step("sampling", "sampling 32 rows costs little beside greedy steps", engine.sampling, 10 * _MINUTE, 10 * _MINUTE),
-    Step("choices", "defaults are no slower than their alternatives", choices.choices, 20 * _MINUTE, 10 * _MINUTE),
+    Step("choices", "defaults are no slower than their alternatives", engine.choices, 20 * _MINUTE, 10 * _MINUTE),
     Step("loss", "killed workers cost no request", service.loss, 20 * _MINUTE, 10 * _MINUTE),
     Step("links", "hand-offs near a bare send and recv", links.rates, 10 * _MINUTE, 5 * _MINUTE, gpus=2),
     Step("link-loss", "peers that die or stop are given up in time", links.losses, 30 * _MINUTE, 30 * _MINUTE, gpus=2),

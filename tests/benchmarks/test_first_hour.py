@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.first_hour.catalogue import STEPS
-from benchmarks.first_hour.choices import EngineTimes, judge_choices
-from benchmarks.first_hour.engine import EngineLine, judge_benchmark, judge_budgets
+from benchmarks.first_hour.engine import EngineLine, EngineTimes, judge_benchmark, judge_budgets, judge_choices
 from benchmarks.first_hour.programs import last_line
 from benchmarks.first_hour.run import judge, main
 from benchmarks.first_hour.service import MemorySample, judge_memory
