@@ -4,53 +4,45 @@ Abuse: four clients stream answers while a fifth, in a process of its own, misbe
 as a stranger with frames of HTTP/2 that no library sends. Windows without it, with the same abuse of another server
 beside (what the load alone costs this machine), and with it alternate; the figure is the longest gap between two tokens
 of a window, as a median over the windows. Each kind is held against `BOUNDS`. Then the fairness between two clients
-(`benchmarks.fairness`), and a burst of streams (`benchmarks.burst`). Tables, then one JSON line.
-"""
+(`benchmarks.fairness`), and what a burst of streams gets: 3,000 at once, with a queue for fewer and for more of them,
+and what the same streams get from a bare gRPC server that refuses all."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
-import typer
-import yaml
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.abuse_client import GRPC_KINDS, HTTP_KINDS
-from benchmarks.bare_server import started
-from benchmarks.burst import BURST, PROMPT, QUICK_BURST, REFUSING, bursts
+from benchmarks.abuse_client import HTTP_KINDS, KINDS, LIMITED, abusing
+from benchmarks.bare_grpc import bare_server
 from benchmarks.fairness import fairness
-from benchmarks.http2_attacks import ATTACKS
-from benchmarks.quick import Quick
-from gateway.token_file import digest_of
-from ops.launch.detach import start_detached, stop_detached
-from ops.launch.ports import free_ports
-from ops.launch.state import ServiceState
-from pdserve import AsyncClient, Client
-from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import PdserveError
+from benchmarks.frame import Quick, Service, in_turns, memory_of, note, quantile, run, service
+from pdserve import AsyncClient, Client, Generation
+from pdserve.core.errors import CapacityExceeded, PdserveError
 
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
+CONNECTIONS = 8
+
+
+class Burst(NamedTuple):
+    """``streams`` at once, to services with these ``max_queues``; the memory is looked at ``settle_s`` later."""
+
+    streams: int
+    max_queues: tuple[int, ...]
+    settle_s: float
+
+
+BURST = Burst(3_000, (50, 1024, 6_000), 30.0)
+QUICK_BURST = Burst(200, (1,), 0.5)
 INNOCENTS = 4
 PAUSE_S = 0.1
 DRAWN: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7}
-STRANGER_KINDS = tuple(f"h2-{kind}" for kind in ATTACKS)
-AGAIN = "h2-resets-again"
-"""Resets over a new connection whenever one was closed."""
-KINDS = (*GRPC_KINDS, *HTTP_KINDS, *STRANGER_KINDS, AGAIN)
-QUICK_KINDS = ("resets", "beyond-limits", "http-lists", "h2-resets")
+QUICK_KINDS = ("resets", LIMITED, "http-lists", "h2-resets")
 BOUNDS = {"gap": 3.0, "memory_mb": 200.0, "memory_after_mb": 50.0, "cpu_after_s": 5.0}
 """How many times as long the longest gap may be (as without the abuse, or as beside it); how much the gateway's memory
 may grow, and how much of that may be left after 30 s; and how soon its CPU is idle again."""
@@ -58,183 +50,71 @@ SETTLE_S = 30.0
 IDLE_CPU = 0.2
 
 
-def main(
-    rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 3,
-    window_s: Annotated[float, typer.Option(min=1.0, help="length of a window")] = 5.0,
-    kind: Annotated[list[str] | None, typer.Option(help="kinds of abuse, and nothing else")] = None,
-    quick: Quick = False,
-) -> None:
+def abuse(quick: Quick = False) -> dict[str, Any]:
     """Measure all of it."""
-    console, burst, kinds = Console(), BURST, KINDS
-    if kind is not None:
-        if unknown := set(kind) - set(KINDS):
-            raise typer.BadParameter(f"{', '.join(unknown)}: use {', '.join(KINDS)}", param_hint="--kind")
-        print(json.dumps({"abuse": _abuse(console, tuple(kind), rounds, window_s)}))  # noqa: T201
-        return
-    if quick:
-        rounds, window_s, burst, kinds = 1, 1.0, QUICK_BURST, QUICK_KINDS
-    result = {
-        "abuse": _abuse(console, kinds, rounds, window_s),
-        "fairness": fairness(console, rounds, window_s),
-        "burst": bursts(console, burst),
+    rounds, window_s, burst, kinds = (1, 1.0, QUICK_BURST, QUICK_KINDS) if quick else (3, 5.0, BURST, KINDS)
+    settings = {"model.dtype": "float32", "router.max_unread_tokens": 64}
+    tokens = {"innocent": {}, "abuser": {}, "limited": {"limits": {"concurrent": 1}}}
+    with bare_server("refuse") as (elsewhere, _), service(settings, http=True, tokens=tokens) as served:
+        found = {kind: _measure(served, kind, elsewhere, rounds, window_s) for kind in kinds}
+    return {"abuse": found, "fairness": fairness(rounds, window_s), "burst": _bursts(burst)}
+
+
+def _measure(served: Service, kind: str, elsewhere: str, rounds: int, window_s: float) -> dict[str, Any]:
+    """The figures of a kind of abuse. ``elsewhere`` is another gRPC server, for the same abuse."""
+    note(kind)
+    gateway = served.gateway
+    with Client(served.target, token="innocent") as client:
+        expected = client.generate(PROMPT, **DRAWN).result().token_ids
+    addresses = {"with": served.http if kind in HTTP_KINDS else served.target, "without": "", "beside": elsewhere}
+    if kind in HTTP_KINDS:
+        del addresses["beside"]  # that server speaks no HTTP/1.1
+    gaps_ms: dict[str, list[float]] = {name: [] for name in addresses}
+    answers: list[Generation] = []
+    errors: Counter[str] = Counter()
+    memory = [gateway.memory_info().rss]
+    cpu_after_s = 0.0
+    for _, name in in_turns(addresses, rounds):
+        address = addresses[name]
+        token = "limited" if kind == LIMITED else "abuser"
+        with abusing(kind, address, token) if address else contextlib.nullcontext():
+            window = asyncio.run(_window(served.target, gateway, window_s))
+        gaps_ms[name].append(window[0])
+        if name == "with":
+            answers += window[1]
+            errors.update(window[2])
+            memory += window[3]
+            cpu_after_s = max(cpu_after_s, _idle_after_s(gateway))
+    middle_ms = {name: statistics.median(each) for name, each in gaps_ms.items()}
+    figures: dict[str, Any] = {
+        "longest_gap_ms": middle_ms["with"],
+        "without_ms": middle_ms["without"],
+        "beside_ms": middle_ms.get("beside"),
+        "answers": len(answers) + errors.total(),
+        "first_attempt": sum(answer.attempts == 1 for answer in answers),
+        "wrong": sum(answer.token_ids != expected for answer in answers) + errors.total(),
+        "errors": dict(errors),
+        "memory_mb": (max(memory) - memory[0]) / 2**20,
+        "memory_after_mb": _settled_mb(gateway, memory[0]),
+        "cpu_after_s": round(cpu_after_s, 1),
     }
-    print(json.dumps(result))  # noqa: T201 - the last line is for programs
-
-
-def _abuse(console: Console, kinds: tuple[str, ...], rounds: int, window_s: float) -> dict[str, Any]:
-    columns = (
-        "without, ms",
-        "beside, ms",
-        "answers",
-        "first attempt",
-        "wrong",
-        "errors",
-        "memory, MB",
-        "after",
-        "CPU after, s",
-    )
-    table = Table("abuse", "longest gap with it, ms", *columns, "not held", box=None)
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder, started(REFUSING) as (port_elsewhere, _):
-        tiny = {"model.path": "tiny", "model.dtype": "float32", "gateway.port": 0, "router.max_unread_tokens": 64}
-        http_port, tokens = free_ports("127.0.0.1", 0, 1), str(_tokens(Path(folder)))
-        settings = PdserveConfig.load(None, {**tiny, "gateway.tokens": tokens, "gateway.http_port": http_port})
-        port = start_detached(settings, lambda stage: None)
-        try:
-            service = _Service(port, http_port, f"localhost:{port_elsewhere}")
-            for kind in kinds:
-                figures = result[kind] = service.measure(kind, rounds, window_s)
-                table.add_row(kind, *(_shown(figures[name]) for name in figures))
-        finally:
-            stop_detached(port)
-    console.print(table)
-    return result
-
-
-def _tokens(folder: Path) -> Path:
-    """A file with the tokens ``innocent``, ``abuser``, and ``limited``, which allows one request at a time."""
-    path = folder / "tokens.yaml"
-    path.touch(mode=0o600)
-    entries: list[dict[str, Any]] = [{"name": name, "sha256": digest_of(name).hex()} for name in ("innocent", "abuser")]
-    entries.append({"name": "limited", "sha256": digest_of("limited").hex(), "limits": {"concurrent": 1}})
-    path.write_text(yaml.safe_dump({"tokens": entries}))
-    return path
-
-
-def _shown(figure: object) -> str:
-    if isinstance(figure, list):
-        return ", ".join(figure) or "–"
-    if isinstance(figure, dict):
-        return str(sum(figure.values()))
-    return "–" if figure is None else str(figure)
-
-
-class Answer(NamedTuple):
-    """What an innocent client got. ``error``: why it got nothing."""
-
-    token_ids: tuple[int, ...] = ()
-    attempts: int = 0
-    error: str = ""
-
-
-class _Service:
-    """A service under abuse. ``elsewhere``: the address of another gRPC server, for the same abuse."""
-
-    def __init__(self, port: int, http_port: int, elsewhere: str) -> None:
-        self._target = f"127.0.0.1:{port}"
-        self._elsewhere = elsewhere
-        state = ServiceState.read(port)
-        with Client(state.operator) as operator:
-            self._gateway = psutil.Process(operator.status().pid)
-        self._http = f"127.0.0.1:{http_port}"
-        with Client(self._target, token="innocent") as client:
-            self._expected = client.generate(PROMPT, **DRAWN).result().token_ids
-
-    def measure(self, kind: str, rounds: int, window_s: float) -> dict[str, Any]:
-        """The figures of a kind of abuse."""
-        gaps_s: dict[str, list[float]] = {"with": [], "without": [], "beside": []}
-        answers: list[Answer] = []
-        cpu_after_s = 0.0
-        memory = _Memory(self._gateway)
-        for _ in range(rounds):
-            for name in gaps_s:
-                address = {"with": self._address(kind), "without": None, "beside": self._elsewhere}[name]
-                if name == "beside" and kind in HTTP_KINDS:
-                    continue  # that server speaks no HTTP/1.1
-                with memory.sampled() if name == "with" else contextlib.nullcontext(), _abusing(kind, address):
-                    gap_s, found = asyncio.run(_window(self._target, window_s))
-                gaps_s[name].append(gap_s)
-                answers += found if name == "with" else []
-                if name == "with":
-                    cpu_after_s = max(cpu_after_s, _idle_after_s(self._gateway))
-        middle_ms = {name: round(statistics.median(each) * 1e3, 1) for name, each in gaps_s.items() if each}
-        figures = {
-            "longest_gap_ms": middle_ms["with"],
-            "without_ms": middle_ms["without"],
-            "beside_ms": middle_ms.get("beside"),
-            "answers": len(answers),
-            "first_attempt": sum(answer.attempts == 1 for answer in answers),
-            "wrong": sum(answer.token_ids != self._expected for answer in answers),
-            "errors": dict(Counter(answer.error for answer in answers if answer.error)),
-            "memory_mb": memory.peak_mb,
-            "memory_after_mb": memory.settled_mb(),
-            "cpu_after_s": round(cpu_after_s, 1),
-        }
-        return {**figures, "not_held": _not_held(figures)}
-
-    def _address(self, kind: str) -> str:
-        return self._http if kind in HTTP_KINDS else self._target
-
-
-def _not_held(figures: dict[str, Any]) -> list[str]:
-    """The bounds that did not hold."""
-    usual_ms = max(figures["without_ms"], figures["beside_ms"] or 0.0)
     held = {
-        "gap": figures["longest_gap_ms"] <= BOUNDS["gap"] * usual_ms,
+        "gap": middle_ms["with"] <= BOUNDS["gap"] * max(middle_ms["without"], middle_ms.get("beside", 0.0)),
         **{name: figures[name] <= BOUNDS[name] for name in ("memory_mb", "memory_after_mb", "cpu_after_s")},
         "first attempt": figures["first_attempt"] == figures["answers"],
         "answers": figures["wrong"] == 0,
     }
-    return [name for name, holds in held.items() if not holds]
+    return {**figures, "not_held": [name for name, holds in held.items() if not holds]}
 
 
-class _Memory:
-    """How much the memory of a process grows while it is sampled."""
-
-    def __init__(self, process: psutil.Process) -> None:
-        self._process = process
-        self._before = self._peak = process.memory_info().rss
-
-    @contextlib.contextmanager
-    def sampled(self) -> Iterator[None]:
-        """A context in which its peak is looked for."""
-        over = threading.Event()
-
-        def sample() -> None:
-            while not over.wait(0.05):
-                self._peak = max(self._peak, self._process.memory_info().rss)
-
-        sampling = threading.Thread(target=sample)
-        sampling.start()
-        try:
-            yield
-        finally:
-            over.set()
-            sampling.join()
-
-    @property
-    def peak_mb(self) -> float:
-        """The growth at the peak."""
-        return round((self._peak - self._before) / 2**20, 1)
-
-    def settled_mb(self) -> float:
-        """What is left of it, after `SETTLE_S` at the latest."""
-        until_s = time.monotonic() + SETTLE_S
-        while (left := (self._process.memory_info().rss - self._before) / 2**20) > BOUNDS["memory_after_mb"]:
-            if time.monotonic() > until_s:
-                break
-            time.sleep(0.5)
-        return round(left, 1)
+def _settled_mb(process: psutil.Process, before: int) -> float:
+    """How much larger its memory is than ``before``, once that is within its bound or after `SETTLE_S`."""
+    until_s = time.monotonic() + SETTLE_S
+    while (left := (process.memory_info().rss - before) / 2**20) > BOUNDS["memory_after_mb"]:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.5)
+    return left
 
 
 def _idle_after_s(process: psutil.Process) -> float:
@@ -246,33 +126,13 @@ def _idle_after_s(process: psutil.Process) -> float:
     return SETTLE_S
 
 
-@contextlib.contextmanager
-def _abusing(kind: str, address: str | None) -> Iterator[None]:
-    """A context in which a client abuses the server at ``address`` (None: no such client)."""
-    if address is None:
-        yield
-        return
-    if kind == AGAIN:
-        command = ["benchmarks.http2_attacks", "resets", address, "again"]
-    elif kind in STRANGER_KINDS:
-        command = ["benchmarks.http2_attacks", kind.removeprefix("h2-"), address]
-    else:
-        command = ["benchmarks.abuse_client", kind, address, "limited" if kind == "beyond-limits" else "abuser"]
-    abuser = subprocess.Popen([sys.executable, "-m", *command])
-    try:
-        yield
-        ended = abuser.poll()
-    finally:
-        abuser.terminate()
-        abuser.wait(30)
-    # An attack ends when its connection is closed; the others go on until they are ended.
-    if ended or (ended == 0 and kind not in STRANGER_KINDS):
-        raise RuntimeError(f"the client of kind {kind} ended by itself, with status {ended}")
-
-
-async def _window(target: str, window_s: float) -> tuple[float, list[Answer]]:
-    """The longest gap between tokens in a window, and the answers."""
-    answers: list[Answer] = []
+async def _window(
+    target: str, gateway: psutil.Process, window_s: float
+) -> tuple[float, list[Generation], list[str], list[int]]:
+    """The longest gap between tokens in a window in milliseconds, the answers, what failed, and the gateway's memory
+    meanwhile."""
+    answers: list[Generation] = []
+    errors: list[str] = []
     longest_s = 0.0
     until_s = time.monotonic() + window_s
 
@@ -288,16 +148,76 @@ async def _window(target: str, window_s: float) -> tuple[float, list[Answer]]:
                         if last_s:
                             longest_s = max(longest_s, now_s - last_s)
                         last_s = now_s
-                    result = await stream.result()
+                    answers.append(await stream.result())
                 except PdserveError as error:
-                    answers.append(Answer(error=f"{type(error).__name__}: {error}"))
+                    errors.append(f"{type(error).__name__}: {error}")
                     await asyncio.sleep(PAUSE_S)
-                else:
-                    answers.append(Answer(result.token_ids, result.attempts))
 
-    await asyncio.gather(*(innocent() for _ in range(INNOCENTS)))
-    return longest_s, answers
+    async with memory_of(gateway, 0.05) as memory:
+        await asyncio.gather(*(innocent() for _ in range(INNOCENTS)))
+    return longest_s * 1e3, answers, errors, memory
+
+
+# --- a burst of streams -----------------------------------------------------------------------------------------------
+
+
+def _bursts(burst: Burst) -> dict[str, Any]:
+    """The figures by ``max_queue``, and those of the bare server as ``floor``."""
+    result: dict[str, Any] = {}
+    for max_queue in burst.max_queues:
+        with service({"router.max_queue": max_queue}) as served:
+            result[str(max_queue)] = asyncio.run(_burst(served.target, served.gateway, burst))
+    with bare_server("refuse") as (target, pid):
+        result["floor"] = asyncio.run(_burst(target, psutil.Process(pid), burst))
+    return result
+
+
+async def _burst(target: str, server: psutil.Process, burst: Burst) -> dict[str, Any]:
+    refused_ms: list[float] = []
+    errors: list[str] = []
+    answered = 0
+    clients = [AsyncClient(target) for _ in range(CONNECTIONS)]
+    for client in clients:  # all connections exist, and the gateway has its buffers
+        first = (client.generate(PROMPT, max_tokens=2).result() for _ in range(16))
+        await asyncio.gather(*first, return_exceptions=True)
+    before = server.memory_info().rss
+
+    async def one(index: int) -> None:
+        nonlocal answered
+        started_s = time.monotonic()
+        try:
+            await clients[index % CONNECTIONS].generate(PROMPT, max_tokens=8, timeout_s=300).result()
+            answered += 1
+        except CapacityExceeded as error:
+            if error.retry_after_s is None:
+                errors.append(str(error))
+            else:
+                refused_ms.append((time.monotonic() - started_s) * 1e3)
+        except PdserveError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    tasks = []
+    for index in range(burst.streams):
+        tasks.append(asyncio.create_task(one(index)))
+        if index % 8 == 7:
+            await asyncio.sleep(0)  # keeps the creation of tasks out of the measurement
+    await asyncio.gather(*tasks)
+    for client in clients:
+        await client.close()
+    await asyncio.sleep(burst.settle_s)
+    after = server.memory_info().rss
+    return {
+        "answered": answered,
+        "refused": len(refused_ms),
+        "other": len(errors),
+        "refused_p50_ms": quantile(refused_ms, 0.5),
+        "refused_p99_ms": quantile(refused_ms, 0.99),
+        "memory_before_mb": before / 2**20,
+        "memory_after_mb": after / 2**20,
+        "memory_growth": after / before - 1,
+        "errors": sorted(set(errors))[:5],
+    }
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(abuse)

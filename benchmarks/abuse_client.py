@@ -1,6 +1,7 @@
 """A client that misbehaves until it is ended: `python -m benchmarks.abuse_client KIND TARGET TOKEN`.
 
-``TARGET`` is the gRPC port for `GRPC_KINDS` and `FLOOD`, and the HTTP port for `HTTP_KINDS`."""
+``TARGET`` is the HTTP port for `HTTP_KINDS`, and else the gRPC port. `STRANGER_KINDS` need no token: they are frames of
+HTTP/2 that no library sends (`benchmarks.http2_attacks`)."""
 
 from __future__ import annotations
 
@@ -8,21 +9,28 @@ import asyncio
 import contextlib
 import http.client
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
+from benchmarks.bare_grpc import GENERATE
+from benchmarks.http2_attacks import ATTACKS, Attack
 from pdserve import AsyncClient
 from pdserve.core.errors import CapacityExceeded
 from pdserve.pb import inference_pb2 as pb
 
-GRPC_KINDS = ("long-text", "stop-ids", "never-reads", "reads-in-bursts", "resets", "beyond-limits")
 FLOOD = "flood"
+LIMITED = "beyond-limits"
 HTTP_KINDS = ("http-lists", "http-fields")
-METHOD = "/pdserve.v1.Inference/Generate"
+STRANGER_KINDS = tuple(f"h2-{kind}" for kind in ATTACKS)
+AGAIN = "h2-resets-again"
+"""Resets over a new connection whenever one was closed."""
+CALL_KINDS = ("long-text", "stop-ids", "never-reads", "reads-in-bursts", "resets", LIMITED)
+KINDS = (*CALL_KINDS, *HTTP_KINDS, *STRANGER_KINDS, AGAIN)
 OPTIONS = [("grpc.max_send_message_length", 2**30), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
 PAUSE_S = 0.02
 RESETS = 200
@@ -31,49 +39,90 @@ FLOOD_REQUESTS = 192
 FLOOD_PAUSE_S = 2.0
 BODY_BYTES = 2**20
 
-Call = Callable[[pb.GenerateRequest], Any]
+
+@contextlib.contextmanager
+def abusing(kind: str, target: str, token: str) -> Iterator[None]:
+    """A context in which a process of its own misbehaves."""
+    abuser = subprocess.Popen([sys.executable, "-m", "benchmarks.abuse_client", kind, target, token])
+    try:
+        yield
+        ended = abuser.poll()
+    finally:
+        abuser.terminate()
+        abuser.wait(30)
+    # An attack ends when its connection is closed; the others go on until they are ended.
+    if ended or (ended == 0 and kind not in STRANGER_KINDS):
+        raise RuntimeError(f"the client of kind {kind} ended by itself, with status {ended}")
 
 
 def main(kind: str, target: str, token: str) -> None:
     """Misbehave."""
-    if kind in HTTP_KINDS:
-        _post(kind, target, token)
-    if kind == FLOOD:
-        asyncio.run(_flood(target, token))
-    with grpc.insecure_channel(target, options=OPTIONS) as channel:
-        generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
-
-        def call(request: pb.GenerateRequest) -> Any:
-            return generate(request.SerializeToString(), metadata=(("authorization", f"Bearer {token}"),))
-
-        if kind == "never-reads":
-            calls = [call(_long()) for _ in range(4)]
-            for each in calls:
-                with contextlib.suppress(grpc.RpcError):
-                    next(each)
-            signal.pause()
-        if kind == "resets":
-            while True:
-                for each in [call(_short()) for _ in range(RESETS)]:
-                    each.cancel()
-        if kind == "beyond-limits":  # the token allows one at a time
-            with contextlib.suppress(grpc.RpcError):
-                first = call(_long())
-                next(first)
-            while True:
-                for each in [call(_short()) for _ in range(AT_ONCE)]:
-                    with contextlib.suppress(grpc.RpcError):
-                        list(each)
-        if kind == "reads-in-bursts":
-            _read_in_bursts(call)
-        request = {
-            "long-text": pb.GenerateRequest(text="word " * (4 * 2**20 // 5)),
-            "stop-ids": pb.GenerateRequest(text="x", sampling=pb.Sampling(stop_token_ids=[1] * 12_000_000)),
-        }[kind]
+    if kind in STRANGER_KINDS:
+        _attack(kind, target)
+    elif kind == AGAIN:
         while True:
-            with contextlib.suppress(grpc.RpcError):
-                list(call(request))
-            time.sleep(PAUSE_S)
+            _attack("h2-resets", target)
+    elif kind in HTTP_KINDS:
+        _post(kind, target, token)
+    elif kind == FLOOD:
+        asyncio.run(_flood(target, token))
+    else:
+        _call(kind, target, token)
+
+
+def _attack(kind: str, target: str) -> None:
+    """Until the server has closed the connection."""
+    attack = Attack(kind.removeprefix("h2-"), target)
+    while not attack.is_over:
+        attack.send()
+    attack.close()
+
+
+def _call(kind: str, target: str, token: str) -> None:
+    channel = grpc.insecure_channel(target, options=OPTIONS)
+    generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(GENERATE)
+
+    def call(*, token_ids: Any = None, text: str = "x", **sampling: Any) -> Any:
+        prompt: Any = {"token_ids": pb.TokenIds(ids=token_ids)} if token_ids else {"text": text}
+        request = pb.GenerateRequest(sampling=pb.Sampling(**sampling), **prompt)
+        return generate(request.SerializeToString(), metadata=(("authorization", f"Bearer {token}"),))
+
+    long: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "logprobs": 20}
+    opened: list[Any] = []
+    while True:
+        with contextlib.suppress(grpc.RpcError, StopIteration):
+            match kind:
+                case "long-text":
+                    list(call(text="word " * (4 * 2**20 // 5)))
+                case "stop-ids":
+                    list(call(stop_token_ids=[1] * 12_000_000))
+                case "never-reads":
+                    opened = [call(**long) for _ in range(4)]
+                    for each in opened:
+                        with contextlib.suppress(grpc.RpcError):
+                            next(each)
+                    signal.pause()
+                case "reads-in-bursts":
+                    # Outputs stay unread until the request is paused: its context is prefilled again each time.
+                    opened = [call(**{**long, "max_tokens": 900}, token_ids=range(5, 1005)) for _ in range(8)]
+                    while True:
+                        time.sleep(0.5)
+                        for each in opened:
+                            for _ in range(100):
+                                next(each)
+                case "resets":
+                    for each in [call(max_tokens=8) for _ in range(RESETS)]:
+                        each.cancel()
+                    continue
+                case "beyond-limits":  # the token allows one at a time
+                    if not opened:
+                        opened = [call(**long)]
+                        next(opened[0])
+                    for each in [call(max_tokens=8) for _ in range(AT_ONCE)]:
+                        with contextlib.suppress(grpc.RpcError):
+                            list(each)
+                    continue
+        time.sleep(PAUSE_S)
 
 
 async def _flood(target: str, token: str) -> None:
@@ -92,31 +141,8 @@ async def _flood(target: str, token: str) -> None:
         await asyncio.gather(*[ask(number) for number in range(FLOOD_REQUESTS)])
 
 
-def _short() -> pb.GenerateRequest:
-    return pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=8))
-
-
-def _long() -> pb.GenerateRequest:
-    return pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=1900, ignore_eos=True, logprobs=20))
-
-
-def _read_in_bursts(call: Call) -> None:
-    """Leave outputs unread until the request is paused, then read them: its context is prefilled again each time."""
-    prompt = pb.TokenIds(ids=range(5, 1005))
-    while True:
-        sampling = pb.Sampling(max_tokens=900, ignore_eos=True, logprobs=20)
-        calls = [call(pb.GenerateRequest(token_ids=prompt, sampling=sampling)) for _ in range(8)]
-        with contextlib.suppress(grpc.RpcError, StopIteration):
-            while True:
-                time.sleep(0.5)
-                for each in calls:
-                    for _ in range(100):
-                        next(each)
-
-
 def _post(kind: str, target: str, token: str) -> None:
     """Bodies of 1 MiB that take long to parse."""
-    host, _, port = target.rpartition(":")
     lists = b'{"prompt":[' + b",".join([b"[0]"] * (BODY_BYTES // 4)) + b"]}"
     field = b'{"a":[{"b":1}]}'
     message = b'{"role":"user","content":"x","more":[' + b",".join([field] * (BODY_BYTES // len(field))) + b"]}"
@@ -126,7 +152,7 @@ def _post(kind: str, target: str, token: str) -> None:
     }[kind]
     headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
     while True:
-        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        connection = http.client.HTTPConnection(target, timeout=30)
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("POST", path, body, headers)
             connection.getresponse().read()

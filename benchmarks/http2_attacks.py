@@ -1,4 +1,4 @@
-"""Floods of HTTP/2 frames that no gRPC library sends: `python -m benchmarks.http2_attacks KIND TARGET [again]`."""
+"""Floods of HTTP/2 frames that no gRPC library sends."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import itertools
 import select
 import socket
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping
+
+from benchmarks.bare_grpc import GENERATE
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 8, 9
 END_HEADERS = 4
 BATCH = 200
 STUCK_S = 5.0
-METHOD = "/pdserve.v1.Inference/Generate"
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -89,7 +89,7 @@ ATTACKS: Mapping[str, Callable[[bytes], Iterator[bytes]]] = {
 class Attack:
     """One connection of an attack on the server at ``address`` (``host:port``), over which `send` sends batches."""
 
-    def __init__(self, kind: str, address: str, method: str = METHOD, token: str = "") -> None:
+    def __init__(self, kind: str, address: str, method: str = GENERATE, token: str = "") -> None:
         host, _, port = address.rpartition(":")
         self._batches = ATTACKS[kind](headers(address, method, token))
         self.sent_bytes = 0
@@ -123,18 +123,3 @@ class Attack:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
-
-
-def main(kind: str, target: str, again: str = "") -> None:
-    """Attack until the server has closed the connection; with ``again`` over a new one each time, until ended."""
-    while True:
-        attack = Attack(kind, target)
-        while not attack.is_over:
-            attack.send()
-        attack.close()
-        if not again:
-            return
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

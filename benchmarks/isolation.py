@@ -1,10 +1,10 @@
-"""Does a busy control server slow the engine down? `python -m benchmarks.isolation` (and a part of `bench-engine`).
+"""Does a busy control server slow the engine down? Part of `python -m benchmarks.engine`.
 
 A real worker decodes one long request after another, on a core of its engine's own. In turns the other cores are quiet,
 or compute something that has nothing to do with it, or a client there sends it pings over several control streams as
 fast as they are answered. The times are the engine's own, of every step. What busy neighbours cost (caches, memory, the
 host's own sharing) shows in the second kind of turn; what the control server costs beside that, in the third.
-``python -m benchmarks.isolation worker SPEC`` is the worker: it says `Serving`, and at the end of its input `Steps`.
+``python -m benchmarks.isolation SPEC`` is the worker: it says `Serving`, and at the end of its input `Steps`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 import worker.incarnation
+from benchmarks.frame import ROOT
 from checkpoints.source import resolve_model
 from decode_worker.receive import HANDLERS
 from engine.messages import EngineEvent, Step
@@ -42,7 +41,6 @@ from worker.messages import MAX_CONTROL_BYTES, TO_GATEWAY, Outputs, Ping, Run, e
 from worker.process import WorkerThread
 from worker.spec import WorkerSpec
 
-ROOT = Path(__file__).resolve().parents[1]
 STREAMS = 4
 PINGS_IN_FLIGHT = 16  # of one stream
 SETTLE_S = 0.5
@@ -64,23 +62,11 @@ class Steps(Message):
     times_s: list[tuple[float, float]]
 
 
-class Isolation(NamedTuple):
+def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: float) -> dict[str, float]:
     """Percentiles of the engine's step times in milliseconds, and the pings answered per second meanwhile. ``rise`` is
-    p99 hammered over p99 quiet, less 1; ``rise_over_busy`` the same over p99 beside an unrelated load."""
+    p99 hammered over p99 quiet, less 1; ``rise_over_busy`` the same over p99 beside an unrelated load.
 
-    quiet_p50_ms: float
-    quiet_p99_ms: float
-    busy_p50_ms: float
-    busy_p99_ms: float
-    hammered_p50_ms: float
-    hammered_p99_ms: float
-    rise: float
-    rise_over_busy: float
-    pings_per_s: float
-
-
-def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: float) -> Isolation:
-    """Run it on ``cores``, of which the first becomes the engine's; ValueError if there is only one."""
+    Runs on ``cores``, of which the first becomes the engine's; ValueError if there is only one."""
     if len(cores) < 2:
         raise ValueError("a second core is needed: the engine has one of its own, worker and client take the rest")
     tokens = min(_MOST_TOKENS, resolve_model(model).shape.max_position_embeddings - _PROMPT_TOKENS)
@@ -97,7 +83,7 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
     )
     secret = ServiceSecret.new()
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.isolation", "worker", json.dumps(spec.to_wire())],
+        [sys.executable, "-m", "benchmarks.isolation", json.dumps(spec.to_wire())],
         cwd=ROOT,
         env={**os.environ, **secret.environment()},
         stdin=subprocess.PIPE,
@@ -117,21 +103,16 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
     finally:
         process.kill()
         process.wait()
-    quiet, busy, hammered = (
-        np.percentile(_steps_within(steps, windows[kind :: len(_KINDS)]), (50, 99)).tolist()
-        for kind in range(len(_KINDS))
-    )
-    return Isolation(
-        quiet_p50_ms=round(quiet[0], 2),
-        quiet_p99_ms=round(quiet[1], 2),
-        busy_p50_ms=round(busy[0], 2),
-        busy_p99_ms=round(busy[1], 2),
-        hammered_p50_ms=round(hammered[0], 2),
-        hammered_p99_ms=round(hammered[1], 2),
-        rise=round(hammered[1] / quiet[1] - 1, 3),
-        rise_over_busy=round(hammered[1] / busy[1] - 1, 3),
-        pings_per_s=round(pings / (turns * (SETTLE_S + turn_s))),
-    )
+    found = {
+        kind: np.percentile(_steps_within(steps, windows[number :: len(_KINDS)]), (50, 99)).tolist()
+        for number, kind in enumerate(_KINDS)
+    }
+    return {
+        **{f"{kind}_p{q}_ms": ms for kind, both in found.items() for q, ms in zip((50, 99), both, strict=True)},
+        "rise": found["hammered"][1] / found["quiet"][1] - 1,
+        "rise_over_busy": found["hammered"][1] / found["busy"][1] - 1,
+        "pings_per_s": pings / (turns * (SETTLE_S + turn_s)),
+    }
 
 
 def _steps_within(steps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]]) -> list[float]:
@@ -245,8 +226,4 @@ def _serve(spec: WorkerSpec) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        _serve(WorkerSpec.from_wire(json.loads(sys.argv[2])))
-    else:
-        result = measure_isolation("dummy:135m", sorted(os.sched_getaffinity(0)), turns=8, turn_s=4.0)
-        sys.stdout.write(json.dumps(result._asdict()) + "\n")
+    _serve(WorkerSpec.from_wire(json.loads(sys.argv[1])))

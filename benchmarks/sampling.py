@@ -2,32 +2,28 @@
 
 On one core (or one GPU): each case is a batch of rows of logits over a vocabulary of 128,256, sampled again and again,
 the cases in turn. Times are milliseconds, medians and minima over the rounds, beside the time to read the logits once.
-Both are taken under the allocator settings of an engine process. A table, then one JSON line.
-"""
+Both are taken under the allocator settings of an engine process."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.quick import Quick
+from benchmarks.engine_process import on_one_core
+from benchmarks.frame import ROOT, Quick, in_turns, run
 
 if TYPE_CHECKING:
     from engine.model.structures import Structures
 
-ROOT = Path(__file__).resolve().parents[1]
-_SET_UP = "PDSERVE_BENCH_SAMPLING"  # set: this process has its settings already
 _VOCABULARY = 128_256
 _END = 0  # the id of the tiny model's end of a sequence
 _HISTORY = 1000  # distinct tokens of a request with penalties
@@ -72,40 +68,34 @@ _SCHEMA = {
 }
 
 
-def main(
-    cuda: Annotated[bool, typer.Option(help="on a GPU")] = False,
-    quick: Quick = False,
-    rounds: Annotated[int, typer.Option(min=1, help="how often each case is measured")] = 21,
-    core: Annotated[int | None, typer.Option(help="the core to run on; default: the first allowed one")] = None,
-) -> None:
+def sampling(cuda: Annotated[bool, typer.Option(help="on a GPU")] = False, quick: Quick = False) -> dict[str, Any]:
     """Measure the sampler."""
-    _set_up(core, cuda)
+    on_one_core("benchmarks.sampling", cuda=cuda)
     import torch
-    from rich.console import Console
-    from rich.table import Table
 
     torch.set_num_threads(1)
-    rounds = 1 if quick else rounds
+    rounds = 1 if quick else 21
     device = torch.device("cuda" if cuda else "cpu")
-    steps = {case: _step(case, device) for case in CASES}
     logits = torch.randn(32, _VOCABULARY, device=device)
-    times: dict[Case | None, list[float]] = {}
-    for turn in range(rounds + 2):
-        for case, step in [*steps.items(), (None, lambda: logits.amax(dim=1).tolist())]:
-            started_s = time.perf_counter()
-            step()
-            if turn >= 2:  # the first rounds are warm-up
-                times.setdefault(case, []).append((time.perf_counter() - started_s) * 1e3)
-    table = Table("case", "rows", "median ms", "least ms", title=f"vocabulary {_VOCABULARY}, float32, {device}")
-    result: dict[str, object] = {}
-    for case, taken in times.items():
-        name, rows = (case.name, case.rows) if case else ("read the logits once", 32)
-        row = {"rows": rows, "ms": round(statistics.median(taken), 3), "least_ms": round(min(taken), 3)}
-        table.add_row(name, str(rows), f"{row['ms']:.2f}", f"{row['least_ms']:.2f}")
-        result[name] = row
-    Console().print(table)
-    summary = {"cases": result, "vocabulary": _VOCABULARY, "device": str(device), "rounds": rounds}
-    sys.stdout.write(json.dumps(summary | {"torch": torch.__version__}) + "\n")
+    steps: dict[str, Callable[[], Any]] = {case.name: _step(case, device) for case in CASES}
+    steps["read the logits once"] = lambda: logits.amax(dim=1).tolist()
+    times_ms: dict[str, list[float]] = {name: [] for name in steps}
+    for number, name in in_turns(steps, rounds, warm_up=2):
+        started_s = time.perf_counter()
+        steps[name]()
+        if number >= 0:
+            times_ms[name].append((time.perf_counter() - started_s) * 1e3)
+    rows = {case.name: case.rows for case in CASES}
+    return {
+        "cases": {
+            name: {"rows": rows.get(name, 32), "ms": statistics.median(taken), "least_ms": min(taken)}
+            for name, taken in times_ms.items()
+        },
+        "vocabulary": _VOCABULARY,
+        "device": str(device),
+        "rounds": rounds,
+        "torch": torch.__version__,
+    }
 
 
 def _step(case: Case, device: object) -> Callable[[], None]:
@@ -162,17 +152,5 @@ def _structures() -> Structures:
         return Structures(Path(file.name), _VOCABULARY, [_END], lambda: None)
 
 
-def _set_up(core: int | None, cuda: bool) -> None:
-    """Restart this program with the settings of an engine process, which Python and glibc read when they start."""
-    if os.environ.get(_SET_UP):
-        return
-    from engine.process.client import ALLOCATOR_SETTINGS
-
-    if not cuda:
-        os.sched_setaffinity(0, [min(os.sched_getaffinity(0)) if core is None else core])
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _SET_UP: "1", **ALLOCATOR_SETTINGS}
-    os.execve(sys.executable, [sys.executable, "-m", "benchmarks.sampling", *sys.argv[1:]], {**os.environ, **settings})
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run(sampling)

@@ -6,11 +6,10 @@ chooses itself.
 runs on the machine. Without ``--vllm`` pdserve is measured alone. For each prompt length the same prompts are sent
 disaggregated and colocated in turn, one request at a time. vLLM's first token comes from its decode instance, so its
 ``ttft`` contains the hand-off; pdserve's ``ttft`` is prefill's token, and ``ttft_decode`` the first token that has
-waited for the hand-off. What was measured so far is printed after each phase. A table, then one JSON line."""
+waited for the hand-off. What was measured so far is printed after each phase."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import itertools
@@ -22,51 +21,130 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import psutil
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from benchmarks.quick import HELP
+from benchmarks.frame import ROOT, Quick, in_turns, note, run, service
 from experiments.messages import message_of
-from ops.launch.detach import start_detached, stop_detached
+from ops.launch.leftovers import end_processes
 from pdserve import Client
-from pdserve.core.config import PdserveConfig
 from pdserve.version import VERSION
 
 PORTS = {"prefill": 8100, "decode": 8200}
 START_TIMEOUT_S = 600.0
+_END_S = 20.0
 KV_CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 MEASURED = ("ttft", "ttft_decode", "itl", "added_ttft", "added_ttft_decode")
+MODES = ("pd", "colocated")
 Sample = dict[str, float]
 """Figures of one request, in milliseconds."""
+Ask = Callable[[list[int], str, int], Sample]
+"""Sends a prompt in a mode, for so many tokens."""
 
 
 class Sizes(NamedTuple):
-    """In each phase ``requests`` prompts of each of ``lengths``, with so many ``output_tokens``. The model is a Llama
-    with heads of 64."""
+    """In each phase ``requests`` prompts of each of ``lengths``, with so many ``output_tokens``."""
 
     lengths: tuple[int, ...] = (128, 512, 2048)
     requests: int = 4
     output_tokens: int = 24
-    vocabulary: int = 49_152
-    hidden: int = 576
-    inner: int = 1536
-    layers: int = 30
-    heads: int = 9
-    kv_heads: int = 3
 
 
-QUICK = Sizes((16,), 1, 4, vocabulary=512, hidden=128, inner=256, layers=2, heads=2, kv_heads=1)
+QUICK = Sizes((16,), 1, 4)
 
 
-def save_model(folder: Path, dtype: str, sizes: Sizes) -> None:
-    """Random weights (135 million by default) with a tokenizer of bytes, as a Hugging Face folder."""
+def served(
+    vllm: Annotated[Path | None, typer.Option(help="virtual environment with vLLM")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 where the CPU has no bfloat16 instructions")] = "bfloat16",
+    logs: Annotated[Path, typer.Option(help="folder of vLLM's logs")] = Path("out"),
+    quick: Quick = False,
+) -> dict[str, Any]:
+    """Measure."""
+    if vllm is not None and not (vllm / "bin/vllm").is_file():
+        raise typer.BadParameter(
+            f"{str(vllm)!r} has no bin/vllm; give the virtual environment with vLLM's CPU build "
+            "(make bench-served VLLM=VENV), or leave --vllm out to measure pdserve alone",
+            param_hint="--vllm",
+        )
+    sizes = QUICK if quick else Sizes()
+    samples: dict[str, dict[tuple[int, str], list[Sample]]] = {"pdserve": {}, "vllm": {}}
+    ready_s: dict[str, list[float]] = {"pdserve": [], "vllm": []}
+    versions = {"pdserve": VERSION, "python": platform.python_version()}
+
+    def measure(system: str, phase: int, ask: Ask) -> None:
+        """One phase: all lengths, both modes in turn."""
+        for mode in MODES:
+            ask([1, 2, 3] * 40, mode, sizes.output_tokens)  # warm-up
+        for length in sizes.lengths:
+            for number, mode in in_turns(MODES, sizes.requests):
+                sample = ask(_prompt(length, phase, number), mode, sizes.output_tokens)
+                samples[system].setdefault((length, mode), []).append(sample)
+        note(json.dumps({f"{system} after phase {phase}": _figures(samples[system])}))
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = ROOT / "models" / "tiny" if quick else _saved_model(Path(folder), dtype)
+        settings = {"model.path": str(model), "model.dtype": dtype, "engine.prefix_caching": False}
+
+        def measure_ours(phase: int) -> None:
+            started_s = time.monotonic()
+            with service(settings) as ours, Client(ours.target) as client:
+                ready_s["pdserve"].append(time.monotonic() - started_s)
+                measure("pdserve", phase, partial(_ask_pdserve, client))
+
+        measure_ours(0)
+        if vllm is None:
+            note("vLLM is not measured: no --vllm was given")
+        else:
+            versions["vllm"] = _version(vllm)
+            logs.mkdir(parents=True, exist_ok=True)
+            with _vllm(vllm, model, dtype, logs) as start_s:
+                ready_s["vllm"].append(start_s)
+                for phase in (1, 2):
+                    measure("vllm", phase, partial(ask_vllm, model))
+            measure_ours(3)
+    figures = {system: _figures(each) for system, each in samples.items()}
+    return {
+        "benchmark": "served",
+        "dtype": dtype,
+        "requests": len(ready_s["pdserve"]) * sizes.requests,
+        "output_tokens": sizes.output_tokens,
+        "versions": versions,
+        "ready_s": {system: statistics.median(seconds) for system, seconds in ready_s.items() if seconds},
+        **figures,
+        "ratios": {
+            length: {key: figures["pdserve"][length][key] / row[key] for key in MEASURED}
+            for length, row in figures["vllm"].items()
+        },
+    }
+
+
+def _prompt(length: int, phase: int, number: int) -> list[int]:
+    """New in each phase, so that no cache knows it."""
+    draw = random.Random(f"{length}/{phase}/{number}")
+    return [draw.randrange(250) for _ in range(length)]
+
+
+def _figures(samples: dict[tuple[int, str], list[Sample]]) -> dict[str, Sample]:
+    """Medians by length, and the median of the paired differences of ``ttft`` (for pdserve of ``ttft_decode`` too)."""
+    result = {}
+    for length in dict.fromkeys(length for length, _ in samples):
+        pd, colocated = samples[length, "pd"], samples[length, "colocated"]
+        medians = {key: statistics.median(sample[key] for sample in pd) for key in ("ttft", "ttft_decode", "itl")}
+        for key in ("ttft", "ttft_decode"):
+            added = (a[key] - b[key] for a, b in zip(pd, colocated, strict=True))
+            medians[f"added_{key}"] = statistics.median(added)
+        result[str(length)] = medians
+    return result
+
+
+def _saved_model(folder: Path, dtype: str) -> Path:
+    """135 million random weights with a tokenizer of bytes, as a Hugging Face folder."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -76,12 +154,12 @@ def save_model(folder: Path, dtype: str, sizes: Sizes) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     config = LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=256,
@@ -91,47 +169,22 @@ def save_model(folder: Path, dtype: str, sizes: Sizes) -> None:
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)
+    return folder
 
 
-def prompts(length: int, phase: int, count: int) -> list[list[int]]:
-    """The prompts of a phase: new ones each time, so that no cache knows them."""
-    draw = random.Random(f"{length}/{phase}")
-    return [[draw.randrange(250) for _ in range(length)] for _ in range(count)]
-
-
-# --- pdserve ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def pdserve(model: Path, dtype: str) -> Iterator[tuple[str, float]]:
-    """A service, as its target and the seconds until it was ready."""
-    started_s = time.monotonic()
-    settings = {"gateway.port": 0, "model.path": str(model), "model.dtype": dtype, "engine.prefix_caching": False}
-    port = start_detached(PdserveConfig.load(None, settings))
-    try:
-        yield f"localhost:{port}", time.monotonic() - started_s
-    finally:
-        stop_detached(port)
-
-
-def ask_pdserve(client: Client, prompt: list[int], mode: str, output_tokens: int) -> Sample:
+def _ask_pdserve(client: Client, prompt: list[int], mode: str, output_tokens: int) -> Sample:
     """One request's figures."""
     done = client.generate(prompt, max_tokens=output_tokens, ignore_eos=True, mode=mode, timeout_s=300).result()
-    assert done.mode == mode
-    assert done.kv_bytes == done.kv_bytes_expected
-    assert done.ttft_decode_ms is not None
-    return {
-        "ttft": done.ttft_ms,
-        "ttft_decode": done.ttft_decode_ms,
-        "itl": statistics.median(done.itl_ms[1:]),
-    }
+    if done.mode != mode or done.kv_bytes != done.kv_bytes_expected or done.ttft_decode_ms is None:
+        raise SystemExit(f"no {mode} request: mode {done.mode}, {done.kv_bytes} of {done.kv_bytes_expected} bytes")
+    return {"ttft": done.ttft_ms, "ttft_decode": done.ttft_decode_ms, "itl": statistics.median(done.itl_ms[1:])}
 
 
 # --- vLLM ------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def vllm(venv: Path, model: Path, dtype: str, logs: Path) -> Iterator[float]:
+def _vllm(venv: Path, model: Path, dtype: str, logs: Path) -> Iterator[float]:
     """Both instances, each on one core; gives the seconds until both were ready."""
     started_s = time.monotonic()
     processes = []
@@ -148,7 +201,7 @@ def vllm(venv: Path, model: Path, dtype: str, logs: Path) -> Iterator[float]:
                          "--max-model-len", "4096", "--no-enable-prefix-caching",
                          "--kv-transfer-config", json.dumps(KV_CONFIG)]  # fmt: skip
             with (logs / f"vllm-{role}.log").open("wb") as log:
-                processes.append(psutil.Popen(
+                processes.append(subprocess.Popen(
                     ["taskset", "-c", str(core), *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT,
                     start_new_session=True,
                 ))  # fmt: skip
@@ -160,21 +213,11 @@ def vllm(venv: Path, model: Path, dtype: str, logs: Path) -> Iterator[float]:
             time.sleep(1.0)
         yield time.monotonic() - started_s
     finally:
-        family = [child for process in processes for child in _family(process)]
-        for process in family:
+        family = psutil.Process().children(recursive=True)
+        for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=20)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def _family(process: psutil.Popen) -> list[psutil.Process]:
-    try:
-        return [*process.children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        return []
+                each.terminate()
+        end_processes(family, _END_S)
 
 
 def _healthy(port: int) -> bool:
@@ -225,99 +268,6 @@ def _post(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
     return answer
 
 
-# --- the comparison --------------------------------------------------------------------------------------------------
-
-
-def measure(ask: Any, phase: int, sizes: Sizes, samples: dict[tuple[int, str], list[Sample]]) -> None:
-    """One phase: all lengths, both modes in turn."""
-    for mode in ("pd", "colocated"):
-        ask([1, 2, 3] * 40, mode)
-    for length in sizes.lengths:
-        for number, prompt in enumerate(prompts(length, phase, sizes.requests)):
-            for mode in ("pd", "colocated")[:: 1 if number % 2 == 0 else -1]:
-                samples.setdefault((length, mode), []).append(ask(prompt, mode))
-
-
-def figures(samples: dict[tuple[int, str], list[Sample]]) -> dict[str, dict[str, float]]:
-    """Medians by length, and the median of the paired differences of ``ttft`` (for pdserve of ``ttft_decode`` too)."""
-    result = {}
-    for length in dict.fromkeys(length for length, _ in samples):
-        pd, colocated = samples[length, "pd"], samples[length, "colocated"]
-        medians = {key: statistics.median(sample[key] for sample in pd) for key in ("ttft", "ttft_decode", "itl")}
-        for key in ("ttft", "ttft_decode"):
-            added = (a[key] - b[key] for a, b in zip(pd, colocated, strict=True))
-            medians[f"added_{key}"] = statistics.median(added)
-        result[str(length)] = {key: round(value, 2) for key, value in medians.items()}
-    return result
-
-
-def main() -> None:
-    """Measure, print a table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM")
-    parser.add_argument("--dtype", default="bfloat16", help="float32 where the CPU has no bfloat16 instructions")
-    parser.add_argument("--logs", type=Path, default=Path("out"), help="folder of vLLM's logs")
-    parser.add_argument("--quick", action="store_true", help=HELP)
-    asked = parser.parse_args()
-    if asked.vllm is not None and not (asked.vllm / "bin/vllm").is_file():
-        parser.error(
-            f"--vllm: {str(asked.vllm)!r} has no bin/vllm; give the virtual environment with vLLM's CPU build "
-            "(make bench-served VLLM=VENV), or leave --vllm out to measure pdserve alone"
-        )
-    sizes = QUICK if asked.quick else Sizes()
-    console = Console(stderr=True, highlight=False)
-    ours: dict[tuple[int, str], list[Sample]] = {}
-    theirs: dict[tuple[int, str], list[Sample]] = {}
-    ready_s: dict[str, list[float]] = {"pdserve": [], "vllm": []}
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "llama"
-        save_model(model, asked.dtype, sizes)
-
-        def run_pdserve(phase: int) -> None:
-            console.print(f"pdserve, phase {phase}")
-            with pdserve(model, asked.dtype) as (target, start_s), Client(target) as client:
-                ready_s["pdserve"].append(start_s)
-                ask = partial(ask_pdserve, client, output_tokens=sizes.output_tokens)
-                measure(ask, phase, sizes, ours)
-            console.print(json.dumps({"pdserve so far": figures(ours)}), soft_wrap=True)
-
-        run_pdserve(0)
-        if asked.vllm is None:
-            console.print("vLLM is not measured: no --vllm was given")
-        else:
-            console.print("vLLM, phases 1 and 2")
-            asked.logs.mkdir(parents=True, exist_ok=True)
-            with vllm(asked.vllm, model, asked.dtype, asked.logs) as start_s:
-                ready_s["vllm"].append(start_s)
-                ask = partial(ask_vllm, model, output_tokens=sizes.output_tokens)
-                for phase in (1, 2):
-                    measure(ask, phase, sizes, theirs)
-                    console.print(json.dumps({"vLLM so far": figures(theirs)}), soft_wrap=True)
-            run_pdserve(3)
-    result = {"pdserve": figures(ours), "vllm": figures(theirs)}
-    ratios = {
-        length: {key: round(result["pdserve"][length][key] / row[key], 3) for key in MEASURED}
-        for length, row in result["vllm"].items()
-    }
-    table = Table("prompt", "figure", "pdserve, ms", *(("vLLM, ms", "ratio") if ratios else ()))
-    for length in result["pdserve"]:
-        for key in MEASURED:
-            cells = [f"{rows[length][key]:.1f}" for rows in result.values() if rows]
-            table.add_row(length, key, *cells, *([f"{ratios[length][key]:.3f}"] if ratios else []))
-    Console(highlight=False).print(table)
-    versions = {"pdserve": VERSION, "python": platform.python_version()}
-    if asked.vllm is not None:
-        versions["vllm"] = _version(asked.vllm)
-    about = {
-        "dtype": asked.dtype,
-        "requests": len(ready_s["pdserve"]) * sizes.requests,
-        "output_tokens": sizes.output_tokens,
-        "versions": versions,
-    }
-    ready = {name: round(statistics.median(values), 1) for name, values in ready_s.items() if values}
-    print(json.dumps({"benchmark": "served", **about, "ready_s": ready, "ratios": ratios, **result}))  # noqa: T201
-
-
 def _version(venv: Path) -> str:
     code = "import importlib.metadata as m; print(m.version('vllm'))"
     done = subprocess.run([str(venv / "bin/python"), "-c", code], capture_output=True, text=True, check=True)
@@ -325,4 +275,4 @@ def _version(venv: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(served)

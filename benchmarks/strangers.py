@@ -3,15 +3,12 @@
 A client sends requests one after another, prefilled and decoded by two workers, while 1,000 connections without tokens
 or the service's secret stay open on all ports of its processes: gRPC, HTTP, registry, control, KV, and Ray's. Windows
 without strangers, with the same number at a server that closes them at once (what the load alone costs this machine),
-and with them at the service alternate. The strangers' process gets the time that others leave, because it stands for
-other machines. The CPU time that the service's processes use per second tells what strangers take of it. A table, then
-one JSON line.
-"""
+and with them at the service alternate. The CPU time that the service's processes use per second tells what strangers
+take of it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socketserver
 import statistics
 import subprocess
@@ -19,93 +16,53 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
-import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.quick import Quick
+from benchmarks.frame import Quick, cpu_s, in_turns, quantile, run, service
 from benchmarks.strangers_client import Opened
 from experiments.messages import message_of
-from gateway.token_file import digest_of, new_token
-from ops.launch.detach import start_detached, stop_detached
-from ops.launch.state import ServiceState
 from pdserve import Client
-from pdserve.core.config import PdserveConfig
-from tests.local_cluster import free_port
 
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n" * 8
-WINDOWS = ("without", "elsewhere", "with")
+TOKEN = "bench"
 
 
-def main(
-    connections: Annotated[int, typer.Option(min=1, help="connections of strangers")] = 1000,
-    rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 2,
-    window_s: Annotated[float, typer.Option(min=1.0, help="length of a window, seconds")] = 60.0,
-    quick: Quick = False,
-) -> None:
+def strangers(quick: Quick = False) -> dict[str, Any]:
     """Measure."""
-    pace_s = 5.0
-    if quick:
-        connections, rounds, window_s, pace_s = 20, 1, 1.0, 1.0
-    console = Console(highlight=False)
-    with _service() as (target, token, processes), _closing_server() as elsewhere:
-        addresses = sorted({address for each in processes for address in _listening(each)})
-        measured: dict[str, list[dict[str, float]]] = {name: [] for name in WINDOWS}
-        with Client(target, token=token) as client:
-            client.generate(PROMPT, max_tokens=16, mode="pd").result()
-            for number in range(rounds):
-                for name in WINDOWS if number % 2 == 0 else WINDOWS[::-1]:
-                    attacked = {"without": [], "elsewhere": [elsewhere], "with": addresses}[name]
-                    with _strangers(connections, pace_s, attacked) as opened:
-                        before_s = _cpu_s(processes)
-                        window = _window(client, window_s)
-                        window["cpu_ms_per_s"] = round((_cpu_s(processes) - before_s) * 1e3 / window_s, 1)
-                    measured[name].append({**window, "opened": sum(opened)})
-                    console.print(f"{name}: {measured[name][-1]}", style="dim")
-            kv_refused = sum(sum(worker.kv_refused.values()) for worker in client.status().workers)
-    middle = {
-        name: {figure: statistics.median(window[figure] for window in windows) for figure in windows[0]}
-        for name, windows in measured.items()
+    connections, rounds, window_s, pace_s = (20, 1, 1.0, 1.0) if quick else (1000, 2, 60.0, 5.0)
+    with (
+        service({"transfer.transport": "tcp"}, http=True, tokens={TOKEN: {}}) as served,
+        _closing_server() as elsewhere,
+        Client(served.target, token=TOKEN) as client,
+    ):
+        processes = served.processes
+        ports = sorted({address for each in processes for address in _listening(each)})
+        addresses = {"without": [], "elsewhere": [elsewhere], "with": ports}
+        windows: dict[str, dict[int, dict[str, float]]] = {name: {} for name in addresses}
+        client.generate(PROMPT, max_tokens=16, mode="pd").result()
+        for number, name in in_turns(addresses, rounds):
+            with _strangers(connections, pace_s, addresses[name]) as opened:
+                before_s = cpu_s(processes)
+                window = _window(client, window_s)
+                window["cpu_ms_per_s"] = (cpu_s(processes) - before_s) * 1e3 / window_s
+            windows[name][number] = {**window, "opened": sum(opened)}
+        kv_refused = sum(sum(worker.kv_refused.values()) for worker in client.status().workers)
+
+    def middle(name: str, figure: str) -> float:
+        return statistics.median(window[figure] for window in windows[name].values())
+
+    return {
+        "connections": connections,
+        "ports": len(ports),
+        "windows": windows,
+        "ratios": {
+            figure: {other: middle("with", figure) / middle(other, figure) for other in ("without", "elsewhere")}
+            for figure in ("ttft_p50_ms", "latency_p50_ms", "latency_p99_ms")
+        },
+        "kv_refused": kv_refused,
     }
-    table = Table("", *WINDOWS, "with / without", "with / elsewhere", box=None)
-    ratios: dict[str, Any] = {}
-    for figure in ("ttft_p50_ms", "latency_p50_ms", "latency_p99_ms"):
-        values = {name: middle[name][figure] for name in WINDOWS}
-        ratios[figure] = {other: round(values["with"] / values[other], 3) for other in ("without", "elsewhere")}
-        table.add_row(
-            figure,
-            *(f"{value:.2f}" for value in values.values()),
-            *(f"× {ratio:.2f}" for ratio in ratios[figure].values()),
-        )
-    table.add_row("cpu_ms_per_s of gateway and workers", *(f"{middle[name]['cpu_ms_per_s']:.0f}" for name in WINDOWS))
-    console.print(table)
-    result = {"connections": connections, "ports": len(addresses), "windows": measured, "ratios": ratios}
-    print(json.dumps({**result, "kv_refused": kv_refused}))  # noqa: T201 - the last line is for programs
-
-
-@contextlib.contextmanager
-def _service() -> Iterator[tuple[str, str, list[psutil.Process]]]:
-    """A service with tokens; its target, a token, and the processes of its gateway and its workers."""
-    with TemporaryDirectory() as folder:
-        token = new_token()
-        path = Path(folder) / "tokens.yaml"
-        path.write_text(f"tokens:\n- name: bench\n  sha256: {digest_of(token).hex()}\n")
-        path.chmod(0o600)
-        settings = {"gateway.port": 0, "gateway.http_port": free_port(), "gateway.tokens": str(path)}
-        config = PdserveConfig.load(None, {**settings, "model.path": "tiny", "transfer.transport": "tcp"})
-        port = start_detached(config, lambda stage: None)
-        try:
-            with Client(ServiceState.read(port).operator) as operator:
-                status = operator.status()
-            processes = [psutil.Process(pid) for pid in (status.pid, *(worker.pid for worker in status.workers))]
-            yield f"localhost:{port}", token, processes
-        finally:
-            stop_detached(port)
 
 
 def _listening(process: psutil.Process) -> Iterator[str]:
@@ -114,12 +71,7 @@ def _listening(process: psutil.Process) -> Iterator[str]:
             yield f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}"
 
 
-def _cpu_s(processes: list[psutil.Process]) -> float:
-    """The CPU time so far of the processes. Their engines, which strangers do not reach, are not among them."""
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
-
-
-def _window(client: Client, window_s: float) -> dict[str, float]:
+def _window(client: Client, window_s: float) -> dict[str, Any]:
     ttft_ms, latency_ms = [], []
     until_s = time.monotonic() + window_s
     while time.monotonic() < until_s:
@@ -129,9 +81,9 @@ def _window(client: Client, window_s: float) -> dict[str, float]:
         ttft_ms.append(result.ttft_ms)
     return {
         "requests": len(latency_ms),
-        "ttft_p50_ms": round(statistics.median(ttft_ms), 2),
-        "latency_p50_ms": round(statistics.median(latency_ms), 2),
-        "latency_p99_ms": round(sorted(latency_ms)[int(len(latency_ms) * 0.99)], 2),
+        "ttft_p50_ms": statistics.median(ttft_ms),
+        "latency_p50_ms": statistics.median(latency_ms),
+        "latency_p99_ms": quantile(latency_ms, 0.99),
     }
 
 
@@ -144,18 +96,20 @@ def _strangers(count: int, pace_s: float, addresses: list[str]) -> Iterator[list
         yield opened
         return
     command = [sys.executable, "-m", "benchmarks.strangers_client", str(count), str(pace_s), *addresses]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as strangers:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             time.sleep(pace_s)  # until all are connected
             yield opened
         finally:
-            strangers.terminate()
-            said = strangers.communicate(timeout=30)[0]
+            process.terminate()
+            said = process.communicate(timeout=30)[0]
             opened.append(message_of(said, Opened, "benchmarks.strangers_client").connections)
 
 
 @contextlib.contextmanager
 def _closing_server() -> Iterator[str]:
+    """A server that closes connections at once."""
+
     class Server(socketserver.TCPServer):
         allow_reuse_address = True
         request_queue_size = 1024
@@ -171,4 +125,4 @@ def _closing_server() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(strangers)

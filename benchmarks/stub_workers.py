@@ -12,26 +12,27 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 
 from pdserve.core.clock import MonotonicClock, clock_id
-from pdserve.core.handoff import KVEndpoint, PeerLink, TransferProof
+from pdserve.core.handoff import PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event, EventKind
-from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
+from pdserve.core.worker import Role, TokenOutput, WorkerLoad
 from pdserve.version import VERSION
 from runtime.process import end_with_parent
 from runtime.secret import ServiceSecret
+from tests.fake_worker import fake_info
 from worker.heartbeat import Heartbeat
 from worker.messages import Beat, BeatAnswer, LinkState, Push, Receive, SendPrefix, Work
 from worker.server import ControlServer, Outbox
 
-VOCABULARY = 512
 CONTEXT = 4096
-BLOCK = 16
-LAYOUT = KVLayout.uniform("stub", "float32", block_size=BLOCK, num_layers=2, num_kv_heads=2, head_dim=16)
+NUM_BLOCKS = 2**20
+LAYOUT = KVLayout.uniform("stub", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
 BEAT_S = 0.5
 
 
@@ -44,8 +45,7 @@ class StubWorker:
         self._server = ControlServer(self, self.worker_id, MonotonicClock(), secret)
         self._heartbeats = [Heartbeat(self, self.worker_id, registry, BEAT_S, secret) for registry in registries]
         self._links: list[LinkState] = []
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._outboxes: dict[str, Outbox] = {}
+        self._running: dict[str, tuple[asyncio.Task[None], Outbox]] = {}
 
     async def start(self) -> None:
         """Listen, and register."""
@@ -57,30 +57,16 @@ class StubWorker:
 
     def report(self, blocks_after: int | None) -> Beat:
         """The worker, idle or not, has room for everything."""
-        info = WorkerInfo(
-            worker_id=self.worker_id,
-            role=self._role,
-            epoch="1",
+        info = replace(
+            fake_info(self.worker_id, self._role, layout=LAYOUT),
             control_address=self._server.address,
-            kv_endpoints=(KVEndpoint("stub", self.worker_id),),
-            node="stub",
-            device="cpu",
-            pid=1,
-            engine_pid=1,
-            layout=LAYOUT,
-            num_blocks=2**20,
+            num_blocks=NUM_BLOCKS,
             max_model_len=CONTEXT,
             max_num_batched_tokens=8192,
-            vocab_size=VOCABULARY,
-            cuda_visible_devices="",
-            cores="",
             version=VERSION,
-            engine_restarts=0,
-            ready=True,
             clock_id=clock_id(),
-            life=self.worker_id,
         )
-        return Beat(info, WorkerLoad(2**20, len(self._running), 0), self._links)
+        return Beat(info, WorkerLoad(NUM_BLOCKS, len(self._running), 0), self._links)
 
     def on_answer(self, registry_address: str, answer: BeatAnswer) -> None:
         """Links to all decode workers exist at once."""
@@ -108,70 +94,45 @@ class StubWorker:
         if isinstance(work, SendPrefix):  # it has nothing cached
             outbox.output(request.attempt_id, TokenOutput(None, FinishReason.STOP))
             return
-        if isinstance(work, Push):
-            outbox.output(request.attempt_id, self._first(received_s, ends=request.max_tokens == 1))
-            return
-        self._outboxes[request.attempt_id] = outbox
-        task = asyncio.create_task(self._decode(request, outbox, received_s, apart=isinstance(work, Receive)))
-        self._running[request.attempt_id] = task
-        task.add_done_callback(lambda _: self._forget(request.attempt_id))
+        if not isinstance(work, Receive):
+            kinds = (EventKind.PREFILL_RECEIVED, EventKind.PREFILL_SCHEDULED, EventKind.TOKEN_1_SAMPLED)
+            reason = FinishReason.LENGTH if request.max_tokens == 1 else None
+            outbox.output(request.attempt_id, TokenOutput(5, reason, self._events(received_s, *kinds)))
+        if not isinstance(work, Push):
+            task = asyncio.create_task(self._decode(request, outbox, apart=isinstance(work, Receive)))
+            self._running[request.attempt_id] = (task, outbox)
+            task.add_done_callback(lambda _: self._running.pop(request.attempt_id, None))
 
-    def _first(self, received_s: float, *, ends: bool) -> TokenOutput:
-        kinds = (EventKind.PREFILL_RECEIVED, EventKind.PREFILL_SCHEDULED, EventKind.TOKEN_1_SAMPLED)
-        events = tuple(Event(kind, self.worker_id, received_s) for kind in kinds)
-        return TokenOutput(5, FinishReason.LENGTH if ends else None, events)
-
-    async def _decode(self, request: Request, outbox: Outbox, received_s: float, *, apart: bool) -> None:
-        wanted = request.max_tokens
-        if not apart:
-            outbox.output(request.attempt_id, self._first(received_s, ends=wanted == 1))
-        for index in range(2, wanted + 1):
+    async def _decode(self, request: Request, outbox: Outbox, *, apart: bool) -> None:
+        for index in range(2, request.max_tokens + 1):
             if self._step_s:  # all requests step at the same time
                 await asyncio.sleep(self._step_s - time.monotonic() % self._step_s)
             events: tuple[Event, ...] = ()
             proof = None
             if index == 2:
-                now_s = time.monotonic()
-                kinds: tuple[EventKind, ...] = (EventKind.DECODE_SCHEDULED, EventKind.TOKEN_2_SAMPLED)
+                kinds = [EventKind.DECODE_SCHEDULED, EventKind.TOKEN_2_SAMPLED]
                 if apart:
-                    kinds = (EventKind.ROOM_MADE, EventKind.KV_VERIFIED, *kinds)
-                    num_blocks = -(-len(request.prompt_token_ids) // BLOCK)
-                    proof = _proof(num_blocks)
-                events = tuple(Event(kind, self.worker_id, now_s) for kind in kinds)
-            last = FinishReason.LENGTH if index == wanted else None
-            outbox.output(request.attempt_id, TokenOutput(5 + index % 100, last, events, proof))
+                    kinds = [EventKind.ROOM_MADE, EventKind.KV_VERIFIED, *kinds]
+                    blocks = LAYOUT.blocks_for(len(request.token_ids))
+                    kv_bytes = blocks * LAYOUT.block_bytes
+                    proof = TransferProof("stub", kv_bytes, 0, blocks, 0, 1, "off", 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+                events = self._events(time.monotonic(), *kinds)
+            reason = FinishReason.LENGTH if index == request.max_tokens else None
+            outbox.output(request.attempt_id, TokenOutput(5 + index % 100, reason, events, proof))
 
-    def _forget(self, attempt_id: str) -> None:
-        self._running.pop(attempt_id, None)
-        self._outboxes.pop(attempt_id, None)
+    def _events(self, time_s: float, *kinds: EventKind) -> tuple[Event, ...]:
+        return tuple(Event(kind, self.worker_id, time_s) for kind in kinds)
 
     async def abort(self, attempt_id: str) -> None:
         """End a request."""
-        if (task := self._running.get(attempt_id)) is not None:
-            task.cancel()
+        if attempt_id in self._running:
+            self._running[attempt_id][0].cancel()
 
     def abort_all(self, outbox: Outbox) -> None:
         """End the requests of a stream."""
-        for attempt_id in [each for each, box in self._outboxes.items() if box is outbox]:
-            self._running[attempt_id].cancel()
-
-
-def _proof(num_blocks: int) -> TransferProof:
-    return TransferProof(
-        transport="stub",
-        kv_bytes=num_blocks * LAYOUT.block_bytes,
-        kv_bytes_retried=0,
-        blocks_received=num_blocks,
-        blocks_skipped=0,
-        messages=1,
-        checksum="off",
-        export_ms=0.0,
-        wire_ms=0.0,
-        import_ms=0.0,
-        span_ms=0.0,
-        request_to_ready_ms=0.0,
-        ceiling_gbs=1.0,
-    )
+        for task, its in self._running.values():
+            if its is outbox:
+                task.cancel()
 
 
 async def main(number: int, registry: str, step_s: float) -> None:

@@ -1,21 +1,32 @@
-"""Steps of one engine: kernels, decoder, benchmark, token budgets, sampling."""
+"""Steps of one engine: kernels, decoder, benchmark, token budgets, sampling, and settings whose default is a guess
+until a GPU has measured them (`engine.run_ahead` and `engine.prefill_attention`)."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import itertools
 import multiprocessing
+import random
 import shutil
 import statistics
+import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.engine_process import START_S, finished_steps, submit
 from benchmarks.first_hour.programs import last_line, run_pytest
 from benchmarks.first_hour.step import Findings, Options
+from engine.process.client import EngineClient
+from engine.spec import EngineSpec
 from experiments.engine_alone.arithmetic import ModelArithmetic
 
+DEFAULT_SLACK = 1.02
+"""Most time of a default relative to its alternative."""
+_TOKEN_IDS = range(5, 300)
 DECODE_GOAL, PREFILL_GOAL = 0.75, 0.60
 SAMPLING_GOAL = 1.15
 """Most time of a step that samples, relative to a greedy one."""
@@ -29,21 +40,8 @@ _LARGE_BYTES = 70 * 2**30
 def model_for(options: Options) -> str:
     """The model of measurements: the 8b shape where two engines of it fit onto the GPU."""
     if not options.on_gpu:
-        return small_model(Path(options.folder))
+        return "tiny"
     return "dummy:8b" if options.gpu_bytes >= _LARGE_BYTES and not options.quick else "dummy:135m"
-
-
-def small_model(folder: Path) -> str:
-    """A shape that a CPU computes in no time."""
-    path = folder / "config.json"
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "hidden_act": "silu", "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    path.write_text(json.dumps(config))
-    return f"dummy:{path}"
 
 
 def kernels(options: Options) -> Findings:
@@ -109,7 +107,7 @@ def benchmark(options: Options) -> Findings:
     from checkpoints.source import resolve_model
 
     arithmetic = ModelArithmetic.of(resolve_model(model).shape, "bfloat16")
-    judge_benchmark(findings, result, arithmetic, has_goals=options.on_gpu and not options.quick)
+    judge_benchmark(findings, result, arithmetic, has_goals=options.has_goals)
     return findings
 
 
@@ -122,11 +120,12 @@ def judge_benchmark(findings: Findings, result: EngineLine, arithmetic: ModelAri
         batch, context = (int(part[1:]) for part in name.split("_"))
         least_s = arithmetic.decode(batch, context).num_bytes / (result.read_gbs * 1e9)
         share = least_s * 1e3 / row.ms
-        _share(findings, f"decode {name}: share of bandwidth", share, DECODE_GOAL, has_goals)
+        findings.aim(f"decode {name}: share of bandwidth", share, DECODE_GOAL, judged=has_goals)
     for name, row in result.prefill.items():
         flops = arithmetic.prefill(int(name), int(name)).flops
         share = flops / (row.ms / 1e3) / (result.bare_product_gflops * 1e9)
-        _share(findings, f"prefill {name}: share of product rate", share, PREFILL_GOAL, has_goals and int(name) >= 8192)
+        judged = has_goals and int(name) >= 8192
+        findings.aim(f"prefill {name}: share of product rate", share, PREFILL_GOAL, judged=judged)
     figures["x transformers"] = {
         f"{kind} {name}": row.x_transformers
         for kind, rows in (("prefill", result.prefill), ("decode", result.decode), ("mixed", result.mixed))
@@ -135,16 +134,9 @@ def judge_benchmark(findings: Findings, result: EngineLine, arithmetic: ModelAri
     figures["ready, s"] = result.ready_s
 
 
-def _share(findings: Findings, name: str, share: float, goal: float, has_goal: bool) -> None:
-    if has_goal:
-        findings.aim(name, share, goal)
-    else:
-        findings.figures[name] = round(share, 4)
-
-
 def budgets(options: Options) -> Findings:
     """Prefill rates, and the longest step beside decodes, by token budget."""
-    large = options.on_gpu and not options.quick
+    large = options.has_goals
     tokens, candidates = (8192, (512, 2048, 4096, 8192, 16384)) if large else (256, (64, 128, 256))
     findings = Findings()
     rates: dict[int, float] = {}
@@ -196,8 +188,101 @@ def sampling(options: Options) -> Findings:
     medians = {name: statistics.median(each) for name, each in times.items()}
     findings.figures["step of 32, ms"] = {name: round(median * 1e3, 3) for name, median in medians.items()}
     ratio = medians["sampled"] / medians["greedy"]
-    if options.on_gpu:
-        findings.aim("sampled / greedy", ratio, SAMPLING_GOAL, at_most=True)
-    else:
-        findings.figures["sampled / greedy"] = round(ratio, 3)
+    findings.aim("sampled / greedy", ratio, SAMPLING_GOAL, at_most=True, judged=options.on_gpu)
     return findings
+
+
+class ChoiceSizes(NamedTuple):
+    """``batches`` decode ``steps`` tokens each after ``context``; ``prompt`` tokens are prefilled ``rounds`` times."""
+
+    batches: tuple[int, ...]
+    context: int
+    steps: int
+    prompt: int
+    rounds: int
+
+
+class EngineTimes(NamedTuple):
+    """Milliseconds: the median time between two steps, by batch, and that of a prefill. ``attention`` is what the
+    engine says of its kernels for prompts."""
+
+    steps_ms: Mapping[int, float]
+    prefill_ms: float
+    attention: str
+
+
+def choices(options: Options) -> Findings:
+    """Engines that run ahead beside engines that wait for each step, and on GPUs both kernels for prompts. Whole engine
+    processes are measured, because steps run ahead of the loop around them."""
+    from engine.kernels.cuda_flashinfer import installed_version
+    from experiments.engine_alone.bare_engine import blocks_for
+
+    sizes = ChoiceSizes((1, 8, 32), 1024, 200, 8192, 5) if options.on_gpu else ChoiceSizes((1, 4), 64, 24, 256, 2)
+    if options.quick:
+        sizes = sizes._replace(steps=24, prompt=min(sizes.prompt, 2048), rounds=2)
+    blocks = blocks_for(max(sizes.batches), sizes.context + 2 * sizes.steps) + blocks_for(1, sizes.prompt)
+    spec = EngineSpec(
+        model_for(options),
+        dtype="bfloat16",
+        device=options.device,
+        num_blocks=blocks,
+        max_num_batched_tokens=8192 if options.on_gpu else 256,
+        prefix_caching=False,
+    )
+    findings = Findings()
+    variants = {f"run_ahead {on}": replace(spec, run_ahead=on) for on in (True, False)}
+    if options.on_gpu:
+        variants["triton"] = replace(spec, prefill_attention="triton")
+        if installed_version() is None:
+            findings.notes.append("FlashInfer is not installed (extra cuda): prompts' attention was not compared")
+        else:
+            variants["flashinfer"] = replace(spec, prefill_attention="flashinfer")
+    times = {name: asyncio.run(_measured(variant, sizes)) for name, variant in variants.items()}
+    for name, each in times.items():
+        findings.figures[f"{name}, ms"] = {
+            **{f"step of {batch}": round(ms, 3) for batch, ms in each.steps_ms.items()},
+            f"prefill of {sizes.prompt}": round(each.prefill_ms, 2),
+        }
+        if each.attention:
+            findings.figures[f"{name}: kernels"] = each.attention
+    judge_choices(findings, times, has_goals=options.has_goals)
+    return findings
+
+
+def judge_choices(findings: Findings, times: Mapping[str, EngineTimes], *, has_goals: bool) -> None:
+    """The defaults of GPUs must not be slower than their alternatives."""
+    ahead, waiting = times["run_ahead True"], times["run_ahead False"]
+    ratios = {
+        f"run_ahead on / off, step of {batch}": ms / waiting.steps_ms[batch] for batch, ms in ahead.steps_ms.items()
+    }
+    if "flashinfer" in times:
+        ratios["flashinfer / triton, prefill"] = times["flashinfer"].prefill_ms / times["triton"].prefill_ms
+    for name, ratio in ratios.items():
+        findings.aim(name, ratio, DEFAULT_SLACK, at_most=True, judged=has_goals)
+
+
+async def _measured(spec: EngineSpec, sizes: ChoiceSizes) -> EngineTimes:
+    engine = EngineClient()
+    draw, numbers = random.Random(1), itertools.count()
+    try:
+        ready = await engine.start(spec, START_S)
+
+        def send(tokens: int, output: int) -> None:
+            submit(engine, f"r{next(numbers)}", tuple(draw.choice(_TOKEN_IDS) for _ in range(tokens)), output)
+
+        prefills_s: list[float] = []
+        for _ in range(sizes.rounds + 1):  # the first one is warm-up
+            started_s = time.monotonic()
+            send(sizes.prompt, 1)
+            await finished_steps(engine, 1)
+            prefills_s.append(time.monotonic() - started_s)
+        steps_ms: dict[int, float] = {}
+        for batch in sizes.batches:
+            for _ in range(batch):
+                send(sizes.context, 2 * sizes.steps)  # the first ones decode while the last ones are prefilled
+            ends_s = [step.sampled_s for step in await finished_steps(engine, batch) if len(step.tokens) == batch]
+            steps_ms[batch] = statistics.median(b - a for a, b in itertools.pairwise(ends_s)) * 1e3
+    finally:
+        await engine.stop(5.0)
+    attention = next((note for note in ready.notes if note.startswith("prefill attention")), "")
+    return EngineTimes(steps_ms, statistics.median(prefills_s[1:]) * 1e3, attention)

@@ -37,14 +37,11 @@ def run_pytest(
     )
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     failed: list[str] = []
-    if report.exists():
-        for case in ElementTree.parse(report).iter("testcase"):
-            outcome = "passed"
-            for child in case:
-                outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}.get(child.tag, outcome)
-            counts[outcome] += 1
-            if outcome == "failed":
-                failed.append(str(case.get("name")))
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        found = {child.tag for child in case}
+        if found & {"failure", "error"}:
+            failed.append(str(case.get("name")))
+        counts["failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"] += 1
     findings.figures["tests"] = counts
     findings.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {', '.join(failed[:5])}")
     findings.require(counts["passed"] > 0, "no test ran: all were skipped")

@@ -42,15 +42,18 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
             needs = f"{step.gpus} GPU" + ("s" if step.gpus > 1 else "")
             _say(f"{step.name:<14} {step.shows} ({needs}{'' if step.not_on_cpu else ', or CPUs'})")
         return 0
-    with contextlib.ExitStack() as stack:
-        folder = chosen.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-gpu-"))
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        try:
-            options = msgspec.structs.replace(_options(chosen.device, chosen.quick, folder), soak_s=chosen.soak_s)
-        except RuntimeError as error:
-            _say(json.dumps({"date": _now(), "error": str(error)}))
-            return _NO_GPU
-        return _run(_selected(steps, chosen), options, keep_going=chosen.keep_going)
+    try:
+        num_gpus, gpu_bytes = _gpus() if chosen.device == "cuda" else (0, 0)
+    except RuntimeError as error:
+        _say(json.dumps({"date": _now(), "error": str(error)}))
+        return _NO_GPU
+    with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as temporary:
+        folder = Path(chosen.folder or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        options = Options(chosen.device, num_gpus, gpu_bytes, chosen.quick, str(folder), chosen.soak_s)
+        first = next(number for number, step in enumerate(steps) if chosen.first in ("", step.name))
+        selected = [step for step in steps[first:] if step.name in chosen.only or not chosen.only]
+        return _run(selected, options, keep_going=chosen.keep_going)
 
 
 def _run(steps: Sequence[Step], options: Options, *, keep_going: bool) -> int:
@@ -67,7 +70,8 @@ def _run(steps: Sequence[Step], options: Options, *, keep_going: bool) -> int:
             _say(f"  {stopped}")
             break
         seconds = round(time.monotonic() - started_s, 1)
-        results[step.name] = {"verdict": findings.verdict, "seconds": seconds, **_filled(findings)}
+        filled = {name: value for name, value in msgspec.to_builtins(findings).items() if value}
+        results[step.name] = {"verdict": findings.verdict, "seconds": seconds, **filled}
         _tell(findings, seconds)
         if findings.verdict is Verdict.FAILED:
             status = 1
@@ -90,12 +94,10 @@ def judge(step: Step, options: Options) -> Findings:
     folder = Path(options.folder)
     result, log = folder / f"{step.name}.json", folder / f"{step.name}.log"
     result.unlink(missing_ok=True)
+    told = [step.name, msgspec.json.encode(options).decode(), str(result)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "benchmarks.first_hour.program", step.name),
-                *(msgspec.json.encode(options).decode(), str(result)),
-            ],
+            [sys.executable, "-m", "benchmarks.first_hour.catalogue", *told],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
@@ -110,11 +112,10 @@ def judge(step: Step, options: Options) -> Findings:
             in_time = False
         finally:
             _end(process)
-    if not in_time:
-        _say(_tail(log))
-        return Findings(problems=[f"not done within {limit_s:.0f} s"])
+    findings = Findings(problems=[f"not done within {limit_s:.0f} s"])
     try:
-        findings = msgspec.json.decode(result.read_bytes(), type=Findings)
+        if in_time:
+            findings = msgspec.json.decode(result.read_bytes(), type=Findings)
     except (FileNotFoundError, msgspec.DecodeError):
         findings = Findings(problems=[f"its process ended with status {process.returncode} and no result"])
     if findings.problems:
@@ -123,30 +124,22 @@ def judge(step: Step, options: Options) -> Findings:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a step's process and all of its session, by id."""
-    family = {each.pid: each for each in _session(process.pid)}
+    """End a step's process, what it started, and its process group."""
+    family: list[psutil.Process] = []
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family |= {each.pid: each for each in psutil.Process(process.pid).children(recursive=True)}
+            family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)  # as Ctrl-C: clusters end in order
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
         process.kill()
         process.wait()
-    for each in family.values():
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in family:
         with contextlib.suppress(psutil.Error):
             each.kill()
-    psutil.wait_procs(list(family.values()), timeout=5.0)
-
-
-def _session(pid: int) -> list[psutil.Process]:
-    """The processes of the session that ``pid`` leads, without ``pid``."""
-    found = []
-    for each in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            if each.pid != pid and os.getsid(each.pid) == pid:
-                found.append(each)
-    return found
+    psutil.wait_procs(family, timeout=5.0)
 
 
 def _parse(arguments: Sequence[str] | None, steps: Sequence[Step]) -> argparse.Namespace:
@@ -154,7 +147,7 @@ def _parse(arguments: Sequence[str] | None, steps: Sequence[Step]) -> argparse.N
     parser = argparse.ArgumentParser(prog="gpu_check.py", description="The first hour on a GPU (docs/gpu.md).")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same steps, small, on CPUs")
     parser.add_argument("--only", default="", help="these steps, separated by commas")
-    parser.add_argument("--from", dest="first", choices=names, metavar="STEP", help="from this step on")
+    parser.add_argument("--from", dest="first", default="", choices=names, metavar="STEP", help="from this step on")
     parser.add_argument("--quick", action="store_true", help="small sizes: does everything run?")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     parser.add_argument("--soak-s", type=float, default=0.0, help="length of the soak in seconds (at most 2,400)")
@@ -171,16 +164,9 @@ def _parse(arguments: Sequence[str] | None, steps: Sequence[Step]) -> argparse.N
     return chosen
 
 
-def _selected(steps: Sequence[Step], chosen: argparse.Namespace) -> list[Step]:
-    names = [step.name for step in steps]
-    start = names.index(chosen.first) if chosen.first else 0
-    return [step for step in steps[start:] if not chosen.only or step.name in chosen.only]
-
-
-def _options(device: str, quick: bool, folder: str) -> Options:
-    """RuntimeError without a GPU. torch is asked in another process: CUDA must not start in this one."""
-    if device == "cpu":
-        return Options("cpu", 0, 0, quick, folder)
+def _gpus() -> tuple[int, int]:
+    """How many GPUs torch sees, and the memory of the first one; RuntimeError without one. torch is asked in another
+    process: CUDA must not start in this one."""
     asking = (
         "import json, torch; n = torch.cuda.device_count(); "
         "print(json.dumps([n, torch.cuda.get_device_properties(0).total_memory if n else 0]))"
@@ -188,16 +174,10 @@ def _options(device: str, quick: bool, folder: str) -> Options:
     asked = subprocess.run([sys.executable, "-c", asking], capture_output=True, text=True, timeout=120)
     if asked.returncode:
         raise RuntimeError(f"torch cannot use CUDA: {asked.stderr.strip().splitlines()[-1:]}")
-    last = asked.stdout.strip().splitlines()[-1:]
-    num_gpus, gpu_bytes = message_of("".join(last).encode(), tuple[int, int], "torch")
+    num_gpus, gpu_bytes = message_of(asked.stdout.strip().splitlines()[-1].encode(), tuple[int, int], "torch")
     if not num_gpus:
         raise RuntimeError("torch sees no GPU; --device cpu runs the steps that CPUs can")
-    return Options("cuda", num_gpus, gpu_bytes, quick, folder)
-
-
-def _filled(findings: Findings) -> dict[str, object]:
-    plain: dict[str, object] = msgspec.to_builtins(findings)
-    return {name: value for name, value in plain.items() if value}
+    return num_gpus, gpu_bytes
 
 
 def _tell(findings: Findings, seconds: float) -> None:

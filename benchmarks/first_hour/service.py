@@ -8,9 +8,9 @@ import itertools
 import random
 import statistics
 import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,10 +19,11 @@ import psutil
 from benchmarks.first_hour.engine import model_for
 from benchmarks.first_hour.programs import last_line
 from benchmarks.first_hour.step import Findings, Options
-from pdserve import Client
-from pdserve.client.async_client import AsyncClient
-from pdserve.client.generation import Generation
-from pdserve.core.errors import PdserveError
+from experiments.load import Outcome, run_load
+from experiments.workloads.arrivals import ClosedLoop
+from experiments.workloads.conversation import Conversation, Turn
+from pdserve import AsyncClient, Client, Generation
+from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 from pdserve.core.worker import Role
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
@@ -56,7 +57,7 @@ def handoff(options: Options) -> Findings:
     """1P1D on one device, over its own transport and over tcp: tokens and bytes."""
     findings = Findings()
     for transport, taken in (("auto", "cuda_ipc" if options.on_gpu else "shm"), ("tcp", "tcp")):
-        check_handoffs(findings, options, transport, taken, None)
+        _check_handoffs(findings, options, transport, taken, None)
     return findings
 
 
@@ -64,11 +65,11 @@ def handoff_two(options: Options) -> Findings:
     """The same between two GPUs over NCCL (on CPUs: over Gloo)."""
     findings = Findings()
     configured = "auto" if options.on_gpu else "torch_dist"
-    check_handoffs(findings, options, configured, "torch_dist", {"prefill-0": 0, "decode-0": 1})
+    _check_handoffs(findings, options, configured, "torch_dist", {"prefill-0": 0, "decode-0": 1})
     return findings
 
 
-def check_handoffs(
+def _check_handoffs(
     findings: Findings, options: Options, configured: str, taken: str, gpus: Mapping[str, int] | None
 ) -> None:
     """Hand-offs have the tokens of one worker, every byte of the prompt's blocks, and leave no block behind."""
@@ -77,45 +78,56 @@ def check_handoffs(
         "engine": {"num_blocks": 128, "max_num_batched_tokens": 128},
         "transfer": {"transport": configured},
     }
-    draw = random.Random(5)
     with cluster_of(settings, options, gpus=gpus) as cluster, Client(cluster.target) as client:
         exposed_ms: list[float] = []
         for tokens in (1, 63, 64, 65, 200, 500):
-            prompt = [draw.choice(_TINY_IDS) for _ in range(tokens)]
-            results = {
-                mode: client.generate(prompt, max_tokens=16, mode=mode, ignore_eos=True, salt=mode).result()
+            prompt = _prompt(tokens, "hand-off")
+            alone, handed = (
+                client.generate(prompt, max_tokens=16, mode=mode, ignore_eos=True, salt=mode).result()
                 for mode in ("colocated", "pd")
-            }
-            handed = results["pd"]
-            what = f"{taken}, {tokens} tokens"
-            findings.require(
-                handed.token_ids == results["colocated"].token_ids,
-                f"{what}: tokens {handed.token_ids} instead of {results['colocated'].token_ids}",
             )
-            findings.require(handed.transport == taken, f"{what}: went over {handed.transport}")
-            findings.require(
-                handed.kv_bytes == handed.kv_bytes_expected > 0,
-                f"{what}: {handed.kv_bytes} bytes of KV instead of {handed.kv_bytes_expected}",
-            )
-            exposed_ms.append(handed.transfer.exposed_ms)
-        findings.figures[f"{taken}: exposed, ms"] = [round(each, 2) for each in exposed_ms]
-        left = leaked_blocks(cluster.wait_idle())
-        findings.require(left == 0, f"{taken}: {left} blocks were not given back")
+            for good, what in (
+                (handed.token_ids == alone.token_ids, f"tokens {handed.token_ids} instead of {alone.token_ids}"),
+                (handed.transport == taken, f"went over {handed.transport}"),
+                (
+                    handed.kv_bytes == handed.kv_bytes_expected > 0,
+                    f"{handed.kv_bytes} bytes of KV instead of {handed.kv_bytes_expected}",
+                ),
+            ):
+                findings.require(good, f"{taken}, {tokens} tokens: {what}")
+            exposed_ms.append(round(handed.transfer.exposed_ms, 2))
+        findings.figures[f"{taken}: exposed, ms"] = exposed_ms
+        _require_no_leak(findings, cluster)
+
+
+def _require_no_leak(findings: Findings, cluster: LocalCluster) -> None:
+    left = leaked_blocks(cluster.wait_idle())
+    findings.require(left == 0, f"{left} blocks were not given back")
+
+
+def _prompt(tokens: int, seed: object) -> list[int]:
+    draw = random.Random(f"{seed}/{tokens}")
+    return [draw.choice(_TINY_IDS) for _ in range(tokens)]
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
+class Added(msgspec.Struct):
+    """What disaggregation adds to a figure, in milliseconds."""
+
+    median: float
+
+
 class BenchLine(msgspec.Struct):
-    """What is judged of the JSON line of `pdserve bench`: spreads of figures by mode, and added milliseconds by
-    figure."""
+    """What is judged of the JSON line of `pdserve bench`: spreads of figures by mode, and what is added by figure."""
 
     failed: int
     failures: dict[str, int]
     kv_bytes_equal_expected: bool
     leaked_blocks: int | None
     by_mode: dict[str, dict[str, dict[str, float] | None]]
-    added_ms: dict[str, float | None]
+    added_ms: dict[str, Added | None]
 
 
 def bench(options: Options) -> Findings:
@@ -145,33 +157,27 @@ def _bench(findings: Findings, options: Options, mps: str) -> float:
             *("--input-len", str(input_len), "--output-len", str(output_len)),
             *("--requests", str(requests), "--warmup", "2"),
         )
-        shares = asyncio.run(_exposed_shares(cluster.target, input_len, 2 if options.quick else 7))
+        shares: list[float] = []
+        with Client(cluster.target) as client:
+            for turn in range(3 if options.quick else 8):
+                prompt = _prompt(input_len, turn)
+                done = client.generate(prompt, max_tokens=3, ignore_eos=True, mode="pd", salt="exposed").result()
+                shares.append(done.transfer.exposed_ms / done.breakdowns[Figure.TTFT].stages_ms["prefill"])
     findings.require(result.failed == 0, f"{name}: {result.failed} requests failed: {result.failures}")
     findings.require(result.kv_bytes_equal_expected, f"{name}: the bytes of KV are not the expected ones")
     findings.require(result.leaked_blocks == 0, f"{name}: {result.leaked_blocks} blocks were not given back")
     findings.figures[name] = {
-        mode: {key: round(spread["p50"], 2) for key in ("ttft", "ttft_decode", "itl") if (spread := figures.get(key))}
+        mode: {
+            key: round(spread["p50"], 2)
+            for key in ("ttft_ms", "ttft_decode_ms", "itl_ms")
+            if (spread := figures.get(key))
+        }
         for mode, figures in result.by_mode.items()
     }
-    share = statistics.median(shares)
-    if options.on_gpu and not options.quick:
-        findings.aim(f"{name}: exposed / prefill", share, EXPOSED_GOAL, at_most=True)
-    else:
-        findings.figures[f"{name}: exposed / prefill"] = round(share, 4)
-    return result.added_ms[Figure.TTFT_DECODE.value] or 0.0
-
-
-async def _exposed_shares(target: str, tokens: int, count: int) -> list[float]:
-    """For single requests, the hand-off's exposed time as a share of the prefill."""
-    draw = random.Random(11)
-    shares: list[float] = []
-    async with AsyncClient(target) as client:
-        for turn in range(count + 1):
-            prompt = [draw.choice(_TINY_IDS) for _ in range(tokens)]
-            done = await client.generate(prompt, max_tokens=3, ignore_eos=True, mode="pd", salt=f"e{turn}").result()
-            if turn:  # the first one is warm-up
-                shares.append(done.transfer.exposed_ms / done.breakdowns[Figure.TTFT].stages_ms["prefill"])
-    return shares
+    share = statistics.median(shares[1:])  # the first one is warm-up
+    findings.aim(f"{name}: exposed / prefill", share, EXPOSED_GOAL, at_most=True, judged=options.has_goals)
+    added = result.added_ms[Figure.TTFT_DECODE.value]
+    return added.median if added else 0.0
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -186,25 +192,19 @@ def loss(options: Options) -> Findings:
     }
     rounds = 2 if options.quick else 6
     findings = Findings()
-    draw = random.Random(3)
-    prompts = [[draw.choice(_TINY_IDS) for _ in range(480)] for _ in range(4)]
+    prompts = [_prompt(480, number) for number in range(4)]
     with cluster_of(settings, options, gpus=None) as cluster:
         expected = asyncio.run(_answers(cluster.target, prompts, "calm"))
         attempts = 0
-        for turn, name in zip(range(rounds), itertools.cycle(("decode-0", "prefill-0")), strict=False):
-            answers = asyncio.run(
-                _answers(cluster.target, prompts, f"loss{turn}", lambda each=name: _lose(cluster, each))
-            )
+        for turn in range(rounds):
+            name = ("decode-0", "prefill-0")[turn % 2]
+            answers = asyncio.run(_answers(cluster.target, prompts, f"loss{turn}", partial(_lose, cluster, name)))
             for number, (got, wanted) in enumerate(zip(answers, expected, strict=True)):
                 what = f"{name} killed in round {turn}, request {number}"
-                if isinstance(got, PdserveError) or isinstance(wanted, PdserveError):
-                    findings.problems.append(f"{what}: {got}")
-                    continue
                 findings.require(got.token_ids == wanted.token_ids, f"{what}: other tokens")
                 attempts += got.attempts - 1
             cluster.wait_ready(_START_S)
-        left = leaked_blocks(cluster.wait_idle())
-        findings.require(left == 0, f"{left} blocks were not given back")
+        _require_no_leak(findings, cluster)
     findings.figures |= {"kills": rounds, "requests": rounds * len(prompts), "retries": attempts}
     findings.require(attempts > 0, "no kill met a request")
     return findings
@@ -218,35 +218,27 @@ def _lose(cluster: LocalCluster, name: str) -> None:
 
 
 async def _answers(
-    target: str, prompts: Sequence[Sequence[int]], salt: str, lose: Any = None
-) -> list[Generation | PdserveError]:
+    target: str, prompts: Sequence[list[int]], salt: str, lose: Callable[[], None] | None = None
+) -> Sequence[Generation]:
     """The answers to all prompts at once. ``lose`` is called when the first of them has its first token: the KV of the
     others is on its way, or theirs is computed."""
     async with AsyncClient(target) as client:
         first = asyncio.Event()
 
-        async def answer(number: int) -> Generation | PdserveError:
+        async def answer(number: int) -> Generation:
             stream = client.generate(
-                list(prompts[number]),
-                max_tokens=24,
-                ignore_eos=True,
-                mode="pd",
-                salt=f"{salt}{number}",
-                timeout_s=300.0,
+                prompts[number], max_tokens=24, ignore_eos=True, mode="pd", salt=f"{salt}{number}", timeout_s=300.0
             )
-            try:
-                async for _ in stream:
-                    first.set()
-                return await stream.result()
-            except PdserveError as error:
-                return error
+            async for _ in stream:
+                first.set()
+            return await stream.result()
 
         answering = [asyncio.create_task(answer(number)) for number in range(len(prompts))]
         if lose is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(first.wait(), 60.0)
             lose()  # on this thread: a worker ends with the thread that started it
-        return list(await asyncio.gather(*answering))
+        return await asyncio.gather(*answering)
 
 
 # --- soak ------------------------------------------------------------------------------------------------------------
@@ -279,13 +271,16 @@ def soak(options: Options) -> Findings:
     gpus = {name: number % max(1, options.num_gpus) for number, name in enumerate(names)}
     findings = Findings()
     with cluster_of(settings, options, prefill=pairs, decode=pairs, gpus=gpus) as cluster:
-        done, failures, samples = asyncio.run(_under_load(cluster, seconds, options))
-        left = leaked_blocks(cluster.wait_idle())
+        outcomes, samples = asyncio.run(_under_load(cluster, seconds, options))
+        _require_no_leak(findings, cluster)
         transports = {link.transport for worker in cluster.inside().workers for link in worker.links}
-    findings.figures |= {"seconds": seconds, "requests": done, "transports": sorted(transports)}
+    failures = [str(each.error) for each in outcomes if each.error is not None]
+    done = [each.generation for each in outcomes if each.generation is not None]
+    wrong = [each for each in done if each.kv_bytes != each.kv_bytes_expected]
+    failures += [f"{each.kv_bytes} bytes of KV instead of {each.kv_bytes_expected}" for each in wrong]
+    findings.figures |= {"seconds": seconds, "requests": len(outcomes), "transports": sorted(transports)}
     findings.require(not failures, f"{len(failures)} requests failed: {'; '.join(failures[:3])}")
-    findings.require(done > 0, "no request was answered")
-    findings.require(left == 0, f"{left} blocks were not given back")
+    findings.require(bool(outcomes), "no request was answered")
     if options.num_gpus > 1:
         findings.require("torch_dist" in transports, f"the links are {sorted(transports)}, not torch_dist")
     judge_memory(findings, samples, judged=not options.quick)
@@ -320,33 +315,22 @@ def judge_memory(findings: Findings, samples: Sequence[MemorySample], *, judged:
 
 async def _under_load(
     cluster: LocalCluster, seconds: float, options: Options
-) -> tuple[int, list[str], list[MemorySample]]:
-    ends_s = time.monotonic() + seconds
-    done, failures, samples = 0, list[str](), list[MemorySample]()
+) -> tuple[Sequence[Outcome], list[MemorySample]]:
     # Few lengths: oneDNN keeps what it prepares for each number of rows, about 4 MiB, which would look like a leak.
     lengths = range(64, 705, 64) if options.on_gpu else range(16, 201, 16)
+    draw, samples = random.Random(1), list[MemorySample]()
+    requests = (Conversation((Turn(tuple(_prompt(draw.choice(lengths), number)), 24),)) for number in itertools.count())
 
-    async def ask(number: int, client: AsyncClient) -> None:
-        nonlocal done
-        draw = random.Random(number)
-        while time.monotonic() < ends_s:
-            prompt = [draw.choice(_TINY_IDS) for _ in range(draw.choice(lengths))]
-            salt = f"{number}/{done}"
-            try:
-                result = await client.generate(prompt, max_tokens=24, ignore_eos=True, mode="pd", salt=salt).result()
-                if result.kv_bytes != result.kv_bytes_expected:
-                    failures.append(f"{result.kv_bytes} bytes of KV instead of {result.kv_bytes_expected}")
-            except PdserveError as error:
-                failures.append(f"{type(error).__name__}: {error}")
-            done += 1
-
-    async with AsyncClient(cluster.target) as client:
-        asking = [asyncio.create_task(ask(number, client)) for number in range(8)]
-        while time.monotonic() < ends_s:
+    async def sample() -> None:
+        while True:
             samples.append(await asyncio.to_thread(_memory, cluster, options))
             await asyncio.sleep(max(0.5, seconds / 120))
-        await asyncio.gather(*asking)
-    return done, failures, samples
+
+    async with AsyncClient(cluster.target) as client:
+        sampling = asyncio.create_task(sample())
+        load = await run_load(client, requests, ClosedLoop(8), mode=Mode.PD, duration_s=seconds)
+        sampling.cancel()
+    return load.outcomes, samples
 
 
 def _memory(cluster: LocalCluster, options: Options) -> MemorySample:
@@ -359,12 +343,7 @@ def _memory(cluster: LocalCluster, options: Options) -> MemorySample:
             by_process[f"{name}'s engine"] = sum(each.memory_full_info().uss for each in children)
     on_gpus = 0
     if options.on_gpu:
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-        on_gpus = sum(int(line) for line in asked.stdout.split()) * 2**20
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        on_gpus = sum(map(int, asked.stdout.split())) * 2**20
     return MemorySample(sum(by_process.values()), on_gpus, by_process)

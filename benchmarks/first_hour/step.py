@@ -33,6 +33,11 @@ class Options(msgspec.Struct, frozen=True):
         """Whether it is about GPUs. Else the same steps run on CPUs, with small shapes."""
         return self.device == "cuda"
 
+    @property
+    def has_goals(self) -> bool:
+        """Whether sizes are large enough to hold figures against their goals."""
+        return self.on_gpu and not self.quick
+
 
 class Findings(msgspec.Struct):
     """What a step found. ``problems`` fail it, ``below`` are goals that it misses; ``skipped`` says what was missing
@@ -58,11 +63,10 @@ class Findings(msgspec.Struct):
         if not condition:
             self.problems.append(problem)
 
-    def aim(self, name: str, value: float, goal: float, *, at_most: bool = False) -> None:
-        """Note a figure that has a goal, and whether it misses it."""
+    def aim(self, name: str, value: float, goal: float, *, at_most: bool = False, judged: bool = True) -> None:
+        """Note a figure that has a goal, and whether it misses it. Not ``judged``: the goal is for other sizes."""
         self.figures[name] = round(value, 4)
-        missed = value > goal if at_most else value < goal
-        if missed:
+        if judged and (value > goal if at_most else value < goal):
             self.below.append(f"{name} is {value:.3g}, and the goal is {'at most' if at_most else 'at least'} {goal:g}")
 
 

@@ -4,6 +4,10 @@ links over them. It runs in a process (`ops.doctor.probes`) or a Ray actor (`ops
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -253,3 +257,19 @@ def _small_pool(layout: KVLayout, device: str) -> Pool:
             need_mb = (_POOL_BLOCKS * layout.block_bytes + MAX_PROBE_AREA_BYTES) / 2**20
             raise LaunchError(f"{device} has no {need_mb:.0f} MiB free") from None
     return Pool.create(layout, _POOL_BLOCKS, device, MAX_PROBE_AREA_BYTES)
+
+
+def main() -> None:
+    """Run a probe in this process: `ops.doctor.probes.ProbeProcess` has the other end."""
+    logging.basicConfig(level=logging.ERROR)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # keeps output of libraries out of the answers
+    probe = WorkerProbe()
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        answers.write(json.dumps(probe.call(what, arguments)) + "\n")
+    probe.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -104,7 +103,7 @@ class ProbeProcess(ProbeHandle):
         super().__init__(name)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-P", "-m", "ops.doctor.probes"],
+            [*prefix, sys.executable, "-P", "-m", "ops.doctor.probe"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -154,21 +153,3 @@ class ProbeProcess(ProbeHandle):
         self._stderr.seek(0)
         lines = [line for line in self._stderr.read().decode(errors="replace").split("\n") if line.strip()]
         raise WorkerLost(f"{self._name} ended: {lines[-1] if lines else 'without an error message'}")
-
-
-def main() -> None:
-    """Run a probe in this process."""
-    from ops.doctor.probe import WorkerProbe
-
-    logging.basicConfig(level=logging.ERROR)
-    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # keeps output of libraries out of the answers
-    probe = WorkerProbe()
-    for line in sys.stdin:
-        what, arguments = json.loads(line)
-        answers.write(json.dumps(probe.call(what, arguments)) + "\n")
-    probe.close()
-
-
-if __name__ == "__main__":
-    main()

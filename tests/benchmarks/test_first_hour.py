@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.first_hour.catalogue import STEPS
-from benchmarks.first_hour.choices import EngineTimes, judge_choices
-from benchmarks.first_hour.engine import EngineLine, judge_benchmark, judge_budgets, small_model
+from benchmarks.first_hour.engine import EngineLine, EngineTimes, judge_benchmark, judge_budgets, judge_choices
 from benchmarks.first_hour.programs import last_line
 from benchmarks.first_hour.run import judge, main
 from benchmarks.first_hour.service import MemorySample, judge_memory
@@ -233,7 +232,3 @@ def test_the_script_runs_on_cpus(tmp_path: Path, chosen: list[str]) -> None:
         assert report["steps"]["links"]["figures"]["hand-offs, GB/s"] > 0
         assert report["steps"]["sampling"]["figures"]["sampled / greedy"] > 0
         assert report["steps"]["choices"]["figures"]["run_ahead on / off, step of 4"] > 0
-
-
-def test_the_small_model_is_served(tmp_path: Path) -> None:
-    assert resolve_model(small_model(tmp_path)).shape.num_layers == 4

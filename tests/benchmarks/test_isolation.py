@@ -16,4 +16,4 @@ def test_a_request_that_ends_is_followed_by_the_next(monkeypatch: pytest.MonkeyP
         pytest.skip("it needs a second core, and this process may use one only")
     monkeypatch.setattr(isolation, "_MOST_TOKENS", 200)
     measured = isolation.measure_isolation("tiny", cores, turns=1, turn_s=1.5)
-    assert all(figure > 0 for figure in (measured.quiet_p50_ms, measured.busy_p50_ms, measured.hammered_p50_ms))
+    assert all(measured[f"{kind}_p50_ms"] > 0 for kind in ("quiet", "busy", "hammered"))

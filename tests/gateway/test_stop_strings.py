@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,8 +73,11 @@ class Letters:
         return "~"
 
 
+letters: Any = Letters()
+
+
 def test_output_text_trims_tokens_with_the_text() -> None:
-    output = OutputText(Letters(), ["world"])
+    output = OutputText(letters, ["world"])
     assert [(output.add(token_id), output.stopped) for token_id in (0, 1, 2)] == [
         ("Hello", False), (" ", False), ("", True),
     ]  # fmt: skip
@@ -81,7 +86,7 @@ def test_output_text_trims_tokens_with_the_text() -> None:
 
 
 def test_output_text_gives_everything_at_the_end() -> None:
-    output = OutputText(Letters(), [" ENDING"])
+    output = OutputText(letters, [" ENDING"])
     assert [output.add(token_id) for token_id in (0, 4, 5)] == ["Hello", "", ""]
     assert output.end() == " END~"
     assert (output.text, output.token_ids) == ("Hello END~", [0, 4, 5])

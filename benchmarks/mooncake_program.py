@@ -1,4 +1,4 @@
-"""Source or target of `MooncakeTcp`: `python -m benchmarks.peers.mooncake_program ROLE MAX_BYTES`."""
+"""Source or target of `MooncakeTcp`: `python -m benchmarks.mooncake_program ROLE MAX_BYTES`."""
 
 from __future__ import annotations
 

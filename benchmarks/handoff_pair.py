@@ -1,4 +1,6 @@
-"""Source or target of `HandoffPair`: a sender or a receiver over a pool of the model's block layout."""
+"""Our own side of the transfer benchmark: whole hand-offs of blocks (for bare transports see
+`experiments.pairs.transport_pair`). The module is also the program of both ends, a sender and a receiver over a pool of
+the model's block layout."""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ import asyncio
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 
 from experiments.messages import Message, message_of
 from experiments.pairs.buffer import Buffer
 from experiments.pairs.endpoint import Expecting
-from experiments.pairs.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
+from experiments.pairs.loop_endpoint import TIMEOUT_S, TRANSFER, TRANSPORT_VARIABLE, LoopEndpoint
+from experiments.pairs.process_pair import ProcessPair
 from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
@@ -22,6 +26,7 @@ from pdserve.core.kv_layout import KVLayout, Region
 from runtime.secret import ServiceSecret
 
 SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
+DEVICE_VARIABLE = "PDSERVE_BENCH_DEVICE"
 _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size
 
 
@@ -34,14 +39,12 @@ def layout_of(shape: str) -> KVLayout:
 class BlockBuffer(Buffer):
     """A pool whose blocks hand-offs use in a random order, so that hardly any two of them touch."""
 
-    def __init__(self, layout: KVLayout, num_bytes: int, *, filled: bool) -> None:
+    def __init__(self, layout: KVLayout, num_bytes: int, device: str, *, filled: bool) -> None:
         self._layout = layout
-        self.pool = Pool.create(layout, -(-num_bytes // layout.block_bytes))
-        assert isinstance(self.pool.memory, HostMemory)
-        self.memory = self.pool.memory
-        if filled:
+        self.pool = Pool.create(layout, -(-num_bytes // layout.block_bytes), device)
+        if filled and isinstance(self.pool.memory, HostMemory):
             whole = layout.block_bytes * self.pool.num_blocks
-            self.memory.view(Region(0, whole))[:] = Buffer(whole, filled=True).view
+            self.pool.memory.view(Region(0, whole))[:] = Buffer(whole, filled=True).view
         self._order = list(range(self.pool.num_blocks))
         random.Random(filled).shuffle(self._order)
 
@@ -51,15 +54,19 @@ class BlockBuffer(Buffer):
 
     def clear(self, num_bytes: int) -> None:
         """Zero the blocks of a hand-off."""
-        for region in self.pool.regions(self.blocks(num_bytes)):
-            self.memory.view(region)[:] = bytes(region.size)
+        for view in self._views(num_bytes):
+            view[:] = bytes(len(view))
 
     def digest(self, num_bytes: int) -> str:
         """Digest of the blocks of a hand-off."""
         digest = hashlib.sha256()
-        for region in self.pool.regions(self.blocks(num_bytes)):
-            digest.update(self.memory.view(region))
+        for view in self._views(num_bytes):
+            digest.update(view)
         return digest.hexdigest()
+
+    def _views(self, num_bytes: int) -> Iterator[memoryview]:
+        assert isinstance(self.pool.memory, HostMemory), "hand-offs between GPUs are not checked"
+        return map(self.pool.memory.view, self.pool.regions(self.blocks(num_bytes)))
 
 
 class Address(Message):
@@ -74,9 +81,11 @@ class HandoffEndpoint(LoopEndpoint):
     def __init__(self, role: str, max_bytes: int) -> None:
         self.role = role
         self.start_loop()
-        self.buffer: BlockBuffer = BlockBuffer(
-            layout_of(os.environ[SHAPE_VARIABLE]), max_bytes, filled=role == "source"
-        )
+        device = os.environ[DEVICE_VARIABLE]
+        if device != "cpu":
+            device += ":0" if role == "source" else ":1"
+        layout = layout_of(os.environ[SHAPE_VARIABLE])
+        self.buffer: BlockBuffer = BlockBuffer(layout, max_bytes, device, filled=role == "source")
         self._clock, self._count = MonotonicClock(), 0
         self._endpoints: tuple[KVEndpoint, ...] = self.on_loop(self._open())
 
@@ -140,6 +149,26 @@ class HandoffEndpoint(LoopEndpoint):
         self._sender.send_blocks(name, 0, blocks, last=True)
         await self._sender.wait(name)
         return started_s
+
+
+class HandoffPair(ProcessPair):
+    """Hand-offs of a model's blocks (``shape``: 135m or 8b) over ``transport``: scattered blocks of one pool, read,
+    hashed, sent, verified and put into scattered blocks of the other. With the ``device`` cuda the pools are in the
+    memory of two GPUs; their blocks are empty, and hand-offs have to be `unchecked`."""
+
+    module = "benchmarks.handoff_pair"
+
+    def __init__(self, shape: str, transport: str, *, probe: bool = True, device: str = "cpu") -> None:
+        super().__init__()
+        self.probe = probe
+        self.name = f"{shape} blocks over {transport}"
+        settings = {TRANSPORT_VARIABLE: transport, SHAPE_VARIABLE: shape, DEVICE_VARIABLE: device}
+        self.environment = {**settings, **ServiceSecret.new().environment()}
+        self.layout = layout_of(shape)
+
+    def unchecked(self, num_bytes: int) -> float:
+        """`seconds`, without touching the target's blocks before."""
+        return self._move(num_bytes)
 
 
 if __name__ == "__main__":

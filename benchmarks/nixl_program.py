@@ -1,4 +1,4 @@
-"""Source or target of `Nixl`: `python -m benchmarks.peers.nixl_program ROLE MAX_BYTES`."""
+"""Source or target of `Nixl`: `python -m benchmarks.nixl_program ROLE MAX_BYTES`."""
 
 from __future__ import annotations
 
