@@ -2,7 +2,7 @@
 
 A probe runs on the node of a worker and answers in plain values: `WorkerProbe.call` makes them from the types of
 `ops.doctor.report`, and `ProbeHandle.call` turns them back. For a service that starts its own Ray, probes are processes
-of this host, and Ray is not needed. `python -m ops.doctor.probes` is such a process. It reads one JSON line per call
+of this host, and Ray is not needed. `python -m ops.doctor.probe` is such a process. It reads one JSON line per call
 from its standard input, writes one per answer to its standard output, and ends when its input does, hence with its
 parent.
 """
