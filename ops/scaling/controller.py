@@ -49,9 +49,9 @@ class RoleLoad(NamedTuple):
 class Observation(NamedTuple):
     """What the gateways saw from ``begin_s`` to ``end_s``.
 
-    ``ttft``, ``itl``: counts as `gateway.scaling_report.GatewayLoad` has them. ``overdue``: requests that have waited for
-    their first token for longer than its objective, at the end. ``requests``: those that came; ``prompt_tokens`` and
-    ``output_tokens``: of those that got their first token, and of all. ``in_flight``: requests in progress.
+    ``ttft``, ``itl``: counts as in `GatewayLoad`. ``overdue``: requests that have waited for their first token for
+    longer than its objective, at the end. ``requests``: those that came; ``prompt_tokens`` and ``output_tokens``: of
+    those that got their first token, and of all. ``in_flight``: requests in progress.
     """
 
     begin_s: float

@@ -108,7 +108,7 @@ async def test_what_honest_clients_send_closes_nothing(
 ) -> None:
     """The longest messages, as many streams as there may be at once and more, and many that are cancelled at once."""
     caplog.set_level(logging.WARNING, logger="gateway.grpc_api.connection_guard")
-    monkeypatch.setattr(server_options, "MAX_STREAMS", server_options.MAX_STREAMS // scale)
+    monkeypatch.setattr(server_options, "MAX_STREAMS", connection_guard.MAX_STREAMS // scale)
     for bound in ("EMPTY_CALLS", "FREE_BYTES", "KNOWN_FREE_BYTES"):
         monkeypatch.setattr(connection_guard, bound, getattr(connection_guard, bound) // scale)
     many = 3000 // scale
