@@ -89,9 +89,8 @@ class Gateway:
         service: str = "",
         cache_key: bytes | None = None,
         restarted: bool = False,
-        clock: Clock | None = None,
     ) -> None:
-        clock = self._clock = clock or MonotonicClock()
+        clock = self._clock = MonotonicClock()
         self._config = config
         self._secret = secret
         self._security = security = security_of(config.gateway, clock)

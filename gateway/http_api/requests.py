@@ -323,11 +323,6 @@ class ChatBody(GenerationBody):
             raise ValueError("tool_choice: it needs tools")
         return self
 
-    @property
-    def may_call(self) -> bool:
-        """Whether calls of tools are looked for in the output."""
-        return bool(self.tools) and self.tool_choice != "none"
-
 
 class TokenizeBody(CallBody):
     """The body of ``POST /tokenize``: a prompt, or messages."""

@@ -71,7 +71,7 @@ def chat(
 def tool_calls(body: ChatBody, template: ChatTemplate | None) -> ToolCallParser | None:
     """A new parser of an output's tool calls; None if it is to have none. `InvalidRequest` for a model whose calls are
     not known."""
-    if not body.may_call:
+    if not body.tools or body.tool_choice == "none":
         return None
     if template is None or template.tool_format is None:
         known = ", ".join(form.name for form in FORMATS)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.output_text import OutputText, StopStrings
+from gateway.tokenizer import ByteLevelDetokenizer
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
@@ -61,23 +60,16 @@ def test_overlaps_and_holding_back(stops: list[str], pieces: list[str], shown: l
     assert run(stops, pieces) == (shown, hit)
 
 
-class Letters:
-    """Token i is the i-th of these."""
-
-    WORDS = ("Hello", " wor", "ld", "!", "", " END")
-
-    def add(self, token_id: int) -> str:
-        return self.WORDS[token_id]
-
-    def flush(self) -> str:
-        return "~"
+WORDS = (b"Hello", b" wor", b"ld", b"!", b"", b" END\xc3")
+"""The bytes of token i; the last one ends within a character."""
 
 
-letters: Any = Letters()
+def output_of(*stops: str) -> OutputText:
+    return OutputText(ByteLevelDetokenizer(WORDS.__getitem__), stops)
 
 
 def test_output_text_trims_tokens_with_the_text() -> None:
-    output = OutputText(letters, ["world"])
+    output = output_of("world")
     assert [(output.add(token_id), output.stopped) for token_id in (0, 1, 2)] == [
         ("Hello", False), (" ", False), ("", True),
     ]  # fmt: skip
@@ -86,10 +78,10 @@ def test_output_text_trims_tokens_with_the_text() -> None:
 
 
 def test_output_text_gives_everything_at_the_end() -> None:
-    output = OutputText(letters, [" ENDING"])
+    output = output_of(" ENDING")
     assert [output.add(token_id) for token_id in (0, 4, 5)] == ["Hello", "", ""]
-    assert output.end() == " END~"
-    assert (output.text, output.token_ids) == ("Hello END~", [0, 4, 5])
+    assert output.end() == " END�"
+    assert (output.text, output.token_ids) == ("Hello END�", [0, 4, 5])
 
 
 def test_output_without_a_tokenizer_has_tokens_and_no_text() -> None:
