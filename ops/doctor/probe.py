@@ -67,6 +67,7 @@ class WorkerProbe:
         self._transports: list[KVTransport] = []
         self._receiver: KVReceiver | None = None
         self._spec: WorkerSpec | None = None
+        self._findings: list[Finding] = []
 
     def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Call a method by name. Returns ``{"value": …}`` in plain values, or ``{"error": (kind, message)}`` for a
@@ -100,27 +101,24 @@ class WorkerProbe:
         opens and accepts no link, ``model_hash`` the node's hash of the weights."""
         self._close()
         worker = self._spec = WorkerSpec.from_wire(spec)
-        where, findings = f"{worker.worker_id} on {worker.node}", list[Finding]()
-        control = self._listen_control(worker, where, findings)
+        self._findings = []
+        control = self._listen_control(worker)
         interface: Interface | None = None
         endpoints: tuple[KVEndpoint, ...] = ()
         try:
             interface = resolve_interface(worker.config.transfer.interface, worker.host)
-            endpoints = self._listen_kv(
-                worker, device, ServiceSecret.from_hex(secret), model_hash, interface.address, where, findings
-            )
+            endpoints = self._listen_kv(worker, device, ServiceSecret.from_hex(secret), model_hash, interface.address)
         except ConfigError as error:
             check, remedy = "transport", "choose another transfer.transport, or auto"
             if str(error).startswith("cluster.tls"):
                 check, remedy = "access", "see docs/security.md; each host needs the files"
             elif interface is None:
                 check, remedy = "interface", "name a device, network or address that every host has"
-            findings.append(fail(check, where, str(error), remedy))
+            self._findings.append(fail(check, self._where, str(error), remedy))
         except PdserveError as error:  # the model cannot be read, or a port was taken since it was checked
-            findings.append(
-                fail("kv", where, str(error), "its KV ends cannot be opened, so the worker would not start")
-            )
-        return Endpoints(worker.worker_id, control, interface, endpoints, tuple(findings))
+            remedy = "its KV ends cannot be opened, so the worker would not start"
+            self._findings.append(fail("kv", self._where, str(error), remedy))
+        return Endpoints(worker.worker_id, control, interface, endpoints, tuple(self._findings))
 
     def _meet(self, worker_id: str, endpoints: list[Any], for_s: float, timeout_s: float) -> Meeting:
         """Open a link to another probe, shake hands, and measure for ``for_s`` seconds (0: one round trip)."""
@@ -135,6 +133,10 @@ class WorkerProbe:
             self._on_loop(self._close_ends(), _CLOSE_S)
         self._pool = None
 
+    @property
+    def _where(self) -> str:
+        return f"{self._spec.worker_id} on {self._spec.node}" if self._spec else ""
+
     # --- implementation ----------------------------------------------------------------------------------------------
 
     def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -145,26 +147,19 @@ class WorkerProbe:
             future.cancel()
             raise DeadlineExceeded(f"not done within {timeout_s:.0f} s") from None
 
-    def _listen_control(self, worker: WorkerSpec, where: str, findings: list[Finding]) -> str:
+    def _listen_control(self, worker: WorkerSpec) -> str:
         for port in (worker.port, 0):
             try:
                 self._ping = PingServer(worker.host, port)
             except OSError as error:
                 what = f"cannot listen on {worker.host}:{port} (control): {error.strerror}"
-                findings.append(port_taken(where, what, port))
+                self._findings.append(port_taken(self._where, what, port))
                 continue
             return self._ping.address
         return ""
 
     def _listen_kv(
-        self,
-        worker: WorkerSpec,
-        device: str,
-        secret: ServiceSecret,
-        model_hash: str,
-        address: str,
-        where: str,
-        findings: list[Finding],
+        self, worker: WorkerSpec, device: str, secret: ServiceSecret, model_hash: str, address: str
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
         tls = plane_tls(worker.config.cluster)
@@ -195,7 +190,7 @@ class WorkerProbe:
             except TransferError as error:
                 self._on_loop(self._close_ends(), _CLOSE_S)
                 taken = next((each for each in range(port, port + len(names)) if each and listeners(each)), port)
-                findings.append(port_taken(where, str(error), taken))
+                self._findings.append(port_taken(self._where, str(error), taken))
         return ()
 
     async def _meet_over_link(

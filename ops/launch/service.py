@@ -106,6 +106,7 @@ class Service:
         self._missed = 0  # failed checks of Ray in a row
         self._scaling: ScalingReport | None = None
         self._processes: tuple[ProcessId, ...] = ()
+        self._waiting = ""  # what was last reported to be waited for
 
     @property
     def owns_ray(self) -> bool:
@@ -463,7 +464,6 @@ class Service:
     def _await_placed(self, members: Members, added: Sequence[Member], timeout_s: float) -> None:
         """Wait until all workers have a node, and report what is missing."""
         began_s = time.monotonic()
-        reported = ""
         while waiting := members.unplaced(added, CHECK_EVERY_S):
             self._check()
             waited_s = time.monotonic() - began_s
@@ -478,8 +478,12 @@ class Service:
                 )
             if waited_s > PLACE_REPORT_S:
                 free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self._session.nodes())
-                if reported != (reported := f"waiting for room: {wants}; now free: {free}"):
-                    self._report(reported)
+                self._report_waiting(f"waiting for room: {wants}; now free: {free}")
+
+    def _report_waiting(self, what: str) -> None:
+        if what != self._waiting:
+            self._waiting = what
+            self._report(what)
 
     def _await_gateway(self, answer: Any, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s + STOP_TIMEOUT_S
@@ -496,7 +500,6 @@ class Service:
         nodes join some time after `ray up` has returned."""
         cluster = self.config.cluster
         deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
-        reported = ""
         while True:
             self._check()
             nodes = self._session.nodes()
@@ -508,9 +511,7 @@ class Service:
             except LaunchError as error:
                 if self.owns_ray or time.monotonic() > deadline_s:
                     raise
-                if reported != str(error):
-                    reported = str(error)
-                    self._report(f"waiting for nodes: {reported}")
+                self._report_waiting(f"waiting for nodes: {error}")
                 time.sleep(NODES_POLL_S)
 
     def _take_notes(self, notes: Mapping[str, list[str]], report: Report | None = None) -> None:
