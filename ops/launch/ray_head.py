@@ -170,7 +170,7 @@ class _Process:
                 (raylet,) = self.all_processes["raylet"]
                 while not self.get_gcs_client().get_all_node_info(timeout=_START_TIMEOUT_S):
                     if (code := raylet.process.poll()) is not None:
-                        raise RuntimeError(f"its raylet ended (exit code {code}); see {_kept(self)}")
+                        raise RuntimeError(f"its raylet ended (exit code {code}){_kept(self)}")
                     time.sleep(_POLL_S)
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -194,13 +194,18 @@ class _Process:
         return address
 
 
-def _kept(node: Any) -> Path:
-    """A copy of the raylet's log that outlives the folder of its Ray."""
+def _kept(node: Any) -> str:
+    """Copy the raylet's log out of the folder of its Ray, which is removed. Where it is, or nothing if the raylet ended
+    before it had a log."""
+    try:
+        text = Path(node.get_logs_dir_path(), "raylet.out").read_bytes()
+    except FileNotFoundError:
+        return ""
     with writable_state() as folder:
         log = folder / f"raylet-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         with open(log, "wb", opener=private) as copy:
-            copy.write(Path(node.get_logs_dir_path(), "raylet.out").read_bytes())
-    return log
+            copy.write(text)
+    return f"; see {log}"
 
 
 if __name__ == "__main__":
