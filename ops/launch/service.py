@@ -236,16 +236,16 @@ class Service:
         self._scaling = report
         self._send_members()
 
+    def check_ray(self) -> None:
+        """RayLost if Ray's control service or this node's raylet is gone. Calls nothing of Ray, which may hang then."""
+        trouble = self._session.trouble()
+        self._missed = self._missed + 1 if trouble else 0
+        if self._missed >= MISSED_CHECKS:
+            raise RayLost(f"{trouble}: the service cannot go on without it")
+
     def tend(self) -> None:
-        """Periodic maintenance: send the service's members to the gateways, which may have been restarted. RayLost if
-        Ray's control service or this node's raylet is gone."""
-        if trouble := self._session.trouble():
-            self._missed += 1
-            if self._missed >= MISSED_CHECKS:
-                raise RayLost(f"{trouble}: the service cannot go on without it")
-            return
-        self._missed = 0
-        if not self._changing.locked():
+        """Periodic maintenance: send the service's members to the gateways, which may have been restarted."""
+        if not self._missed and not self._changing.locked():
             self._send_members()
 
     def processes(self) -> tuple[ProcessId, ...]:

@@ -212,27 +212,34 @@ class _Supervisor:
             raise failed[0]
 
     def _serve(self) -> LaunchError | None:
-        """Wait for the shutdown, or return the error if Ray is lost. Calls into Ray may hang and run on a thread of
-        their own."""
+        """Wait for the shutdown, or return the error if Ray is lost. Calls into Ray may hang, until Ray's library ends
+        this process after a minute. So they run on a thread of their own, and another one checks that Ray is there."""
         from ops.launch.service import RayLost
 
         lost: list[LaunchError] = []
         ending = threading.Event()
+
+        def watch() -> None:
+            while not ending.is_set():
+                try:
+                    self._service.check_ray()
+                except RayLost as error:
+                    lost.append(error)
+                    return
+                ending.wait(TEND_EVERY_S)
 
         def tend() -> None:
             while not ending.is_set():
                 try:
                     self._service.tend()
                     self._note_members()
-                except RayLost as error:
-                    lost.append(error)
-                    return
-                except Exception:  # if Ray is lost, the next round detects it
+                except Exception:  # if Ray is lost, `watch` detects it
                     log.exception("unexpected error while tending the service")
                 ending.wait(TEND_EVERY_S)
 
         tending = threading.Thread(target=tend, name="tend", daemon=True)
         tending.start()
+        threading.Thread(target=watch, name="watch", daemon=True).start()
         if (config := self._service.config.scaling).controller != "off":
             from ops.scaling.loop import ScalingLoop
 
