@@ -13,6 +13,7 @@ import math
 import random
 import re
 import statistics
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -714,9 +715,9 @@ class ModeMatrix(Experiment):
     prompt_len = 0
     """Of cells that do not name it."""
 
+    @abstractmethod
     def least_pairs(self) -> int:
         """Pairs of an idle cell."""
-        raise NotImplementedError
 
     def load(self, rate: float) -> LoadPlan:
         """The rounds of a cell with this rate; for questions that have such cells."""

@@ -26,8 +26,7 @@ WINDOW_S = 4
 MIN_RETRIES = 10
 """Limit: retries within 4 s besides half of the requests. Then: they wait."""
 RETRY_SHARE = 0.5
-"""Retries that every window allows, and further ones as a share of its requests. With a half, an outage adds at most
-half of the load again."""
+"""Further retries in a window, as a share of its requests: an outage adds at most half of the load again."""
 
 
 class Failures:

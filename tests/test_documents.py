@@ -143,6 +143,18 @@ def test_the_configuration_has_the_keys_that_are_told(document: Path) -> None:
             PdserveConfig.parse(sections)
 
 
+def test_keys_of_the_configuration_that_sentences_name_exist() -> None:
+    keys = {f"{name}.{key}" for name, section in PdserveConfig() for key in type(section).model_fields}
+    named = {
+        (name_of(document), key)
+        for document in DOCUMENTS
+        if document.parent == ROOT / "docs"
+        for key in re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_0-9]+)(?=[`:])", document.read_text())
+    }
+    assert len(named) > 100
+    assert {(document, key) for document, key in named if key not in keys} == set()
+
+
 def test_the_table_beside_vllm_has_the_figures_of_a_run() -> None:
     (run,) = re.findall(r"figures as JSON\]\(../(.*-served.json)\)", (ROOT / "docs" / "results.md").read_text())
     measured = json.loads((ROOT / run).read_text())
