@@ -120,7 +120,7 @@ class AddedTtftOptions(PairOptions):
         description="limits in ms under load: ttft=200,itl=50 (ttft_decode, tpot, e2e); auto: twice the idle colocated "
         "TTFT and gap between tokens",
     )
-    duration_s: float = option(6.0, gt=0, le=86_400, description="seconds of each load", quick=4.0)
+    duration_s: float = option(6.0, gt=0, le=86_400, description="seconds of each load", quick=3.0)
     rounds: int = option(6, ge=2, description="loads of each mode per cell", quick=2)
 
 

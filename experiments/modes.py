@@ -67,7 +67,7 @@ class PairOptions(Options):
         ge=0,
         le=86_400,
         description="seconds per idle cell within which pairs are added until the intervals are narrow",
-        quick=18.0,
+        quick=42.0,
     )
     narrow_ms: float = Field(
         2.0, gt=0, description="half width of a narrow interval, in ms; 5 % of the added time are narrow as well"
@@ -709,7 +709,7 @@ class ModeMatrix(Experiment):
     a load."""
 
     options: PairOptions
-    output_len = 4
+    output_len = 3
     """Tokens that the requests of pairs generate."""
 
     prompt_len = 0
