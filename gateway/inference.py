@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -28,6 +28,7 @@ from gateway.validation import (
     prompt_of,
     seeded,
 )
+from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.errors import DuplicateRequest, NotReady, PdserveError
 from pdserve.core.logprobs import TokenLogprobs
@@ -114,7 +115,9 @@ class Inference:
         default_timeout_s: float,
         cache_key: bytes,
         observers: Sequence[Observer] = (),
+        chance: random.Random = SYSTEM,
     ) -> None:
+        self._chance = chance
         self.tokenizer = tokenizer
         self._default_timeout_s = default_timeout_s
         self.draining: NotReady | None = None
@@ -212,7 +215,7 @@ class Inference:
         later call with its id cancels ``task`` (default: the one that iterates).
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
-        request_id = submission.request_id or f"req-{os.urandom(16).hex()}"
+        request_id = submission.request_id or f"req-{self._chance.randbytes(16).hex()}"
         key = arrival.caller.name, request_id
         claim = await self._claim(key, submission, arrival, task or asyncio.current_task())
         bind_request(request_id)

@@ -6,19 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
-import grpc
-
+from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
 from pdserve.core.worker import Role, WorkerEpoch, WorkerInfo
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
-from worker.authentication import Context
 from worker.messages import BEATS, Beat, BeatAnswer, encode
 
 log = logging.getLogger(__name__)
@@ -31,10 +29,12 @@ class WorkerDirectory:
     """Keeps the router's registry up to date, with the workers of ``service``. Failures are retried with the next
     heartbeat, and logged once."""
 
-    def __init__(self, registry: WorkerRegistry, connect: Connect, service: str = "") -> None:
+    def __init__(
+        self, registry: WorkerRegistry, connect: Connect, service: str = "", chance: random.Random = SYSTEM
+    ) -> None:
         self._registry = registry
         self._service = service
-        self._gateway_epoch = uuid.uuid4().hex
+        self._gateway_epoch = chance.randbytes(16).hex()
         self._connect = connect
         self._joining: dict[str, Beat] = {}  # the last heartbeats of workers being connected, by worker id
         self._logged: dict[tuple[str, ...], str] = {}
@@ -69,15 +69,11 @@ class WorkerDirectory:
             for prefill in self._registry.workers
         )
 
-    async def serve(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes, None]:
+    async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Serve one worker's stream: each heartbeat registers the worker, or renews its registration, and is answered
-        with the role and the links that the worker should have. INVALID_ARGUMENT if a message is unreadable."""
+        with the role and the links that the worker should have. PdserveError if a message is unreadable."""
         async for data in requests:
-            try:
-                beat = BEATS.decode(data)
-            except PdserveError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            yield encode(self._answer(beat))
+            yield encode(self._answer(BEATS.decode(data)))
 
     def _answer(self, beat: Beat) -> BeatAnswer:
         info = beat.info

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from kv_transfer.protocol import (
     encode,
     peer_error,
 )
+from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 
@@ -71,17 +71,17 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
     return answer.layout
 
 
-async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
+async def measure(link: KVLink, pool: Pool, announced: list[Announce], clock: Clock) -> float:
     """Measure the ceiling of the link (`kv_transfer.link_rate`), in 10^9 bytes per second, with growing trains of
     probes. Takes 25 ms; on a slow link about 0.1 s, or three round trips and 68 KiB. Sends no part of the
     probe area twice, because a part that was just used is in the processor's cache. Announcements that arrive meanwhile
     are added to ``announced``."""
-    prober = _Prober(link, pool, announced)
+    prober = _Prober(link, pool, announced, clock)
     await prober.train(_WARM_UP_BYTES)
-    started_s, unused_bytes = time.monotonic(), pool.probe_bytes
+    started_s, unused_bytes = clock.now(), pool.probe_bytes
 
     def left_s() -> float:
-        return _PROBE_S - (time.monotonic() - started_s)
+        return _PROBE_S - (clock.now() - started_s)
 
     for number in range(_FEW_ROUND_TRIPS):
         if number >= _LEAST_ROUND_TRIPS and left_s() < _PROBE_S / 2:
@@ -102,20 +102,20 @@ async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
             return prober.ceiling_gbs
 
 
-async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
+async def survey(link: KVLink, pool: Pool, for_s: float, clock: Clock) -> LinkFigures:
     """Measure round trips, and then rates for about ``for_s`` seconds, with trains of probes that grow as long as
     several more of them fit into the time."""
-    prober = _Prober(link, pool, [])
+    prober = _Prober(link, pool, [], clock)
     await prober.train(_WARM_UP_BYTES if for_s else 0)
-    started_s = time.monotonic()
+    started_s = clock.now()
     trips_s: list[float] = []
-    while len(trips_s) < _MANY_ROUND_TRIPS and (not trips_s or time.monotonic() - started_s < for_s):
-        sent_s = time.monotonic()
+    while len(trips_s) < _MANY_ROUND_TRIPS and (not trips_s or clock.now() - started_s < for_s):
+        sent_s = clock.now()
         await prober.train(0)
-        trips_s.append(time.monotonic() - sent_s)
+        trips_s.append(clock.now() - sent_s)
     rates: list[float] = []  # of trains of ``num_bytes``
-    num_bytes, moved_bytes, started_s = _FIRST_BYTES, 0, time.monotonic()
-    while for_s and (past_s := time.monotonic() - started_s) < _SLOW_FACTOR * for_s:
+    num_bytes, moved_bytes, started_s = _FIRST_BYTES, 0, clock.now()
+    while for_s and (past_s := clock.now() - started_s) < _SLOW_FACTOR * for_s:
         if past_s > for_s and len(rates) >= _TRAINS_LEFT:
             break
         took_s = await prober.train(num_bytes)
@@ -137,8 +137,8 @@ async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
 class _Prober:
     """Sends trains of probes over a link, from the pool's probe area."""
 
-    def __init__(self, link: KVLink, pool: Pool, announced: list[Announce]) -> None:
-        self._link, self._pool, self._announced = link, pool, announced
+    def __init__(self, link: KVLink, pool: Pool, announced: list[Announce], clock: Clock) -> None:
+        self._link, self._pool, self._announced, self._clock = link, pool, announced, clock
         self.ceiling_gbs = 0.0
         """The link's ceiling, according to the receiver."""
 
@@ -148,7 +148,7 @@ class _Prober:
         count = _TRAIN if num_bytes > _FIRST_BYTES else 1
         for left in reversed(range(count)):
             payload = await self._link.payload(self._pool.next_probe(num_bytes // count))
-            await self._link.send(encode(Probe(round(time.monotonic() * 1e6), left)), payload)
+            await self._link.send(encode(Probe(round(self._clock.now() * 1e6), left)), payload)
         while isinstance(answer := decode((await self._link.recv()).header), Announce):
             self._announced.append(answer)
         if not isinstance(answer, Probed):

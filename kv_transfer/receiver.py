@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import secrets
+import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +34,7 @@ from kv_transfer.protocol import (
 )
 from kv_transfer.receive_transfer import ReceivedKV, ReceiveLink, ReceiveTransfer
 from kv_transfer.transfer import Lease, TransferEnded
+from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
 from pdserve.core.handoff import KVEndpoint
@@ -65,10 +66,11 @@ class KVReceiver:
         clock: Clock,
         lease_s: float,
         eos_token_ids: Iterable[int] = (),
+        chance: random.Random = SYSTEM,
     ) -> None:
         check_block_size(pool.layout)
         self._eos_token_ids = sorted_eos(eos_token_ids)
-        self._pool, self._clock = pool, clock
+        self._pool, self._clock, self._chance = pool, clock, chance
         self._worker_id, self._epoch, self._checksum = worker_id, epoch, checksum
         self._lease_s = lease_s
         self._transports = tuple(transports)
@@ -124,7 +126,7 @@ class KVReceiver:
             self._fail(transfer, TransferTimeout(f"KV of {attempt_id} is incomplete and {why}"))
 
         lease = Lease(self._clock, deadline_s, self._lease_s, expire)
-        nonce, layout, now_s = secrets.token_hex(16), self._pool.layout, self._clock.now()
+        nonce, layout, now_s = self._chance.randbytes(16).hex(), self._pool.layout, self._clock.now()
         transfer = ReceiveTransfer(
             attempt_id, sender_id, lease, nonce, block_ids, num_skipped, layout, now_s, partial=partial
         )

@@ -209,7 +209,7 @@ class KVSender:
                 checksums = link.hashes(self._checksums)
                 hello = Hello(self._worker_id, epoch, self._pool.layout, checksums, self._eos_token_ids)
                 shard = await introduce(link, hello, worker_id)
-                ceiling_gbs = await measure(link, self._pool, announced)
+                ceiling_gbs = await measure(link, self._pool, announced, self._clock)
             peer = SendLink(
                 PeerLink(worker_id, transport.name, reason, ceiling_gbs),
                 epoch,

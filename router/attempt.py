@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
+from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, WorkerLost
 from pdserve.core.handoff import PrefixFetch, PrefixSource, prefix_transfer_id
@@ -54,10 +56,11 @@ class Attempt:
         max_unread: int,
         arrivals: Arrivals,
         hold_first_token: bool = False,
+        chance: random.Random = SYSTEM,
     ) -> None:
         self.failed: set[str] = set()
         self._record = record
-        self._request = record.next_attempt()
+        self._request = record.next_attempt(chance)
         self._assignment = assignment
         self._result = result
         self._registry = registry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -131,10 +131,10 @@ class RequestRecord:
         """Change the status to ``to``. `IllegalTransition` if the table forbids it."""
         self.status = check_transition(REQUEST_TRANSITIONS, self.status, to)
 
-    def next_attempt(self) -> Request:
+    def next_attempt(self, chance: random.Random) -> Request:
         """Return the request for the next attempt. Its attempt id is unique even if a client uses a request id again,
         so that late outputs of an earlier attempt are not mistaken for outputs of this one."""
-        attempt_id = f"{self.request.request_id}#{secrets.token_hex(4)}"
+        attempt_id = f"{self.request.request_id}#{chance.randbytes(4).hex()}"
         return self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)
 
     @property

@@ -13,6 +13,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError
@@ -68,8 +69,10 @@ class Router:
         clock: Clock,
         auto_mode: WaitMode = Mode.AUTO,
         on_kv_failure: KVFailurePolicy = "retry",
+        chance: random.Random = SYSTEM,
     ) -> None:
         self.registry = registry
+        self.chance = chance
         self.auto_mode = auto_mode
         self._config = config
         self._clock = clock
@@ -184,6 +187,7 @@ class Generation:
                     router._config.max_unread_tokens,
                     router._arrivals,
                     router._config.first_token == "decode",
+                    chance=router.chance,
                 )
                 bind_request(request_id, attempt.attempt_id)
                 try:
@@ -229,10 +233,10 @@ class Generation:
         """Wait before a retry, then until the retry budget allows one."""
         router, deadline = self._router, self.record.deadline
         doing = "waiting for a retry"
-        await deadline.sleep(failures.pause_s * random.uniform(0.5, 1.5), doing)
+        await deadline.sleep(failures.pause_s * router.chance.uniform(0.5, 1.5), doing)
         while not router._budget.take():
             await deadline.sleep(
-                router._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing}: too many others are retried"
+                router._budget.wait_s() + router.chance.uniform(0.01, 0.1), f"{doing}: too many others are retried"
             )
 
     async def _place(self, failures: Failures) -> Assignment:

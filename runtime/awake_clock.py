@@ -32,6 +32,13 @@ class AwakeClock:
         return self._awake_s
 
 
+class _LoopClock:
+    """The clock by which an event loop calls its timers: the host's, or that of a simulated world."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now = loop.time
+
+
 _CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, AwakeClock] = WeakKeyDictionary()
 
 
@@ -40,7 +47,7 @@ def awake_clock() -> AwakeClock:
     loop = asyncio.get_running_loop()
     clock = _CLOCKS.get(loop)
     if clock is None:
-        clock = _CLOCKS[loop] = AwakeClock()
+        clock = _CLOCKS[loop] = AwakeClock(_LoopClock(loop))
         loop.call_soon(_tick, loop, clock)
     return clock
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import grpc
 
@@ -41,7 +41,8 @@ REGISTRY = StreamService("pdserve.internal.v1.Registry", "Heartbeats", "registry
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
-Serve: TypeAlias = Callable[[AsyncIterator[bytes], Context], AsyncGenerator[bytes, None]]
+Serve: TypeAlias = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
+"""Serves one stream: messages in, answers out. A PdserveError ends the stream with INVALID_ARGUMENT."""
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -50,6 +51,68 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
 )
+
+
+class Wire(Protocol):
+    """A way to open streams to one server. `ServiceWire` is the real one."""
+
+    async def open(self, requests: AsyncIterator[bytes], *, timeout_s: float = ...) -> AsyncIterator[bytes]:
+        """Open a stream, and return its answers. PdserveError if the server does not answer within ``timeout_s``;
+        reading the answers raises it when the stream breaks."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connection, and all its streams."""
+        ...
+
+
+class ServiceWire:
+    """A gRPC connection to the server of ``service`` at ``address``. With ``wait_for_ready``, a server that is not
+    there yet is waited for."""
+
+    def __init__(
+        self,
+        service: StreamService,
+        address: str,
+        secret: ServiceSecret,
+        max_message_bytes: int,
+        tls: PlaneTls | None = None,
+        *,
+        wait_for_ready: bool = False,
+    ) -> None:
+        self._service, self._address, self._secret = service, address, secret
+        self._wait_for_ready = wait_for_ready
+        self._channel = stream_channel(address, max_message_bytes, tls)
+
+    async def open(self, requests: AsyncIterator[bytes], *, timeout_s: float = MEET_TIMEOUT_S) -> AsyncIterator[bytes]:
+        """See `Wire`."""
+        try:
+            stream = await open_stream(
+                self._channel,
+                self._service,
+                self._secret,
+                self._address,
+                requests,
+                timeout_s=timeout_s,
+                wait_for_ready=self._wait_for_ready,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise PdserveError(error.details() or str(error.code())) from None
+        return self._answers(stream)
+
+    @staticmethod
+    async def _answers(stream: Stream) -> AsyncIterator[bytes]:
+        try:
+            async for answer in stream:
+                yield answer
+        except grpc.aio.AioRpcError as error:
+            raise PdserveError(error.details() or str(error.code())) from None
+        finally:
+            stream.cancel()
+
+    async def aclose(self) -> None:
+        """See `Wire`."""
+        await self._channel.close(None)
 
 
 def stream_channel(address: str, max_message_bytes: int, tls: PlaneTls | None = None) -> grpc.aio.Channel:
@@ -114,9 +177,12 @@ def proven_server(
             proofs.verify(context.invocation_metadata(), context.peer())
         except AuthenticationFailed as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        async with contextlib.aclosing(serve(requests, context)) as answers:
-            async for answer in answers:
-                yield answer
+        try:
+            async with contextlib.aclosing(serve(requests)) as answers:
+                async for answer in answers:
+                    yield answer
+        except PdserveError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     options = (
         *_OPTIONS,

@@ -9,8 +9,6 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 
-import grpc
-
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
 from pdserve.core.handoff import KVPeer, PrefixSource
@@ -20,7 +18,7 @@ from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
 from runtime.awake_clock import wait_awake
 from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
-from worker.authentication import CONTROL, open_stream, stream_channel
+from worker.authentication import CONTROL, ServiceWire, Wire
 from worker.messages import (
     MAX_CONTROL_BYTES,
     TO_GATEWAY,
@@ -50,14 +48,11 @@ ABORT_TIMEOUT_S = 5.0
 class WorkerClient:
     """A connected worker, created by `connect`. It cannot be used again after `aclose` or the worker's death."""
 
-    def __init__(
-        self, info: WorkerInfo, secret: ServiceSecret, *, tls: PlaneTls | None = None, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, info: WorkerInfo, wire: Wire, clock: Clock | None = None) -> None:
         self.info = info
-        self._secret = secret
+        self._wire = wire
         self.clock = ClockOffset(0.0, 0.0)
         self._time = clock or MonotonicClock()
-        self._channel = stream_channel(info.control_address, MAX_CONTROL_BYTES, tls)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count(1)
         self._sinks: dict[str, tuple[OutputSink, bool]] = {}  # by attempt; whether it hands off its KV
@@ -80,7 +75,15 @@ class WorkerClient:
         """Open the control stream, over the service's ``tls``, and measure the clock offset. WorkerLost or
         DeadlineExceeded if the worker does not answer within ``timeout_s``, WorkerLost if it does not know the
         service's ``secret``."""
-        client = cls(info, secret, tls=tls, clock=clock)
+        wire = ServiceWire(CONTROL, info.control_address, secret, MAX_CONTROL_BYTES, tls)
+        return await cls.over(wire, info, clock, timeout_s)
+
+    @classmethod
+    async def over(
+        cls, wire: Wire, info: WorkerInfo, clock: Clock | None = None, timeout_s: float = 5.0
+    ) -> WorkerClient:
+        """`connect` over ``wire``, which this client closes."""
+        client = cls(info, wire, clock)
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
             await client._call(Ping(client._next_id()), timeout_s)
@@ -102,7 +105,7 @@ class WorkerClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close(None)
+        await self._wire.aclose()
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
@@ -180,9 +183,7 @@ class WorkerClient:
     async def _talk(self) -> None:
         reason = "its control stream ended"
         try:
-            address = self.info.control_address
-            stream = await open_stream(self._channel, CONTROL, self._secret, address, self._requests())
-            async for data in stream:
+            async for data in await self._wire.open(self._requests()):
                 message = TO_GATEWAY.decode(data)
                 if isinstance(message, Reply):
                     self._on_reply(message)
@@ -191,8 +192,6 @@ class WorkerClient:
                     self._deliver(attempt_id, output)
                 for attempt_id, failure in message.failures:
                     self._fail(attempt_id, failure.error())
-        except grpc.aio.AioRpcError as error:
-            reason = error.details() or str(error.code())
         except PdserveError as error:
             reason = str(error)
         except Exception as error:

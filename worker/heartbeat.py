@@ -8,20 +8,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
-
-import grpc
 
 from pdserve.core.errors import PdserveError
 from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
-from worker.authentication import REGISTRY, Stream, open_stream, stream_channel
+from worker.authentication import REGISTRY, ServiceWire, Wire
 from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 """How long the gateway has to answer a heartbeat, or longer if heartbeats are less frequent."""
+
+
+def registry_wire(address: str, secret: ServiceSecret, tls: PlaneTls | None = None) -> ServiceWire:
+    """The way to the registry of the gateway at ``address``, over the service's ``tls``. A gateway that does not know
+    the service's ``secret`` gets no report."""
+    return ServiceWire(REGISTRY, address, secret, MAX_BEAT_BYTES, tls, wait_for_ready=True)
 
 
 class ReportingWorker(Protocol):
@@ -42,8 +47,7 @@ class ReportingWorker(Protocol):
 
 
 class Heartbeat:
-    """Reports to the registry at ``registry_address`` every ``interval_s`` seconds, and at once after `wake`. A gateway
-    that does not know the service's ``secret`` gets no report."""
+    """Reports to the registry at ``registry_address`` every ``interval_s`` seconds, and at once after `wake`."""
 
     def __init__(
         self,
@@ -51,17 +55,16 @@ class Heartbeat:
         worker_id: str,
         registry_address: str,
         interval_s: float,
-        secret: ServiceSecret,
     ) -> None:
         self._worker, self._worker_id = worker, worker_id
-        self._registry_address, self._interval_s, self._secret = registry_address, interval_s, secret
+        self.registry_address, self._interval_s = registry_address, interval_s
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, tls: PlaneTls | None = None) -> None:
-        """Start the heartbeats, over the service's ``tls``. Has no effect if they are running."""
+    def start(self, wire: Wire) -> None:
+        """Start the heartbeats over ``wire``, which this closes. Has no effect if they are running."""
         if self._task is None:
-            self._task = asyncio.create_task(self._beat(tls))
+            self._task = asyncio.create_task(self._beat(wire))
 
     def wake(self) -> None:
         """Send the next heartbeat at once."""
@@ -75,42 +78,66 @@ class Heartbeat:
                 await self._task
             self._task = None
 
-    async def _beat(self, tls: PlaneTls | None) -> None:
-        worker, interval_s = self._worker, self._interval_s
+    async def _beat(self, wire: Wire) -> None:
+        worker, interval_s, where = self._worker, self._interval_s, self.registry_address
         timeout_s = max(interval_s, ANSWER_TIMEOUT_S)
         failing = False
-        stream: Stream | None = None
+        stream: _BeatStream | None = None
         blocks_after: int | None = None  # by the gateway's last answer
-        async with stream_channel(self._registry_address, MAX_BEAT_BYTES, tls) as channel:
+        try:
             while True:
                 self._wake.clear()  # the report may lack changes that happen from here on
                 try:
                     async with asyncio.timeout(timeout_s):
-                        if stream is None or stream.done():
-                            stream = await self._open(channel, timeout_s)
-                        await stream.write(encode(worker.report(blocks_after)))
-                        answer = await stream.read()
-                    if not isinstance(answer, bytes):
-                        raise PdserveError("it ended the stream")
+                        if stream is None:
+                            stream = _BeatStream()
+                            await stream.open(wire, timeout_s)
+                        answer = BEAT_ANSWERS.decode(await stream.exchange(encode(worker.report(blocks_after))))
                     failing = False
-                    decoded = BEAT_ANSWERS.decode(answer)
-                    blocks_after = decoded.blocks_after
-                    worker.on_answer(self._registry_address, decoded)
-                except (grpc.aio.AioRpcError, PdserveError, TimeoutError) as error:
+                    blocks_after = answer.blocks_after
+                    worker.on_answer(where, answer)
+                except (PdserveError, TimeoutError) as error:
                     if stream is not None:
-                        stream.cancel()
+                        await stream.aclose()
                         stream = None
                     blocks_after = None
                     if not failing:
-                        why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                        where = self._registry_address
-                        why = why or "it took too long"
+                        why = str(error) or "it took too long"
                         log.warning("%s: the gateway at %s does not answer: %s", self._worker_id, where, why)
                         worker.on_silence(where)
                     failing = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), interval_s)
+        finally:
+            if stream is not None:
+                await stream.aclose()
+            await wire.aclose()
 
-    async def _open(self, channel: grpc.aio.Channel, timeout_s: float) -> Stream:
-        address = self._registry_address
-        return await open_stream(channel, REGISTRY, self._secret, address, timeout_s=timeout_s, wait_for_ready=True)
+
+class _BeatStream:
+    """A stream on which each message is answered by one."""
+
+    def __init__(self) -> None:
+        self._beats: asyncio.Queue[bytes] = asyncio.Queue()
+        self._answers: AsyncIterator[bytes] | None = None
+
+    async def open(self, wire: Wire, timeout_s: float) -> None:
+        """Open the stream. PdserveError if that fails."""
+        self._answers = await wire.open(self._messages(), timeout_s=timeout_s)
+
+    async def exchange(self, beat: bytes) -> bytes:
+        """Send a message, and wait for its answer. PdserveError if the stream ends."""
+        assert self._answers is not None, "the stream is open"
+        self._beats.put_nowait(beat)
+        async for answer in self._answers:
+            return answer
+        raise PdserveError("it ended the stream")
+
+    async def aclose(self) -> None:
+        """End the stream."""
+        if isinstance(self._answers, AsyncGenerator):
+            await self._answers.aclose()
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        while True:
+            yield await self._beats.get()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from itertools import islice
 from typing import Self
 
@@ -17,6 +16,7 @@ from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.pool import Pool
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate, pack, unpack
+from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import LaunchError, PeerLost
@@ -28,6 +28,7 @@ from runtime.secret import ServiceSecret
 from runtime.threads import in_thread
 from worker.addresses import resolve_interface
 from worker.kv import KVThread
+from worker.ports import EnginePort
 from worker.request_table import EngineResources
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
@@ -87,7 +88,7 @@ class Incarnation:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EnginePort,
         kv: KVThread,
         ready: Ready,
         epoch: str,
@@ -126,7 +127,7 @@ class Incarnation:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.device}")
         engine = EngineClient(spec.engine_module)
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
-        epoch = uuid.uuid4().hex
+        epoch = SYSTEM.randbytes(16).hex()
         kv: KVThread | None = None
         pool: Pool | None = None
         try:

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from engine.messages import Command, KVEvent, Progress, Reserved
-from engine.process.client import EngineClient, EventReader
 from kv_transfer.base import KVTransport
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transfer import TransferEnded
+from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, WorkerLost, from_wire, to_wire
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
+from runtime.loop_thread import LoopThread
+from worker.ports import EnginePort
 
 log = logging.getLogger(__name__)
 
@@ -135,12 +137,14 @@ class KVThread:
         pool: Pool,
         transports: Sequence[KVTransport],
         config: TransferConfig,
-        engine: EngineClient,
+        engine: EnginePort,
         *,
         worker_id: str,
         epoch: str,
         clock: Clock,
         eos_token_ids: Sequence[int],
+        chance: random.Random = SYSTEM,
+        thread: LoopThread | None = None,
     ) -> None:
         self._pool = pool
         self._transports = tuple(transports)
@@ -154,6 +158,7 @@ class KVThread:
             clock=clock,
             lease_s=config.lease_s,
             eos_token_ids=eos_token_ids,
+            chance=chance,
         )
         self._sender = KVSender(
             pool,
@@ -168,13 +173,13 @@ class KVThread:
             eos_token_ids=eos_token_ids,
         )
         self._ends = KVEnds(self._sender, self._receiver, engine.send, clock)
-        self._events: EventReader[KVEvent] = engine.take_kv_events()
+        self._events = engine.take_kv_events()
         self._running: dict[str, RunningHandoff[Any]] = {}
         self._open_handoffs: set[RunningHandoff[Any]] = set()  # of the control loop
         # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.
         self._starting: dict[str, RunningHandoff[Any]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"kv-{worker_id}", daemon=True)
+        self._thread = thread or LoopThread(f"kv-{worker_id}")
+        self._loop = self._thread.loop
 
     # --- called on the control loop ----------------------------------------------------------------------------------
 
@@ -244,19 +249,17 @@ class KVThread:
                 running.on_end(_gone())
 
     async def _close_loop(self) -> None:
-        if self._thread.is_alive():
+        if self._thread.runs:
             closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
             try:
                 await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_TIMEOUT_S)
             except TimeoutError:
                 log.error("the KV ends did not close within %.0f s; their thread is stopped", CLOSE_TIMEOUT_S)
             finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+                await self._thread.stop(JOIN_TIMEOUT_S)
         else:
             self._events.close()
-        if not self._thread.is_alive():  # else the daemon thread keeps its loop
-            self._loop.close()
+            await self._thread.stop(0.0)
 
     # --- on the KV loop ----------------------------------------------------------------------------------------------
 

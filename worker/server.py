@@ -21,7 +21,7 @@ from runtime.grpc_tls import add_port
 from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
 from runtime.stream_proof import StreamListener
-from worker.authentication import CONTROL, Context, proven_server
+from worker.authentication import CONTROL, proven_server
 from worker.messages import (
     MAX_CONTROL_BYTES,
     TO_WORKER,
@@ -113,7 +113,7 @@ class ControlServer:
         """Listen on ``host`` and ``port`` (0: any free port), with the service's ``tls``. LaunchError if that
         fails."""
         proofs = StreamListener(self._secret, CONTROL.purpose, "")
-        self._server = proven_server(CONTROL, proofs, self._control, MAX_CONTROL_BYTES)
+        self._server = proven_server(CONTROL, proofs, self.serve, MAX_CONTROL_BYTES)
         try:
             port = add_port(self._server, join_address(host, port), tls)
         except RuntimeError:
@@ -130,7 +130,7 @@ class ControlServer:
             await self._server.stop(grace=0.2)
             self._server = None
 
-    async def _control(self, requests: AsyncIterator[bytes], _: Context) -> AsyncGenerator[bytes, None]:
+    async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Serve one gateway's stream."""
         outbox = Outbox()
         tasks: set[asyncio.Task[None]] = set()

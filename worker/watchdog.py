@@ -17,13 +17,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import psutil
 
 from engine.messages import Ping
-from engine.process.client import EngineClient
 from pdserve.core.clock import Clock
+from worker.ports import EnginePort
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,14 @@ class Watchdog:
     whether the engine has been silent for half of ``timeout_s``. ``on_gpu``: processor time does not count."""
 
     def __init__(
-        self, engine: EngineClient, worker_id: str, clock: Clock, timeout_s: float, *, on_gpu: bool = False
+        self,
+        engine: EnginePort,
+        worker_id: str,
+        clock: Clock,
+        timeout_s: float,
+        *,
+        on_gpu: bool = False,
+        process: Watched | None = None,
     ) -> None:
         self.is_silent = False
         self._on_gpu = on_gpu
@@ -43,8 +50,7 @@ class Watchdog:
         self._worker_id = worker_id
         self._clock = clock
         self._timeout_s = timeout_s
-        self._process = psutil.Process(engine.pid)
-        self._threads = _Threads(engine.pid)
+        self._process = process or EngineProcess(engine.pid)
         self._owed = 0
         self._cpu_s = -1.0
         self._silence_s = 0.0
@@ -79,8 +85,7 @@ class Watchdog:
     def _count_silence(self) -> float:
         """Seconds of silence since the engine last answered or computed, without those for which it waited for a CPU; 0
         while it owes nothing. NoSuchProcess once it has ended."""
-        times = self._process.cpu_times()
-        cpu_s, (runnable, waited_s) = times.user + times.system, self._threads.look()
+        cpu_s, runnable, waited_s = self._process.look()
         computes = not self._on_gpu and (cpu_s != self._cpu_s or runnable)
         self._cpu_s = cpu_s
         if computes or not self._owed:
@@ -91,6 +96,36 @@ class Watchdog:
         self._silence_s = max(0.0, self._silence_s + now_s - self._counted_s - waited_s)
         self._counted_s = now_s
         return self._silence_s
+
+
+class Watched(Protocol):
+    """The process of an engine, as the watchdog sees it. Its methods raise psutil.NoSuchProcess after its end."""
+
+    def look(self) -> tuple[float, bool, float]:
+        """Its CPU time in seconds, whether a thread computes or waits for a CPU, and the seconds for which one has
+        waited since the last call."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
+class EngineProcess:
+    """The process ``pid`` of this host."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._threads = _Threads(pid)
+
+    def look(self) -> tuple[float, bool, float]:
+        """See `Watched`."""
+        times = self._process.cpu_times()
+        return times.user + times.system, *self._threads.look()
+
+    def kill(self) -> None:
+        """See `Watched`."""
+        self._process.kill()
 
 
 class _Thread(NamedTuple):

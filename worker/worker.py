@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import os
-import uuid
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -31,6 +31,7 @@ from engine.messages import (
     SetTokenBudget,
     Step,
 )
+from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
 from pdserve.core.worker import Role, SharedCores, WorkerInfo, WorkerLoad
@@ -38,10 +39,12 @@ from runtime.plane_tls import PlaneTls, plane_tls
 from runtime.secret import ServiceSecret
 from worker import messages
 from worker.cores import shared_cores
-from worker.heartbeat import Heartbeat
+from worker.authentication import Wire
+from worker.heartbeat import Heartbeat, registry_wire
 from worker.incarnation import Incarnation
 from worker.links import LinkKeeper
 from worker.request_table import Handler, RequestTable, ServedRequest
+from worker.ports import WorkerPorts
 from worker.server import ControlServer, Outbox
 from worker.spec import WorkerSpec
 
@@ -49,6 +52,31 @@ log = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 1.0
 LOOK_EVERY_S = 2.0
+
+
+class ServicePorts:
+    """The ports of a worker of a real service (`worker.ports.WorkerPorts`): gRPC, and an engine process."""
+
+    def __init__(self, spec: WorkerSpec, secret: ServiceSecret, clock: Clock) -> None:
+        self._spec, self._secret, self._clock = spec, secret, clock
+        self._tls: PlaneTls | None = None
+
+    async def listen(self, server: ControlServer) -> None:
+        """See `WorkerPorts`."""
+        self._tls = plane_tls(self._spec.config.cluster)
+        await server.start(self._spec.host, self._spec.port, self._tls)
+
+    async def stop_listening(self, server: ControlServer) -> None:
+        """See `WorkerPorts`."""
+        await server.stop()
+
+    def registry(self, address: str) -> Wire:
+        """See `WorkerPorts`."""
+        return registry_wire(address, self._secret, self._tls)
+
+    async def start(self) -> Incarnation:
+        """See `WorkerPorts`."""
+        return await Incarnation.start(self._spec, self._secret, self._clock, self._tls)
 
 
 class Worker:
@@ -64,14 +92,16 @@ class Worker:
         handlers: Mapping[type[messages.Work], Handler],
         secret: ServiceSecret,
         clock: Clock | None = None,
+        *,
+        ports: WorkerPorts | None = None,
+        chance: random.Random = SYSTEM,
     ) -> None:
         self.spec = spec
-        self._secret = secret
-        self._tls: PlaneTls | None = None
         self.clock = clock or MonotonicClock()
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._life = uuid.uuid4().hex
+        self._ports = ports or ServicePorts(spec, secret, self.clock)
+        self._life = chance.randbytes(16).hex()
         self._handlers = dict(handlers)
         self._role = spec.role
         self._version = 0  # of the service's members, by which it has this role
@@ -86,7 +116,7 @@ class Worker:
         self._server = ControlServer(self, spec.worker_id, self.clock, secret)
         heartbeat_s = spec.config.router.heartbeat_s
         self._heartbeats = [
-            Heartbeat(self, spec.worker_id, address, heartbeat_s, secret) for address in spec.registry_addresses
+            Heartbeat(self, spec.worker_id, address, heartbeat_s) for address in spec.registry_addresses
         ]
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -95,11 +125,10 @@ class Worker:
         """Serve until cancelled. Raises the error that kept the first engine from starting. Later failures are retried,
         except for ModelError. WorkerLost if the gateway has superseded this worker."""
         try:
-            tls = self._tls = plane_tls(self.spec.config.cluster)
-            await self._server.start(self.spec.host, self.spec.port, tls)
+            await self._ports.listen(self._server)
             while True:
                 try:
-                    self._incarnation = await Incarnation.start(self.spec, self._secret, self.clock, tls)
+                    self._incarnation = await self._ports.start()
                 except PdserveError as error:
                     if not self.started.done() or isinstance(error, ModelError):
                         raise
@@ -119,7 +148,7 @@ class Worker:
             for heartbeat in self._heartbeats:
                 await heartbeat.stop()
             await self._end_incarnation()
-            await self._server.stop()
+            await self._ports.stop_listening(self._server)
 
     def _announce(self, incarnation: Incarnation) -> None:
         ready = incarnation.ready
@@ -154,7 +183,7 @@ class Worker:
         kv = incarnation.kv
         self._links = LinkKeeper(kv.connect, lambda: kv.links, self.request_heartbeat)
         for heartbeat in self._heartbeats:
-            heartbeat.start(self._tls)
+            heartbeat.start(self._ports.registry(heartbeat.registry_address))
         self.request_heartbeat()
         if not self.started.done():
             self.started.set_result(self._info)

@@ -42,6 +42,10 @@ class BlockManager:
         """Number of blocks that `find` can find, including owned blocks."""
         return len(self._by_digest)
 
+    def is_owned(self, block: int) -> bool:
+        """Whether a block has an owner."""
+        return self._owners[block] > 0
+
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that ``num_tokens`` tokens need; the last may be partly filled."""
         return -(-num_tokens // self.block_size)

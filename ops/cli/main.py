@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ops.cli import chat, config, demo, doctor, generate, logs, model_info, status, up
+from ops.cli import chat, config, demo, doctor, generate, logs, model_info, simulate, status, up
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.version import VERSION
 
@@ -56,6 +56,7 @@ app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)
 app.add_typer(config.token_app, name="token")
 app.command("doctor")(doctor.doctor)
+app.command("simulate")(simulate.simulate)
 for _added in entry_points(group="pdserve.commands"):
     _added.load()(app)
 for _command in (*app.registered_commands, *config.token_app.registered_commands):

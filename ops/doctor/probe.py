@@ -219,7 +219,7 @@ class WorkerProbe:
             async with asyncio.timeout(timeout_s):
                 await introduce(link, hello, worker_id)
             async with asyncio.timeout(timeout_s + _SURVEY_S):
-                return replace(met, figures=await survey(link, self._pool, for_s))
+                return replace(met, figures=await survey(link, self._pool, for_s, MonotonicClock()))
         except LayoutMismatch as error:
             return replace(met, obstacle=Obstacle.LAYOUT, what=str(error))
         except TransferError as error:

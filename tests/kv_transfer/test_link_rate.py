@@ -107,7 +107,7 @@ async def test_hand_offs_are_at_most_as_fast_as_the_ceiling_of_their_link(name: 
             stack.push_async_callback(transport.aclose)
             link = await transport.connect(peer.endpoints[0], 10.0)
             await introduce(link, Hello("p", peer.epoch, LARGE, link.hashes(True), []), peer.worker_id)
-            surveyed = await survey(link, pool, 0.2)
+            surveyed = await survey(link, pool, 0.2, MonotonicClock())
             await link.aclose()
             assert surveyed.moved_bytes > 0
             assert 0 < surveyed.round_trip_s <= surveyed.median_round_trip_s

@@ -1,0 +1,247 @@
+"""An engine process of the world: the real `EngineCore` and scheduler over `simulator.model`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from engine.core import ComputedStep, EngineCore
+from engine.messages import Command, EngineEvent, KVEvent, Ping, Pong, Ready, Shutdown, Submit
+from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.kv_connector import TransferConnector
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from kv_transfer.memory import HostMemory
+from pdserve.core.kv_layout import KVLayout, Region
+from simulator.loop import WorldLoop
+from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES, VOCAB_SIZE, Chain
+from simulator.network import Process
+
+STEP_S = (0.002, 0.010)
+KILLED = -9
+
+
+class Violation(AssertionError):
+    """Something happened that must not."""
+
+
+class WorldEngine:
+    """Implements `worker.ports.EnginePort` for the worker thread ``control``. ``memory`` is its pool."""
+
+    def __init__(
+        self,
+        worker: Process,
+        control: WorldLoop,
+        layout: KVLayout,
+        config: SchedulerConfig,
+        memory: HostMemory,
+        chance: random.Random,
+        *,
+        run_ahead: bool,
+        layer_groups: int,
+    ) -> None:
+        self.process = Process(worker.world, f"{worker.name}/engine", worker.host)
+        worker.children.append(self.process)
+        self.process.on_death.append(self._died)
+        self.loop = self.process.loop("steps")
+        self.layout, self._config = layout, config
+        self._control, self._chance = control, chance
+        self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
+        self._kv_reader = _KVReader()
+        self._inbox: list[Command] = []
+        self._wake = asyncio.Event()
+        clock = worker.world
+        self.runner = _Runner(layout, memory)
+        connector = TransferConnector(clock, layout, layer_groups)
+        self.scheduler = Scheduler(config, clock, connector)
+        self._pipe = _Pipe(control, self._events, self._kv_reader)
+        self.core = EngineCore(self.scheduler, self.runner, clock, self._pipe, run_ahead)
+        self.returncode: int | None = None
+        self.loop.call_soon(lambda: self.loop.create_task(self._run()))
+
+    pid = 0
+
+    @property
+    def ready(self) -> Ready:
+        """Its first message."""
+        return Ready(
+            layout=self.layout,
+            num_blocks=self._config.num_blocks,
+            pool_handle={},
+            max_model_len=self._config.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            device="cpu",
+            cores=[],
+            load_s=0.0,
+            eos_token_ids=[EOS_TOKEN_ID],
+        )
+
+    # --- the worker's side -------------------------------------------------------------------------------------------
+
+    def send(self, command: Command) -> None:
+        """See `EnginePort`."""
+        self.loop.call_soon(self._take, command)
+
+    async def events(self) -> AsyncIterator[EngineEvent]:
+        """See `EnginePort`."""
+        while (event := await self._events.get()) is not None:
+            yield event
+
+    def take_kv_events(self) -> _KVReader:
+        """See `EnginePort`."""
+        return self._kv_reader
+
+    async def stop(self, timeout_s: float) -> None:
+        """See `EnginePort`."""
+        self.process.kill()
+
+    def _died(self) -> None:
+        if self.returncode is None:
+            self.returncode = KILLED
+            self._control.call_soon(self._events.put_nowait, None)
+
+    def check_write(self, regions: Sequence[Region]) -> None:
+        """Raise `Violation` if a link writes a block that no request awaits."""
+        for region in regions:
+            for block in range(region.offset // self.layout.block_bytes, _last(region) // self.layout.block_bytes + 1):
+                if block < self._config.num_blocks and not self.scheduler.blocks.is_owned(block):
+                    raise Violation(f"{self.process.name}: a link writes block {block}, which is free")
+
+    # --- the engine's side -------------------------------------------------------------------------------------------
+
+    def _take(self, command: Command) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        busy = False
+        while True:
+            if not busy and not self._inbox:
+                self._wake.clear()
+                await self._wake.wait()
+            commands, self._inbox = self._inbox, []
+            for command in commands:
+                if isinstance(command, Shutdown):
+                    return
+                if isinstance(command, Ping):
+                    self._pipe.send(Pong())
+                    continue
+                self.runner.note(command)
+                self.core.take(command)
+            if self.scheduler.has_work or busy:
+                await asyncio.sleep(self._chance.uniform(*STEP_S))  # the device computes; commands wait
+            busy = self.core.step()
+
+
+class _Pipe:
+    """The engine's outbox (`engine.core.Outbox`)."""
+
+    def __init__(self, control: WorldLoop, events: asyncio.Queue[EngineEvent | None], kv: _KVReader) -> None:
+        self._control, self._events, self._kv = control, events, kv
+
+    def send(self, *events: EngineEvent) -> None:
+        """Send events to the worker's control loop."""
+        for event in events:
+            self._control.call_soon(self._events.put_nowait, event)
+
+    def send_kv(self, *events: KVEvent) -> None:
+        """Send events to its KV loop."""
+        for event in events:
+            self._kv.put(event)
+
+
+class _KVReader:
+    """Implements `worker.ports.KVEventReader`."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_event: Callable[[KVEvent], None] | None = None
+
+    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
+        """See `KVEventReader`."""
+        self._loop, self._on_event = asyncio.get_running_loop(), on_event
+
+    def close(self) -> None:
+        """See `KVEventReader`."""
+        self._on_event = None
+
+    def put(self, event: KVEvent) -> None:
+        """Pass an event on."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._arrive, event)
+
+    def _arrive(self, event: KVEvent) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+
+
+class _Runner:
+    """Computes steps: checks the KV that a request reads, writes that of its new tokens, and samples."""
+
+    def __init__(self, layout: KVLayout, memory: HostMemory) -> None:
+        self._layout, self._memory = layout, memory
+        self._chains: dict[str, Chain] = {}
+        self._pending: dict[str, int] = {}
+
+    def note(self, command: Command) -> None:
+        """Take note of new requests."""
+        if isinstance(command, Submit):
+            request = command.request
+            self._chains[request.attempt_id] = Chain(request.salt, request.token_ids)
+
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
+        """See `engine.core.Runner`."""
+        for seq in seqs:
+            self._extend(self._chains[seq.attempt_id], seq)
+            self._check(seq)
+        for layer in range(NUM_LAYERS):
+            for seq in seqs:
+                self._write(seq, layer)
+            if hook is not None and layer + 1 in hook.after:
+                hook.done(layer + 1)
+        sampled: dict[str, SampledToken] = {}
+        for seq in seqs:
+            chain = self._chains[seq.attempt_id]
+            if seq.sample:
+                token_id = self._pending[seq.attempt_id] = chain.token_at(seq.end)
+                sampled[seq.attempt_id] = SampledToken(token_id)
+        return ComputedStep(sampled)
+
+    def _extend(self, chain: Chain, seq: ScheduledSeq) -> None:
+        for position, token_id in enumerate(seq.token_ids, seq.start):
+            actual = self._pending[seq.attempt_id] if token_id == PENDING else token_id
+            if position == len(chain.token_ids):
+                chain.append(actual)
+            elif position > len(chain.token_ids) or chain.token_ids[position] != actual:
+                raise Violation(f"{seq.attempt_id}: token {actual} at {position} is not the one before")
+
+    def _check(self, seq: ScheduledSeq) -> None:
+        """Raise `Violation` unless the KV before the step's tokens is that of the request's own tokens."""
+        for layer in range(NUM_LAYERS):
+            row = self._chains[seq.attempt_id].rows[layer]
+            for place, (view, start, stop) in enumerate(self._slots(seq.block_ids, 0, seq.start, layer)):
+                if view != row[start:stop]:
+                    raise Violation(
+                        f"{seq.attempt_id}: block {seq.block_ids[place]} (its {place}.) holds other KV than that of "
+                        f"its tokens, in layer {layer}"
+                    )
+
+    def _write(self, seq: ScheduledSeq, layer: int) -> None:
+        row = self._chains[seq.attempt_id].rows[layer]
+        for view, start, stop in self._slots(seq.block_ids, seq.start, seq.end, layer):
+            view[:] = row[start:stop]
+
+    def _slots(
+        self, block_ids: Sequence[int], start: int, end: int, layer: int
+    ) -> Iterator[tuple[memoryview, int, int]]:
+        """The slots of tokens ``start`` to ``end`` in a layer: views, and their bytes in the row of a chain."""
+        layout, size = self._layout, self._layout.block_size
+        for place in range(start // size, -(-end // size)):
+            first, last = max(start, place * size), min(end, (place + 1) * size)
+            offset = block_ids[place] * layout.block_bytes + layer * size * SLOT_BYTES + (first % size) * SLOT_BYTES
+            region = Region(offset, (last - first) * SLOT_BYTES)
+            yield self._memory.view(region), first * SLOT_BYTES, last * SLOT_BYTES
+
+
+def _last(region: Region) -> int:
+    return region.offset + region.size - 1

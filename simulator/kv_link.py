@@ -1,0 +1,193 @@
+"""A transport of KV in the world: messages over a `Connection`, and payloads that the receiver reads from the sender's
+memory (as the one-sided transports do) or that travel with the message (as the streaming ones do)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+
+from kv_transfer.base import NOTHING, KVLink, KVTransport, Message, check_sizes
+from kv_transfer.fetch import Fetch, Payload
+from kv_transfer.memory import Memory
+from pdserve.core.errors import PdserveError, PeerLost
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import Region
+from simulator.loop import WorldLoop
+from simulator.network import Connection, Network, Process
+
+NAME = "simulated"
+BYTES_PER_S = 2e6
+"""Rate of a link. So slow that a handshake measures it with few bytes."""
+PIECES = 3
+"""A payload is written in so many pieces, between which other threads run."""
+
+
+
+CheckWrite = Callable[[Sequence[Region]], None]
+"""Is told of the regions of a pool that a link is about to write."""
+
+
+class WorldTransport(KVTransport):
+    """The transport of a worker's ``process``. With ``one_sided``, payloads are read when they are fetched, and not when
+    they are sent."""
+
+    name = NAME
+
+    def __init__(
+        self, network: Network, process: Process, memory: Memory, check: CheckWrite, *, one_sided: bool
+    ) -> None:
+        super().__init__(memory)
+        self._network, self._process, self._check, self._one_sided = network, process, check, one_sided
+        self._address = ""
+
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
+        """See `KVTransport`."""
+        loop = _running()
+        self._address = f"{self._process.name}/kv/{loop.number()}"
+        self._network.servers[self._address] = self._process, loop, self._meet
+        return KVEndpoint(NAME, self._address)
+
+    async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
+        """See `KVTransport`."""
+        try:
+            server, server_loop, meet = await self._network.reach(self._process, endpoint.address, timeout_s)
+        except PdserveError as error:
+            raise PeerLost(str(error)) from None
+        connection = self._network.connection(self._process, server)
+        link = WorldLink(self._memory, connection, 0, self._check, one_sided=self._one_sided)
+        server_loop.call_soon(meet, connection)
+        return self._keep(link)
+
+    async def aclose(self) -> None:
+        """See `KVTransport`."""
+        self._network.servers.pop(self._address, None)
+        await super().aclose()
+
+    def _meet(self, connection: Connection) -> None:
+        if self._closed:
+            connection.close("it does not listen any more", by=1)
+            return
+        link = WorldLink(self._memory, connection, 1, self._check, one_sided=self._one_sided)
+        self._accepted.put_nowait(self._keep(link))
+
+
+class WorldLink(KVLink):
+    """One end of a link. ``side`` as in `Connection`."""
+
+    transport = NAME
+
+    def __init__(
+        self, memory: Memory, connection: Connection, side: int, check: CheckWrite, *, one_sided: bool
+    ) -> None:
+        super().__init__(memory)
+        self._check = check
+        self.reads_late = one_sided
+        self._connection, self._side, self._one_sided = connection, side, one_sided
+        self._arrived: asyncio.Queue[tuple[bytes, _Sent | None] | None] = asyncio.Queue()
+        self._payload: _Sent | None = None
+        self._unread: deque[_Sent] = deque()
+        self._why = ""
+        self._lost = asyncio.Event()
+        connection.attach(side, _running(), self._arrived.put_nowait, self._end)
+
+    def _end(self, why: str) -> None:
+        self._why = self._why or why
+        self._lost.set()
+        self._arrived.put_nowait(None)
+        for sent in self._unread:
+            sent.done.set()
+
+    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
+        """See `KVLink`."""
+        check_sizes(header, payload)
+        if self._why:
+            raise PeerLost(self._why)
+        sent = _Sent(payload, one_sided=self._one_sided) if payload.size else None
+        if sent is not None and self._one_sided:
+            while self._unread and self._unread[0].done.is_set():
+                self._unread.popleft()
+            self._unread.append(sent)
+        self._connection.send(self._side, (header, sent))
+        await asyncio.sleep(0)
+
+    async def drained(self) -> None:
+        """See `KVLink`."""
+        for sent in list(self._unread):
+            await sent.done.wait()
+
+    def cut(self, why: str) -> None:
+        """See `KVLink`."""
+        self._connection.close(why, by=self._side)
+        self._end(why)
+
+    async def recv(self) -> Message:
+        """See `KVLink`."""
+        if self._payload is not None:
+            self._payload.finish(self._connection)
+            self._payload = None
+        item = await self._arrived.get()
+        if item is None:
+            self._arrived.put_nowait(None)
+            raise PeerLost(self._why)
+        header, self._payload = item
+        return Message(header, 0 if self._payload is None else self._payload.size)
+
+    async def _move(self, fetch: Fetch) -> None:
+        sent = self._payload
+        assert sent is not None, "the message has a payload"
+        left = PIECES
+        try:
+            for part in sent.parts():
+                size = -(-part.nbytes // left)
+                for start in range(0, part.nbytes, size):
+                    piece = part[start : start + size]
+                    with fetch.writing():
+                        await asyncio.sleep(piece.nbytes / BYTES_PER_S)
+                        if self._why and not self._one_sided:
+                            raise PeerLost(self._why)
+                        if not fetch.cancelled:
+                            self._check(fetch.regions)
+                        fetch.write(piece)
+                    if fetch.cancelled:
+                        return
+            if self._why:
+                raise PeerLost(self._why)
+        finally:
+            sent.finish(self._connection)
+            self._payload = None
+
+    async def aclose(self) -> None:
+        """See `KVLink`."""
+        if not self._why:
+            self._connection.close("the peer closed the link", by=self._side)
+            self._end("the link was closed here")
+        self.on_closed(self)
+
+
+class _Sent:
+    """A payload on its way."""
+
+    def __init__(self, payload: Payload, *, one_sided: bool) -> None:
+        self.size = payload.size
+        self.done = asyncio.Event()
+        """Set, on the sender's thread, when nothing reads the payload any more."""
+        self._sender = _running()
+        self._parts = payload.parts if one_sided else [memoryview(bytes(part)) for part in payload.parts]
+
+    def parts(self) -> list[memoryview]:
+        """The bytes, as they are now."""
+        return list(self._parts)
+
+    def finish(self, connection: Connection) -> None:
+        """Tell the sender that nothing reads it any more."""
+        self._sender.call_later(connection.network.delay_s(), self.done.set)
+
+
+def _running() -> WorldLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, WorldLoop), "a world runs it"
+    return loop
+
+

@@ -1,0 +1,253 @@
+"""Event loops on one virtual clock. Each stands for a thread of the world; a seed decides which of those that are ready
+runs next. Within a loop the order is that of asyncio: first come, first served."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+TURN_S = 1e-6
+"""Virtual seconds that a turn takes, so that a loop that polls does not stop the clock."""
+MAX_BURST = 8
+"""The most callbacks that a loop runs before others may."""
+
+
+class Stuck(Exception):
+    """Nothing is ready, and no timer is left."""
+
+
+class World:
+    """The clock, and all loops. ``chance`` decides which of them runs. ``on_error`` is told of exceptions that no code
+    has handled (as asyncio's exception handlers are)."""
+
+    def __init__(self, chance: random.Random, on_error: Callable[[dict[str, Any]], None]) -> None:
+        self.now_s = 1_000.0
+        self.turns = 0
+        self._random = chance.random
+        self.on_error = on_error
+        self._timers: list[tuple[float, int, asyncio.TimerHandle, WorldLoop]] = []
+        self._numbers = 0
+        self.runnable: list[WorldLoop] = []
+        """Loops with callbacks to run, in no order that means anything."""
+
+    def now(self) -> float:
+        """Virtual seconds (`pdserve.core.clock.Clock`)."""
+        return self.now_s
+
+    def add_timer(self, handle: asyncio.TimerHandle, loop: WorldLoop) -> None:
+        """Have ``loop`` run ``handle`` at its time."""
+        self._numbers += 1
+        heapq.heappush(self._timers, (handle.when(), self._numbers, handle, loop))
+
+    def run(self, until: Callable[[], bool], limit_s: float) -> bool:
+        """Run loops in turn until the condition holds, which is looked at whenever the clock moves by a timer. False if
+        virtual time reaches ``limit_s`` first. `Stuck` if nothing is left to run."""
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=_close_generator)
+        try:
+            while not until():
+                if self.now_s >= limit_s:
+                    return False
+                self._run_ready()
+                self._next_timer()
+            return True
+        finally:
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _run_ready(self) -> None:
+        runnable, draw, timers = self.runnable, self._random, self._timers
+        while runnable:
+            place = int(draw() * len(runnable))
+            loop = runnable[place]
+            ready = loop.ready
+            if loop.paused or not ready:
+                loop.listed = False
+                runnable[place] = runnable[-1]
+                runnable.pop()
+                continue
+            asyncio._set_running_loop(loop)
+            for _ in range(min(len(ready), 1 + int(draw() * MAX_BURST))):
+                handle = ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+                if loop.paused or not ready:
+                    break
+            self.turns += 1
+            self.now_s += TURN_S
+            while timers and timers[0][0] <= self.now_s:
+                self._fire()
+
+    def _next_timer(self) -> None:
+        """Move the clock to the next timer, and make it ready."""
+        timers = self._timers
+        while timers:
+            when_s, _, handle, loop = timers[0]
+            if handle.cancelled() or loop.dead:
+                heapq.heappop(timers)
+                continue
+            self.now_s = max(self.now_s, when_s)
+            self._fire()
+            return
+        raise Stuck("every task waits for another, and no timer is left to wake one")
+
+    def _fire(self) -> None:
+        _, _, handle, loop = heapq.heappop(self._timers)
+        if not handle.cancelled():
+            loop.add(handle)
+
+
+class WorldLoop(asyncio.AbstractEventLoop):
+    """One thread of the world, called ``name``. It runs when `World.run` has it run."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.ready: deque[asyncio.Handle] = deque()
+        self.listed = False
+        """Whether it is in `World.runnable`."""
+        self.paused = self.dead = False
+        self._numbers = 0
+
+    def add(self, handle: asyncio.Handle) -> None:
+        """Run ``handle`` after those that are ready."""
+        if self.dead:
+            return
+        self.ready.append(handle)
+        if not self.listed and not self.paused:
+            self.listed = True
+            self.world.runnable.append(self)
+
+    def pause(self) -> None:
+        """Run nothing until `resume`, as a process that was stopped."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Go on."""
+        self.paused = False
+        if self.ready and not self.listed and not self.dead:
+            self.listed = True
+            self.world.runnable.append(self)
+
+    def kill(self) -> None:
+        """Never run anything again. Nothing that its tasks would do at their end is done."""
+        self.dead = self.paused = True
+        self.ready.clear()
+
+    def number(self) -> int:
+        """The next number of a task or future of this loop, which makes the order of sets the same in every run."""
+        self._numbers += 1
+        return self._numbers
+
+    # --- asyncio -----------------------------------------------------------------------------------------------------
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.add(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.world.now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self.world.add_timer(handle, self)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """The world leaves out cancelled timers when their time comes."""
+
+    def time(self) -> float:
+        return self.world.now_s
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return WorldFuture(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        return WorldTask(coro, loop=self, name=name, context=context)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Threads that compute take no time."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self.world.on_error({**context, "thread": self.name})
+
+    default_exception_handler = call_exception_handler
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return self.dead
+
+    def stop(self) -> None:
+        self.kill()
+
+    def close(self) -> None:
+        self.kill()
+
+
+class WorldFuture(asyncio.Future[T]):
+    """A future whose hash is a number of its loop."""
+
+    def __init__(self, *, loop: WorldLoop) -> None:
+        super().__init__(loop=loop)
+        self._number = loop.number()
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class WorldTask(asyncio.Task[T]):
+    """A task whose hash is a number of its loop. If its loop is killed, it is forgotten without a word."""
+
+    def __init__(self, coro: Any, *, loop: WorldLoop, name: str | None, context: Context | None) -> None:
+        self._number = loop.number()
+        super().__init__(coro, loop=loop, name=name or f"{loop.name}-{self._number}", context=context)
+        self._log_destroy_pending = False
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:
+    """Close an asynchronous generator that nothing refers to any more, on the loop that runs."""
+    loop = asyncio._get_running_loop()
+    if isinstance(loop, WorldLoop) and not loop.dead:
+        loop.call_soon(lambda: loop.create_task(generator.aclose()))

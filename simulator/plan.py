@@ -1,0 +1,165 @@
+"""What a seed decides: the service, its load, and its faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role
+from simulator.model import VOCAB_SIZE
+from simulator.service import Asked, WorkerSettings
+
+WINDOW_S = 8.0
+"""Requests come, and faults happen, within so many seconds after the service is ready."""
+QUIET_SHARE = 0.1
+"""So many seeds have no faults: in these every request is served."""
+TENANTS = ("a", "b", "c")
+
+FaultKind = Literal["kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip"]
+_KINDS: tuple[FaultKind, ...] = (
+    "kill", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway", "flip",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens ``at_s`` seconds after the service is ready, to ``target``, for ``for_s`` seconds.
+    ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role."""
+
+    at_s: float
+    kind: FaultKind
+    target: str
+    for_s: float = 0.0
+    other: str = ""
+
+    def __str__(self) -> str:
+        other = f" {self.other}" if self.other else ""
+        lasting = f" for {self.for_s:.2f} s" if self.for_s else ""
+        return f"{self.at_s:.3f} s: {self.kind} {self.target}{other}{lasting}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request that a client sends ``at_s`` seconds after the service is ready. It leaves after ``leaves_after`` tokens
+    or ``leaves_s`` seconds (None: it stays), and waits ``read_s`` before it reads each token."""
+
+    at_s: float
+    asked: Asked
+    leaves_after: int | None = None
+    leaves_s: float | None = None
+    read_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of it."""
+
+    seed: int
+    roles: dict[str, Role]
+    gateways: int
+    settings: WorkerSettings
+    config: dict[str, Any]
+    requests: tuple[ClientRequest, ...]
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def draw(cls, seed: int, num_requests: int = 50) -> Self:
+        """The plan of a seed."""
+        draw = random.Random(f"plan/{seed}")
+        prefill, decode = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+        roles = {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
+        roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
+        gateways = draw.choice([1, 1, 2])
+        block_size = draw.choice([4, 8, 16])
+        tiny = draw.random() < 0.3
+        settings = WorkerSettings(
+            num_blocks=(96 if tiny else 512) // block_size * 2,
+            block_size=block_size,
+            max_num_seqs=draw.choice([2, 4, 16]),
+            max_num_batched_tokens=draw.choice([8, 32, 128]),
+            chunk_tokens=draw.choice([None, None, 8]),
+            prefix_caching=draw.random() < 0.8,
+            run_ahead=draw.random() < 0.5,
+            one_sided=draw.random() < 0.5,
+        )
+        config = {
+            "router": {
+                "policy": draw.choice(["least_tokens", "prefix_affinity", "kv_aware", "round_robin", "power_of_two"]),
+                "prefix_fetch": draw.choice(["off", "auto", "always"]),
+                "first_token": draw.choice(["prefill", "prefill", "decode"]),
+                "max_unread_tokens": draw.choice([4, 1024]),
+                "max_queue": draw.choice([8, 256]),
+                "prefill_backlog_tokens": draw.choice([16, 512]),
+                "patience_s": 30.0,
+            },
+            "transfer": {
+                "overlap": draw.choice(["none", "chunk", "layer"]),
+                "layer_groups": 2,
+                "lease_s": draw.choice([3.0, 30.0]),
+                "on_kv_failure": draw.choice(["retry", "retry", "recompute"]),
+                "message_bytes": draw.choice([2**16, 2**20]),
+            },
+            "gateway": {"replicas": gateways},
+        }
+        requests = tuple(_request(draw, number, settings) for number in range(num_requests))
+        faults: tuple[Fault, ...] = ()
+        if draw.random() >= QUIET_SHARE:
+            faults = tuple(sorted((_fault(draw, roles, gateways) for _ in range(draw.randint(1, 6))), key=_when))
+        return cls(seed, roles, gateways, settings, config, requests, faults)
+
+    def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
+        """The same with other faults."""
+        return replace(self, faults=faults)
+
+
+def _when(fault: Fault) -> float:
+    return fault.at_s
+
+
+def _request(draw: random.Random, number: int, settings: WorkerSettings) -> ClientRequest:
+    room = settings.num_blocks * settings.block_size
+    tenant = draw.choice(TENANTS)
+    shared = random.Random(f"{tenant}/{draw.randrange(3)}")  # some prompts of a tenant begin alike
+    head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice([0, 8, 24, 48]))]
+    tail = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.randint(1, 24))]
+    prompt = (*head, *tail)[: room // 2]
+    leaves_after = draw.randint(1, 6) if draw.random() < 0.08 else None
+    leaves_s = draw.uniform(0.0, 1.0) if draw.random() < 0.08 else None
+    return ClientRequest(
+        draw.uniform(0.0, WINDOW_S),
+        Asked(
+            request_id=f"r{number}",
+            tenant=tenant,
+            prompt=tuple(prompt),
+            max_tokens=draw.choice([1, 2, 3, 8, 16]),
+            ignore_eos=draw.random() < 0.7,
+            mode=draw.choice([Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO]),
+            salt=draw.choice(["", "", "s"]),
+            timeout_s=draw.choice([2.0, 30.0, 30.0, 30.0]),
+            priority=draw.choice([0, 0, 0, 1]),
+        ),
+        leaves_after,
+        leaves_s,
+        draw.choice([0.0, 0.0, 0.0, 0.05]),
+    )
+
+
+def _fault(draw: random.Random, roles: dict[str, Role], gateways: int) -> Fault:
+    at_s, kind = draw.uniform(0.0, WINDOW_S), draw.choice(_KINDS)
+    worker = draw.choice(sorted(roles))
+    lasting = draw.choice([0.05, 0.5, 2.0, 6.0])
+    match kind:
+        case "partition":
+            others = [f"host-{name}" for name in (*sorted(roles), *(f"gateway-{i}" for i in range(gateways)))]
+            here = draw.choice(others)
+            return Fault(at_s, kind, here, lasting, draw.choice([each for each in others if each != here]))
+        case "kill_gateway":
+            return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}")
+        case "flip":
+            return Fault(at_s, kind, worker, other=draw.choice(["prefill", "decode"]))
+        case "pause" | "pause_engine":
+            return Fault(at_s, kind, worker, lasting)
+        case _:
+            return Fault(at_s, kind, worker)

@@ -1,0 +1,414 @@
+"""Runs the plan of a seed: clients, faults, the supervisor that starts again what has died, and the checks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.prefix_digests import keyed_salt
+from pdserve.core.worker import Role
+from simulator.engine import Violation
+from simulator.loop import Stuck, World, WorldLoop
+from simulator.model import answer
+from simulator.network import Network, Process, StreamWire
+from simulator.plan import ClientRequest, Fault, Plan
+from simulator.service import Asked, WorldGateway, WorldWorker
+from worker.spec import WorkerSpec
+
+RESTART_S = (0.5, 2.0)
+READY_S = 60.0
+"""Within which a service is ready."""
+END_S = 120.0
+"""Within which all requests have ended, after the last one came."""
+REST_S = 60.0
+"""Within which everything is released after that."""
+DEADLINE_GRACE_S = 12.0
+"""How long after its deadline a client knows how its request ended: `KEEPALIVE_S` and a bit."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a client's request ended."""
+
+    request: ClientRequest
+    tokens: list[int] = field(default_factory=list)
+    end: str = ""
+    """``stop``, ``length``, ``left``, or the name of an error."""
+    why: str = ""
+    resumes: int = 0
+    ended_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run has shown."""
+
+    plan: Plan
+    outcomes: list[Outcome]
+    violations: list[str]
+    trace: list[str]
+    virtual_s: float
+    turns: int
+
+
+def simulate(plan: Plan, *, trace: bool = False) -> Result:
+    """Run ``plan``. With ``trace``, what the service's parts log is in the result."""
+    gc_was_on = gc.isenabled()
+    gc.disable()  # it would close what nothing refers to at times that depend on the machine
+    try:
+        with _logged(trace) as lines:
+            simulation = _Simulation(plan, lines)
+            simulation.run()
+            world = simulation.world
+            return Result(plan, simulation.outcomes, simulation.violations, list(lines), world.now_s, world.turns)
+    finally:
+        simulation = world = None
+        _forget_tasks()
+        asyncio._set_running_loop(None)
+        if gc_was_on:
+            gc.enable()
+
+
+class _Simulation:
+    def __init__(self, plan: Plan, lines: list[str]) -> None:
+        self.plan, self.lines = plan, lines
+        self._draw = random.Random(f"world/{plan.seed}")
+        self.violations: list[str] = []
+        self.world = World(self._chance(), self._on_error)
+        self.network = Network(self.world, self._chance())
+        self.host = Process(self.world, "clients", "host-clients")
+        self.loop = self.host.loop("loop")
+        self.config = PdserveConfig.parse(plan.config)
+        self.roles = dict(plan.roles)
+        self.version = 1
+        self.gateways: dict[str, WorldGateway] = {}
+        self.workers: dict[str, WorldWorker] = {}
+        self.outcomes = [Outcome(request) for request in plan.requests]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = 0
+        self._healed_s = 0.0
+        self._ready_s = 0.0
+
+    def _chance(self) -> random.Random:
+        return random.Random(self._draw.getrandbits(64))
+
+    def _on_error(self, context: Mapping[str, Any]) -> None:
+        error = context.get("exception")
+        self.violate(f"{context.get('thread')}: {context.get('message')}: {error!r}")
+
+    def violate(self, what: str) -> None:
+        """Note what must not be."""
+        self.tell(f"VIOLATION {what}")
+        self.violations.append(what)
+
+    def tell(self, text: str) -> None:
+        """Write a line of the trace."""
+        self.lines.append(f"{self.world.now_s - 1000.0:10.6f} {text}")
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All of it, up to the first violation."""
+        for number in range(self.plan.gateways):
+            self._start_gateway(f"gateway-{number}", restarted=False)
+        for worker_id in self.plan.roles:
+            self._start_worker(worker_id)
+        try:
+            if not self._until(self._is_ready, READY_S):
+                self.violate("the service is not ready")
+                return
+            self._ready_s = self.world.now_s
+            self.loop.call_soon(self._begin)
+            if not self._until(lambda: self._running == 0, END_S + 10.0, least_s=0.001):
+                left = [outcome.request.asked.request_id for outcome in self.outcomes if not outcome.end]
+                self.violate(f"requests {left} have not ended")
+                return
+            if not self._until(lambda: self._at_rest() == "", REST_S, least_s=1.0):
+                self.violate(f"not at rest: {self._at_rest()}")
+        except Stuck as stuck:
+            self.violate(str(stuck))
+        except Violation as violation:
+            self.violate(str(violation))
+        self._check_outcomes()
+
+    def _until(self, condition: Any, for_s: float, least_s: float = 0.0) -> bool:
+        least, limit = self.world.now_s + least_s, self.world.now_s + for_s
+
+        def done() -> bool:
+            return bool(self.violations) or (self.world.now_s >= least and condition())
+
+        self.loop.call_later(for_s + 1.0, lambda: None)
+        return self.world.run(done, limit)
+
+    def _is_ready(self) -> bool:
+        wanted = self.plan.roles.keys()
+        return all(
+            gateway.ready
+            and {worker.worker_id for worker in gateway.registry.workers if worker.is_ready} >= wanted
+            and all(
+                len(worker.linked) == sum(role is Role.DECODE for role in self.roles.values())
+                for worker in gateway.registry.workers
+                if worker.role is Role.PREFILL
+            )
+            for gateway in self.gateways.values()
+        )
+
+    def _begin(self) -> None:
+        for outcome in self.outcomes:
+            self._running += 1
+            self.loop.call_later(outcome.request.at_s, self._send, outcome)
+        for fault in self.plan.faults:
+            self.loop.call_later(fault.at_s, self._strike, fault)
+            self._healed_s = max(self._healed_s, self.world.now_s + fault.at_s + fault.for_s)
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def _start_gateway(self, name: str, *, restarted: bool) -> None:
+        gateway = WorldGateway(
+            self.world, self.network, name, self.config, self.roles, self.version, self._chance(), restarted=restarted
+        )
+        self.gateways[name] = gateway
+        gateway.process.on_death.append(lambda: self._later(self._start_gateway_again, name))
+
+    def _start_gateway_again(self, name: str) -> None:
+        self._start_gateway(name, restarted=True)
+
+    def _start_worker(self, worker_id: str) -> None:
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            role=self.roles[worker_id],
+            host=f"host-{worker_id}",
+            node=f"host-{worker_id}",
+            device="cpu",
+            registry_addresses=tuple(f"gateway-{number}" for number in range(self.plan.gateways)),
+            version="0",
+            service="world",
+            config=self.config,
+        )
+        worker = WorldWorker(self.world, self.network, spec, self.plan.settings, self._chance(), self.tell)
+        self.workers[worker_id] = worker
+        worker.process.on_death.append(lambda: self._later(self._start_worker, worker_id))
+
+    def _later(self, start: Any, name: str) -> None:
+        self.tell(f"{name} has died")
+        self.loop.call_later(self._draw.uniform(*RESTART_S), start, name)
+
+    def _strike(self, fault: Fault) -> None:
+        self.tell(f"FAULT {fault}")
+        worker = self.workers.get(fault.target)
+        match fault.kind:
+            case "kill_gateway":
+                self.gateways[fault.target].process.kill()
+            case "partition":
+                self.network.block(fault.target, fault.other)
+                self.loop.call_later(fault.for_s, self.network.unblock, fault.target, fault.other)
+            case "flip":
+                self._flip(fault.target, Role(fault.other))
+            case "kill" if worker is not None:
+                worker.process.kill()
+            case "pause" if worker is not None:
+                worker.process.pause()
+                self.loop.call_later(fault.for_s, worker.process.resume)
+            case "kill_engine" if worker is not None and worker.engines:
+                worker.engine.process.kill()
+            case "pause_engine" if worker is not None and worker.engines:
+                engine = worker.engine
+                engine.process.pause()
+                self.loop.call_later(fault.for_s, engine.process.resume)
+            case _:
+                self.tell("it has no target")
+
+    def _flip(self, worker_id: str, role: Role) -> None:
+        roles = {**self.roles, worker_id: role}
+        if len(set(roles.values())) < len(set(self.roles.values())):
+            return  # a service keeps both roles
+        self.roles, self.version = roles, self.version + 1
+        for gateway in self.gateways.values():
+            if gateway.ready and gateway.process.alive:
+                gateway.loop.call_soon(gateway.directory.expect, roles, self.version)
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def _send(self, outcome: Outcome) -> None:
+        task = self.loop.create_task(self._ask(outcome))
+        self._tasks.append(task)
+        task.add_done_callback(lambda _: self._ended(outcome))
+        if outcome.request.leaves_s is not None:
+            self.loop.call_later(outcome.request.leaves_s, task.cancel)
+
+    def _ended(self, outcome: Outcome) -> None:
+        self._running -= 1
+        outcome.ended_s = self.world.now_s
+        outcome.end = outcome.end or "left"
+        self.tell(f"CLIENT {outcome.request.asked.request_id}: {outcome.end} {outcome.why}")
+
+    async def _ask(self, outcome: Outcome) -> None:
+        """Send a request, and read its answer. If the gateway is lost, the next one goes on with it."""
+        request, asked = outcome.request, outcome.request.asked
+        salt = keyed_salt(f"{asked.tenant}/{asked.salt}", b"key")
+        expected = answer(salt, asked.prompt, asked.max_tokens, ignore_eos=asked.ignore_eos)
+        deadline_s = self.world.now_s + asked.timeout_s
+        for attempt in range(10_000):
+            left_s = deadline_s - self.world.now_s
+            if left_s <= 0:
+                outcome.end = outcome.end or "DeadlineExceeded"
+                return
+            gateway = f"gateway-{(attempt + len(asked.prompt)) % self.plan.gateways}"
+            wire = StreamWire(self.network, self.host, f"{gateway}/api")
+            resumed = _resumed(asked, left_s, outcome.tokens)
+            self.tell(f"CLIENT {asked.request_id} asks {gateway} from token {len(outcome.tokens)} on")
+            try:
+                async with asyncio.timeout(left_s + DEADLINE_GRACE_S):
+                    answers = await wire.open(_one(resumed), timeout_s=left_s)
+                    async with contextlib.aclosing(answers) as arriving:  # type: ignore[type-var]
+                        async for data in arriving:
+                            if self._arrived(outcome, expected, *msgspec.msgpack.decode(data)):
+                                return
+                            if request.leaves_after is not None and len(outcome.tokens) >= request.leaves_after:
+                                return
+                            if request.read_s:
+                                await asyncio.sleep(request.read_s)
+            except PdserveError as error:
+                outcome.why = str(error)
+            except TimeoutError:
+                outcome.end = "unanswered"
+                return
+            finally:
+                await wire.aclose()
+            outcome.resumes += 1
+            await asyncio.sleep(0.1)
+
+    def _arrived(self, outcome: Outcome, expected: list[int], kind: str, *rest: Any) -> bool:
+        """Take a message. Returns whether it was the last one."""
+        name = outcome.request.asked.request_id
+        if kind == "token":
+            token_id, index = rest
+            if index != len(outcome.tokens) or index >= len(expected) or token_id != expected[index]:
+                self.violate(f"{name}: token {index} is {token_id}; {outcome.tokens} of {expected} came before")
+            outcome.tokens.append(token_id)
+            return False
+        if kind == "end":
+            outcome.end = rest[0]
+            if outcome.tokens != expected:
+                self.violate(f"{name}: ended by {rest[0]} with {outcome.tokens} instead of {expected}")
+            return True
+        outcome.end, outcome.why = rest[0], rest[1]
+        return True
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_outcomes(self) -> None:
+        for outcome in self.outcomes:
+            asked, name = outcome.request.asked, outcome.request.asked.request_id
+            late_s = outcome.ended_s - (self._ready_s + outcome.request.at_s + asked.timeout_s)
+            if outcome.end == "unanswered" or late_s > DEADLINE_GRACE_S:
+                self.violate(f"{name}: it ended {late_s:.3f} s after its deadline")
+            if outcome.end in ("stop", "length", "left"):
+                continue
+            if not self.plan.faults and outcome.end not in ("CapacityExceeded", "DeadlineExceeded"):
+                self.violate(f"{name}: {outcome.end} without any fault: {outcome.why}")
+
+    def _at_rest(self) -> str:
+        """What is still held; empty if nothing is."""
+        if self.world.now_s < self._healed_s:
+            return "faults"
+        for gateway in self.gateways.values():
+            if not gateway.ready:
+                return f"{gateway.name} starts"
+            inference = gateway.inference
+            if inference.running or inference._claims or inference.in_progress:
+                return f"{gateway.name} has requests {sorted(inference.running)}"
+            if gateway.router.queued or gateway.router._active:
+                return f"{gateway.name} has {gateway.router.queued} waiting, {dict(gateway.router._active)}"
+            for caller in gateway.quotas.values():
+                if caller.quota.running:
+                    return f"{gateway.name} counts {caller.quota.running} requests of {caller.name}"
+            for registered in gateway.registry.workers:
+                if registered.lost:
+                    continue
+                if registered.outstanding_requests or registered.outstanding_tokens or registered.held_blocks:
+                    return (
+                        f"{gateway.name} counts {registered.outstanding_requests} requests, "
+                        f"{registered.outstanding_tokens} tokens, {registered.held_blocks} blocks "
+                        f"on {registered.worker_id}"
+                    )
+        for worker_id, each in self.workers.items():
+            if each.worker is None or not each.engines or not each.engine.process.alive:
+                return f"{worker_id} starts"
+            table = each.worker._table
+            if table._tasks or table._requests:
+                return f"{worker_id} serves {sorted(table._tasks)}"
+            blocks = each.engine.scheduler.blocks
+            if blocks.free_blocks != blocks.num_blocks:
+                return f"{worker_id} has {blocks.num_blocks - blocks.free_blocks} blocks in use"
+            incarnation = each.worker._incarnation
+            if incarnation is not None:
+                kv = incarnation.kv
+                held = [kv._running, kv._starting, kv._sender._transfers, kv._receiver._by_attempt]
+                if any(held):
+                    return f"{worker_id} has KV transfers {held}"
+        return ""
+
+
+def _resumed(asked: Asked, left_s: float, tokens: list[int]) -> bytes:
+    return msgspec.msgpack.encode(replace(asked, timeout_s=left_s, resume=tuple(tokens)))
+
+
+async def _one(message: bytes) -> AsyncIterator[bytes]:
+    yield message
+    await asyncio.Event().wait()  # the stream stays open
+
+
+def _forget_tasks() -> None:
+    """Free what a world leaves behind. Its tasks are not at their end, and how they end now does not matter."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+
+
+class _TraceHandler(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line with the time and the thread of the world."""
+        loop = asyncio._get_running_loop()
+        if isinstance(loop, WorldLoop):
+            text = f"{loop.time() - 1000.0:10.6f} {loop.name}: {record.getMessage()}"
+            if record.exc_info and record.exc_info[1] is not None:
+                text += f": {record.exc_info[1]!r}"
+            self._lines.append(text)
+
+
+@contextlib.contextmanager
+def _logged(trace: bool) -> Any:
+    lines: list[str] = []
+    root = logging.getLogger()
+    before, disabled = root.level, logging.root.manager.disable
+    handler = _TraceHandler(lines)
+    if trace:
+        root.addHandler(handler)
+        root.setLevel(logging.DEBUG)
+        logging.disable(logging.NOTSET)
+    else:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield lines
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+        logging.disable(disabled)
