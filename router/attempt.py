@@ -129,10 +129,8 @@ class Attempt:
         self._left = True
         if not self._complete:
             self._aborts = {
-                asyncio.create_task(_abort(worker.handle, self._request.attempt_id)) for worker in self._contacted
+                self._registry.spawn(_abort(worker.handle, self._request.attempt_id)) for worker in self._contacted
             }
-            for task in self._aborts:
-                _keep(task)
         self._end_prefix()
         self._assignment.end()
 
@@ -328,7 +326,7 @@ class Attempt:
         """Release the blocks of the prompt's beginning at its source, unless that has been done."""
         prefix, self._prefix = self._prefix, None
         if prefix is not None and not prefix.ended:
-            _keep(asyncio.create_task(_abort(prefix.source.handle, prefix.attempt_id)))
+            self._registry.spawn(_abort(prefix.source.handle, prefix.attempt_id))
 
     def _note_fetch(self, fetch: PrefixFetch, worker: RegisteredWorker) -> None:
         self._result.prefix_fetch = fetch
@@ -442,14 +440,6 @@ class PrefixSending:
         """Note that it has ended."""
         self.ended = True
         log.info("%s sends no prefix for %s: %s", self.source.worker_id, self.attempt_id, error)
-
-
-_BACKGROUND: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
-
-
-def _keep(task: asyncio.Task[None]) -> None:
-    _BACKGROUND.add(task)
-    task.add_done_callback(_BACKGROUND.discard)
 
 
 async def _abort(handle: WorkerHandle, attempt_id: str) -> None:

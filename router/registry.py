@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from pdserve.core.block_update import BlockUpdate
 from pdserve.core.clock import Clock
@@ -73,6 +74,7 @@ class WorkerRegistry:
         self._were_available: set[Mode] = set()
         self._live: frozenset[WorkerEpoch] = frozenset()
         self._look_for_late_s = float("-inf")  # no heartbeat becomes overdue before
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
 
     # --- the workers -------------------------------------------------------------------------------------------------
 
@@ -339,6 +341,13 @@ class WorkerRegistry:
             placed.reason,
             placed.fetch,
         )
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run calls to workers that outlast the request that they are for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- changes -----------------------------------------------------------------------------------------------------
 

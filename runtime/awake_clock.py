@@ -6,8 +6,9 @@ host's clock would fire before the loop reads them."""
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from pdserve.core.clock import Clock, MonotonicClock
 
@@ -36,7 +37,12 @@ class _LoopClock:
     """The clock by which an event loop calls its timers: the host's, or that of a simulated world."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time
+        self._loop = ref(loop)  # weak, because `_CLOCKS` would keep the loop otherwise
+
+    def now(self) -> float:
+        """Seconds of that clock."""
+        loop = self._loop()
+        return time.monotonic() if loop is None else loop.time()
 
 
 _CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, AwakeClock] = WeakKeyDictionary()

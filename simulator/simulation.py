@@ -373,10 +373,14 @@ async def _one(message: bytes) -> AsyncIterator[bytes]:
 def _forget_tasks() -> None:
     """Free what a world leaves behind. Its tasks are not at their end, and how they end now does not matter."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
+        gc.collect()  # closes coroutines, which keep what they refer to until the next time
         gc.collect()
     finally:
         sys.unraisablehook = hook
+        logging.disable(disabled)
 
 
 class _TraceHandler(logging.Handler):
