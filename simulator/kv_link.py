@@ -4,8 +4,10 @@ memory (as the one-sided transports do) or that travel with the message (as the 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 
 from kv_transfer.base import NOTHING, KVLink, KVTransport, Message, check_sizes
@@ -29,6 +31,23 @@ CheckWrite = Callable[[Sequence[Region]], None]
 """Is told of the regions of a pool that a link is about to write."""
 
 
+class Wires(NamedTuple):
+    """What the links of a transport have in common."""
+
+    check: CheckWrite
+    chance: random.Random
+    one_sided: bool
+    corrupt_share: float
+
+    def carry(self, piece: memoryview) -> memoryview:
+        """A piece as it arrives."""
+        if not self.corrupt_share or self.chance.random() >= self.corrupt_share:
+            return piece
+        changed = bytearray(piece)
+        changed[self.chance.randrange(len(changed))] ^= 1 << self.chance.randrange(8)
+        return memoryview(changed)
+
+
 class WorldTransport(KVTransport):
     """The transport of a worker's ``process``. With ``one_sided``, payloads are read when they are fetched, and not when
     they are sent."""
@@ -36,10 +55,19 @@ class WorldTransport(KVTransport):
     name = NAME
 
     def __init__(
-        self, network: Network, process: Process, memory: Memory, check: CheckWrite, *, one_sided: bool
+        self,
+        network: Network,
+        process: Process,
+        memory: Memory,
+        check: CheckWrite,
+        chance: random.Random,
+        *,
+        one_sided: bool,
+        corrupt_share: float,
     ) -> None:
         super().__init__(memory)
-        self._network, self._process, self._check, self._one_sided = network, process, check, one_sided
+        self._network, self._process = network, process
+        self._wires = Wires(check, chance, one_sided, corrupt_share)
         self._address = ""
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -56,7 +84,7 @@ class WorldTransport(KVTransport):
         except PdserveError as error:
             raise PeerLost(str(error)) from None
         connection = self._network.connection(self._process, server)
-        link = WorldLink(self._memory, connection, 0, self._check, one_sided=self._one_sided)
+        link = WorldLink(self._memory, connection, 0, self._wires)
         server_loop.call_soon(meet, connection)
         return self._keep(link)
 
@@ -69,7 +97,7 @@ class WorldTransport(KVTransport):
         if self._closed:
             connection.close("it does not listen any more", by=1)
             return
-        link = WorldLink(self._memory, connection, 1, self._check, one_sided=self._one_sided)
+        link = WorldLink(self._memory, connection, 1, self._wires)
         self._accepted.put_nowait(self._keep(link))
 
 
@@ -78,13 +106,10 @@ class WorldLink(KVLink):
 
     transport = NAME
 
-    def __init__(
-        self, memory: Memory, connection: Connection, side: int, check: CheckWrite, *, one_sided: bool
-    ) -> None:
+    def __init__(self, memory: Memory, connection: Connection, side: int, wires: Wires) -> None:
         super().__init__(memory)
-        self._check = check
-        self.reads_late = one_sided
-        self._connection, self._side, self._one_sided = connection, side, one_sided
+        self.reads_late = wires.one_sided
+        self._connection, self._side, self._wires, self._one_sided = connection, side, wires, wires.one_sided
         self._arrived: asyncio.Queue[tuple[bytes, _Sent | None] | None] = asyncio.Queue()
         self._payload: _Sent | None = None
         self._unread: deque[_Sent] = deque()
@@ -148,8 +173,8 @@ class WorldLink(KVLink):
                         if self._why and not self._one_sided:
                             raise PeerLost(self._why)
                         if not fetch.cancelled:
-                            self._check(fetch.regions)
-                        fetch.write(piece)
+                            self._wires.check(fetch.regions)
+                        fetch.write(self._wires.carry(piece))
                     if fetch.cancelled:
                         return
             if self._why:

@@ -115,6 +115,8 @@ class Network:
             await asyncio.sleep(timeout_s)
             raise PdserveError(f"{address}: no answer")
         await asyncio.sleep(self.delay_s())
+        if not found[0].alive:
+            raise PdserveError(f"{address}: connection reset")
         return found
 
 

@@ -11,7 +11,7 @@ from pdserve.core.worker import Role
 from simulator.model import VOCAB_SIZE
 from simulator.service import Asked, WorkerSettings
 
-WINDOW_S = 8.0
+WINDOW_S = 4.0
 """Requests come, and faults happen, within so many seconds after the service is ready."""
 QUIET_SHARE = 0.1
 """So many seeds have no faults: in these every request is served."""
@@ -72,6 +72,7 @@ class Plan:
         roles = {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
         roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
         gateways = draw.choice([1, 1, 2])
+        quiet = draw.random() < QUIET_SHARE
         block_size = draw.choice([4, 8, 16])
         tiny = draw.random() < 0.3
         settings = WorkerSettings(
@@ -83,6 +84,7 @@ class Plan:
             prefix_caching=draw.random() < 0.8,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
+            corrupt_share=0.0 if quiet else draw.choice([0.0, 0.0, 0.0, 0.0, 0.05]),
         )
         config = {
             "router": {
@@ -105,7 +107,7 @@ class Plan:
         }
         requests = tuple(_request(draw, number, settings) for number in range(num_requests))
         faults: tuple[Fault, ...] = ()
-        if draw.random() >= QUIET_SHARE:
+        if not quiet:
             faults = tuple(sorted((_fault(draw, roles, gateways) for _ in range(draw.randint(1, 6))), key=_when))
         return cls(seed, roles, gateways, settings, config, requests, faults)
 

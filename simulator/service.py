@@ -66,6 +66,8 @@ class WorkerSettings:
     prefix_caching: bool
     run_ahead: bool
     one_sided: bool
+    corrupt_share: float
+    """So many of the pieces of KV that cross a link arrive with a wrong byte."""
 
 
 class WorldWorker:
@@ -152,7 +154,13 @@ class WorldWorker:
         self.engines.append(engine)
         epoch = id_of(self._chance)
         transport = WorldTransport(
-            self._network, self.process, memory, engine.check_write, one_sided=settings.one_sided
+            self._network,
+            self.process,
+            memory,
+            engine.check_write,
+            random.Random(self._chance.getrandbits(64)),
+            one_sided=settings.one_sided,
+            corrupt_share=settings.corrupt_share,
         )
         kv = KVThread(
             pool,
@@ -237,6 +245,17 @@ class Asked:
     resume: tuple[int, ...] = ()
 
 
+class CountedQuota(Quota):
+    """Counts all that it is charged."""
+
+    charged = 0
+
+    def spend(self, tokens: int) -> None:
+        """See `Quota`."""
+        self.charged += tokens
+        super().spend(tokens)
+
+
 class WorldGateway:
     """The gateway ``name``: router, registry, directory and `Inference`, without its two servers of public APIs.
     ``restarted``: one with its name has served before."""
@@ -257,7 +276,8 @@ class WorldGateway:
         self.process = Process(world, name, f"host-{name}")
         self.loop = self.process.loop("loop")
         self._chance, self._version = chance, version
-        self.quotas: dict[str, Caller] = {}
+        self.quotas: dict[str, CountedQuota] = {}
+        """By tenant."""
         self.ready = False
         self.loop.call_soon(self._start, restarted)
 
@@ -295,9 +315,8 @@ class WorldGateway:
     def caller(self, tenant: str) -> Caller:
         """A tenant, with its quota at this gateway."""
         if tenant not in self.quotas:
-            limits = TokenLimits(min_priority=-MAX_PRIORITY, tokens_per_minute=10**9)
-            self.quotas[tenant] = Caller(tenant, Quota(limits, self.process.world), shares_cache=False)
-        return self.quotas[tenant]
+            self.quotas[tenant] = CountedQuota(TokenLimits(min_priority=-MAX_PRIORITY), self.process.world)
+        return Caller(tenant, self.quotas[tenant], shares_cache=False)
 
     async def _serve(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """One call of a client: the request in, tokens out, then the completion or an error."""

@@ -8,6 +8,7 @@ import gc
 import logging
 import random
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +67,7 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
     """Run ``plan``. With ``trace``, what the service's parts log is in the result."""
     gc_was_on = gc.isenabled()
     gc.disable()  # it would close what nothing refers to at times that depend on the machine
+    gc.freeze()  # `_forget_tasks` need not look at what was there before
     try:
         with _logged(trace) as lines:
             simulation = _Simulation(plan, lines)
@@ -75,6 +77,7 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
     finally:
         simulation = world = None
         _forget_tasks()
+        gc.unfreeze()
         asyncio._set_running_loop(None)
         if gc_was_on:
             gc.enable()
@@ -95,6 +98,8 @@ class _Simulation:
         self.gateways: dict[str, WorldGateway] = {}
         self.workers: dict[str, WorldWorker] = {}
         self.outcomes = [Outcome(request) for request in plan.requests]
+        self._served = Counter[str]()  # tokens that were computed for a tenant, at least
+        self._started: list[WorldGateway] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._running = 0
         self._healed_s = 0.0
@@ -179,6 +184,7 @@ class _Simulation:
             self.world, self.network, name, self.config, self.roles, self.version, self._chance(), restarted=restarted
         )
         self.gateways[name] = gateway
+        self._started.append(gateway)
         gateway.process.on_death.append(lambda: self._later(self._start_gateway_again, name))
 
     def _start_gateway_again(self, name: str) -> None:
@@ -272,7 +278,11 @@ class _Simulation:
                 async with asyncio.timeout(left_s + DEADLINE_GRACE_S):
                     answers = await wire.open(_one(resumed), timeout_s=left_s)
                     async with contextlib.aclosing(answers) as arriving:  # type: ignore[type-var]
+                        resumed_at, answered = len(outcome.tokens), False
                         async for data in arriving:
+                            if not answered and _ERROR not in data[:8]:
+                                answered = True
+                                self._served[asked.tenant] += len(asked.prompt) + resumed_at
                             if self._arrived(outcome, expected, *msgspec.msgpack.decode(data)):
                                 return
                             if request.leaves_after is not None and len(outcome.tokens) >= request.leaves_after:
@@ -297,6 +307,7 @@ class _Simulation:
             if index != len(outcome.tokens) or index >= len(expected) or token_id != expected[index]:
                 self.violate(f"{name}: token {index} is {token_id}; {outcome.tokens} of {expected} came before")
             outcome.tokens.append(token_id)
+            self._served[outcome.request.asked.tenant] += 1
             return False
         if kind == "end":
             outcome.end = rest[0]
@@ -309,6 +320,10 @@ class _Simulation:
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def _check_outcomes(self) -> None:
+        for tenant, tokens in self._served.items():
+            charged = sum(gateway.quotas[tenant].charged for gateway in self._started if tenant in gateway.quotas)
+            if charged < tokens:
+                self.violate(f"tenant {tenant} was charged {charged} tokens, and {tokens} were computed for it")
         for outcome in self.outcomes:
             asked, name = outcome.request.asked, outcome.request.asked.request_id
             late_s = outcome.ended_s - (self._ready_s + outcome.request.at_s + asked.timeout_s)
@@ -331,9 +346,9 @@ class _Simulation:
                 return f"{gateway.name} has requests {sorted(inference.running)}"
             if gateway.router.queued or gateway.router._active:
                 return f"{gateway.name} has {gateway.router.queued} waiting, {dict(gateway.router._active)}"
-            for caller in gateway.quotas.values():
-                if caller.quota.running:
-                    return f"{gateway.name} counts {caller.quota.running} requests of {caller.name}"
+            for tenant, quota in gateway.quotas.items():
+                if quota.running:
+                    return f"{gateway.name} counts {quota.running} requests of {tenant}"
             for registered in gateway.registry.workers:
                 if registered.lost:
                     continue
@@ -359,6 +374,9 @@ class _Simulation:
                 if any(held):
                     return f"{worker_id} has KV transfers {held}"
         return ""
+
+
+_ERROR = msgspec.msgpack.encode(["error"])[1:]
 
 
 def _resumed(asked: Asked, left_s: float, tokens: list[int]) -> bytes:
