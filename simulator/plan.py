@@ -99,7 +99,7 @@ class Plan:
             "transfer": {
                 "overlap": draw.choice(["none", "chunk", "layer"]),
                 "layer_groups": 2,
-                "lease_s": draw.choice([3.0, 30.0]),
+                "lease_s": draw.choice([0.5, 3.0, 30.0]),
                 "on_kv_failure": draw.choice(["retry", "retry", "recompute"]),
                 "message_bytes": draw.choice([2**16, 2**20]),
             },

@@ -339,7 +339,9 @@ class WorldGateway:
                         async for output in outputs:
                             if isinstance(output, Completion):
                                 proof = output.result.proof
-                                yield _encode(("end", str(output.finish_reason), 0 if proof is None else proof.kv_bytes))
+                                kv_bytes = 0 if proof is None else proof.kv_bytes
+                                expected, attempts = output.result.kv_bytes_expected, output.record.attempts
+                                yield _encode(("end", str(output.finish_reason), kv_bytes, expected, attempts))
                             else:
                                 yield _encode(("token", output.token_id, output.index))
             except PdserveError as error:

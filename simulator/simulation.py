@@ -18,7 +18,9 @@ import msgspec
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.prefix_digests import keyed_salt
+from pdserve.core.request import Mode
 from pdserve.core.worker import Role
+from router.breaker import BreakerState
 from simulator.engine import Violation
 from simulator.loop import Stuck, World, WorldLoop
 from simulator.model import answer
@@ -34,6 +36,8 @@ END_S = 120.0
 """Within which all requests have ended, after the last one came."""
 REST_S = 60.0
 """Within which everything is released after that."""
+LAST_REQUESTS = 60
+"""Sent at most, until all breakers are closed."""
 DEADLINE_GRACE_S = 12.0
 """How long after its deadline a client knows how its request ended: `KEEPALIVE_S` and a bit."""
 
@@ -139,6 +143,11 @@ class _Simulation:
                 left = [outcome.request.asked.request_id for outcome in self.outcomes if not outcome.end]
                 self.violate(f"requests {left} have not ended")
                 return
+            self._until(self._is_healed, 60.0)
+            self.loop.call_soon(self._say_farewell)
+            if not self._until(lambda: self._running == 0, END_S, least_s=0.001):
+                self.violate("the last requests have not ended")
+                return
             if not self._until(lambda: self._at_rest() == "", REST_S, least_s=1.0):
                 self.violate(f"not at rest: {self._at_rest()}")
         except Stuck as stuck:
@@ -176,6 +185,53 @@ class _Simulation:
         for fault in self.plan.faults:
             self.loop.call_later(fault.at_s, self._strike, fault)
             self._healed_s = max(self._healed_s, self.world.now_s + fault.at_s + fault.for_s)
+
+    def _is_healed(self) -> bool:
+        """Whether all faults are over, and everything has started again."""
+        return (
+            self.world.now_s >= self._healed_s
+            and all(each.ready and each.process.alive for each in self.gateways.values())
+            and self._is_ready()
+        )
+
+    def _say_farewell(self) -> None:
+        """Send a few requests more, one after the other: the service must be as it was before the faults."""
+        self._running += 1
+        self.loop.create_task(self._farewell()).add_done_callback(lambda _: self._farewell_ended())
+
+    def _farewell_ended(self) -> None:
+        self._running -= 1
+
+    async def _farewell(self) -> None:
+        for number in range(LAST_REQUESTS):
+            mode = (Mode.PD, Mode.COLOCATED)[number % 2]
+            prompt = tuple(1 + (number * 7 + place) % 60 for place in range(5))
+            asked = Asked(
+                request_id=f"last{number}",
+                tenant="z",
+                prompt=prompt,
+                max_tokens=3,
+                ignore_eos=True,
+                mode=mode,
+                salt=str(number),
+                timeout_s=30.0,
+                priority=0,
+            )
+            outcome = Outcome(ClientRequest(0.0, asked))
+            await self._ask(outcome)
+            if outcome.end != "length":
+                self.violate(f"{asked.request_id}: {outcome.end} after all faults: {outcome.why}")
+            if number >= 2 and not self._open_breakers():
+                return
+        self.violate(f"breakers stay open: {self._open_breakers()}")
+
+    def _open_breakers(self) -> list[str]:
+        return [
+            f"{gateway.name}: {worker.worker_id} {worker.breaker.state}"
+            for gateway in self.gateways.values()
+            for worker in gateway.registry.workers
+            if not worker.lost and worker.breaker.state is not BreakerState.CLOSED
+        ]
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -310,9 +366,13 @@ class _Simulation:
             self._served[outcome.request.asked.tenant] += 1
             return False
         if kind == "end":
-            outcome.end = rest[0]
+            outcome.end, kv_bytes, kv_bytes_expected, attempts = rest
+            if kv_bytes != kv_bytes_expected and attempts == 1 and not self.plan.faults:
+                self.violate(f"{name}: {kv_bytes} bytes of KV moved, and {kv_bytes_expected} were to")
+            if attempts > 1 and not self.plan.faults and not outcome.request.read_s:
+                self.violate(f"{name}: {attempts} attempts without any fault")
             if outcome.tokens != expected:
-                self.violate(f"{name}: ended by {rest[0]} with {outcome.tokens} instead of {expected}")
+                self.violate(f"{name}: ended by {outcome.end} with {outcome.tokens} instead of {expected}")
             return True
         outcome.end, outcome.why = rest[0], rest[1]
         return True
