@@ -5,9 +5,9 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := pdserve runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
+SOURCES := pdserve runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway simulator ops experiments tests scripts benchmarks
 
-.PHONY: help install demo docs reference test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
+.PHONY: help install demo docs reference test lint types floors unit test-cluster soak simulate bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,10 @@ test-cluster: $(INSTALLED)  ## `ray up` and what follows, on hosts made of names
 
 soak: $(INSTALLED)  ## long tests, run by hand
 	$(BIN)/python -m pytest -m soak --timeout 3600 --log-cli-level INFO
+
+SEEDS ?= 10000
+simulate: $(INSTALLED)  ## the service in a simulated world, under SEEDS seeds (docs/correctness.md)
+	$(BIN)/pdserve simulate --seeds $(SEEDS)
 
 # `python -m benchmarks.NAME --quick` is the smallest form of each: does it run? Tests run all of them.
 bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of this machine, on one core (about 10 minutes)
