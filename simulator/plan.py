@@ -17,16 +17,17 @@ QUIET_SHARE = 0.1
 """So many seeds have no faults: in these every request is served."""
 TENANTS = ("a", "b", "c")
 
-FaultKind = Literal["kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip"]
+FaultKind = Literal["kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip", "replace"]
 _KINDS: tuple[FaultKind, ...] = (
-    "kill", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway", "flip",
+    "kill", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway", "flip", "replace",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Something that happens ``at_s`` seconds after the service is ready, to ``target``, for ``for_s`` seconds.
-    ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role."""
+    ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``replace``: the
+    worker is drained and leaves, and another one joins."""
 
     at_s: float
     kind: FaultKind
@@ -154,7 +155,7 @@ def _fault(draw: random.Random, roles: dict[str, Role], gateways: int) -> Fault:
     lasting = draw.choice([0.05, 0.5, 2.0, 6.0])
     match kind:
         case "partition":
-            others = [f"host-{name}" for name in (*sorted(roles), *(f"gateway-{i}" for i in range(gateways)))]
+            others = [f"host-{name}" for name in (*sorted(roles), *(f"gateway-{i}" for i in range(gateways)), "clients")]
             here = draw.choice(others)
             return Fault(at_s, kind, here, lasting, draw.choice([each for each in others if each != here]))
         case "kill_gateway":

@@ -36,6 +36,8 @@ END_S = 120.0
 """Within which all requests have ended, after the last one came."""
 REST_S = 60.0
 """Within which everything is released after that."""
+DRAIN_S, LEAVE_S = 2.0, 8.0
+"""Within which a worker that leaves is drained, and has ended."""
 LAST_REQUESTS = 60
 """Sent at most, until all breakers are closed."""
 DEADLINE_GRACE_S = 12.0
@@ -166,7 +168,7 @@ class _Simulation:
         return self.world.run(done, limit)
 
     def _is_ready(self) -> bool:
-        wanted = self.plan.roles.keys()
+        wanted = self.roles.keys()
         return all(
             gateway.ready
             and {worker.worker_id for worker in gateway.registry.workers if worker.is_ready} >= wanted
@@ -260,7 +262,11 @@ class _Simulation:
         )
         worker = WorldWorker(self.world, self.network, spec, self.plan.settings, self._chance(), self.tell)
         self.workers[worker_id] = worker
-        worker.process.on_death.append(lambda: self._later(self._start_worker, worker_id))
+        worker.process.on_death.append(lambda: self._later(self._start_worker_again, worker_id))
+
+    def _start_worker_again(self, worker_id: str) -> None:
+        if worker_id in self.roles:
+            self._start_worker(worker_id)
 
     def _later(self, start: Any, name: str) -> None:
         self.tell(f"{name} has died")
@@ -277,6 +283,8 @@ class _Simulation:
                 self.loop.call_later(fault.for_s, self.network.unblock, fault.target, fault.other)
             case "flip":
                 self._flip(fault.target, Role(fault.other))
+            case "replace":
+                self._replace(fault.target)
             case "kill" if worker is not None:
                 worker.process.kill()
             case "pause" if worker is not None:
@@ -292,6 +300,8 @@ class _Simulation:
                 self.tell("it has no target")
 
     def _flip(self, worker_id: str, role: Role) -> None:
+        if worker_id not in self.roles:
+            return
         roles = {**self.roles, worker_id: role}
         if len(set(roles.values())) < len(set(self.roles.values())):
             return  # a service keeps both roles
@@ -299,6 +309,30 @@ class _Simulation:
         for gateway in self.gateways.values():
             if gateway.ready and gateway.process.alive:
                 gateway.loop.call_soon(gateway.directory.expect, roles, self.version)
+
+    def _replace(self, worker_id: str) -> None:
+        """Have a worker leave, as ``pdserve scale`` does, and another one join."""
+        if worker_id not in self.roles:
+            return
+        role, new = self.roles[worker_id], f"{worker_id}+"
+        self.roles, self.version = {**self.roles, new: role}, self.version + 1
+        del self.roles[worker_id]
+        self._start_worker(new)
+        for gateway in self.gateways.values():
+            if gateway.ready and gateway.process.alive:
+                gateway.loop.call_soon(lambda each: each.loop.create_task(self._let_go(each, worker_id)), gateway)
+        self.loop.call_later(LEAVE_S, self._gone, worker_id)
+
+    async def _let_go(self, gateway: WorldGateway, worker_id: str) -> None:
+        gateway.directory.expect(self.roles, self.version)
+        await gateway.directory.retire([worker_id], DRAIN_S)
+        await gateway.directory.dismiss([worker_id])
+
+    def _gone(self, worker_id: str) -> None:
+        """End a worker that has left, if it has not ended by itself (the supervisor does)."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            worker.process.kill()
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
@@ -419,18 +453,20 @@ class _Simulation:
                         f"on {registered.worker_id}"
                     )
         for worker_id, each in self.workers.items():
+            if worker_id not in self.roles:
+                return f"{worker_id} has not left"
             if each.worker is None or not each.engines or not each.engine.process.alive:
                 return f"{worker_id} starts"
             table = each.worker._table
-            if table._tasks or table._requests:
-                return f"{worker_id} serves {sorted(table._tasks)}"
+            if table._requests:
+                return f"{worker_id} serves {sorted(table._requests)}"
             blocks = each.engine.scheduler.blocks
             if blocks.free_blocks != blocks.num_blocks:
                 return f"{worker_id} has {blocks.num_blocks - blocks.free_blocks} blocks in use"
             incarnation = each.worker._incarnation
             if incarnation is not None:
                 kv = incarnation.kv
-                held = [kv._running, kv._starting, kv._sender._transfers, kv._receiver._by_attempt]
+                held = [kv._running, kv._sender._transfers, kv._receiver._by_attempt]
                 if any(held):
                     return f"{worker_id} has KV transfers {held}"
         return ""

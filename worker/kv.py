@@ -176,8 +176,6 @@ class KVThread:
         self._events = engine.take_kv_events()
         self._running: dict[str, RunningHandoff[Any]] = {}
         self._open_handoffs: set[RunningHandoff[Any]] = set()  # of the control loop
-        # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.
-        self._starting: dict[str, RunningHandoff[Any]] = {}
         self._thread = thread or LoopThread(f"kv-{worker_id}")
         self._loop = self._thread.loop
 
@@ -219,10 +217,9 @@ class KVThread:
     def _open(self, running: RunningHandoff[Any]) -> None:
         if self._closed:
             raise _gone()
-        attempt_id = running.handoff.attempt_id
         self._open_handoffs.add(running)
-        self._starting[attempt_id] = running
-        self._loop.call_soon_threadsafe(self._begin_now, attempt_id)
+        # The request is submitted after this, and a loop keeps the order: the hand-off begins before its first event.
+        self._loop.call_soon_threadsafe(self._begin_now, running)
 
     def _end(self, running: RunningHandoff[Any]) -> None:
         self._loop.call_soon_threadsafe(self._end_now, running.handoff.attempt_id)
@@ -268,9 +265,8 @@ class KVThread:
         self._events.follow(self._on_event)
         return endpoints
 
-    def _begin_now(self, attempt_id: str) -> None:
-        if (running := self._starting.pop(attempt_id, None)) is None:
-            return
+    def _begin_now(self, running: RunningHandoff[Any]) -> None:
+        attempt_id = running.handoff.attempt_id
 
         def ended(task: asyncio.Task[Any]) -> None:
             if self._running.get(attempt_id) is running:
@@ -300,7 +296,6 @@ class KVThread:
             self._tell(progress)
 
     def _tell(self, event: Reserved | Progress) -> None:
-        self._begin_now(event.attempt_id)  # the loop may see the event first
         if (running := self._running.get(event.attempt_id)) is not None and running.error is None:
             try:
                 running.handoff.on_event(event)

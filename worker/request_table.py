@@ -90,6 +90,10 @@ class ServedRequest:
         self._prompt_tokens = prompt_tokens
         self._output_tokens = output_tokens
         self._sampled = 0
+        self.is_over = False
+        """It has its last token or its error. It may still hold resources."""
+        self.timer: asyncio.TimerHandle | None = None  # its deadline's
+        self.task: asyncio.Task[None] | None = None  # which serves it
 
     def outstanding(self) -> tuple[int, int]:
         """Tokens that are still to be computed here, and how many of them are of its prompt."""
@@ -193,36 +197,37 @@ Handler = Callable[[ServedRequest], Coroutine[Any, Any, None]]
 
 class RequestTable:
     """All requests of a worker, by attempt id. Each ends with its last token, an error that is sent to the gateway, or
-    an abort, and then releases its resources."""
+    an abort, and stays until its resources are released."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._requests: dict[str, ServedRequest] = {}
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # includes ended requests until their resources are released
 
     def __contains__(self, attempt_id: str) -> bool:
         """Whether the request is being served, or still holds resources."""
-        return attempt_id in self._tasks
+        return attempt_id in self._requests
+
+    def _running(self, attempt_id: str) -> ServedRequest | None:
+        served = self._requests.get(attempt_id)
+        return None if served is None or served.is_over else served
 
     def outstanding(self) -> tuple[int, int]:
         """Sums of `ServedRequest.outstanding` over all requests, of all gateways."""
-        each = [served.outstanding() for served in self._requests.values()]
+        each = [served.outstanding() for served in self._requests.values() if not served.is_over]
         return sum(tokens for tokens, _ in each), sum(prompt_tokens for _, prompt_tokens in each)
 
     def begin(self, served: ServedRequest, handler: Handler) -> None:
         """Serve a new request."""
-        attempt_id = served.attempt_id
-        loop = asyncio.get_running_loop()
+        attempt_id, loop = served.attempt_id, asyncio.get_running_loop()
         self._requests[attempt_id] = served
-        self._deadlines[attempt_id] = loop.call_later(
+        served.timer = loop.call_later(
             served.request.timeout_s + DEADLINE_GRACE_S,
             self.fail,
             served,
             DeadlineExceeded(f"request {attempt_id} exceeded its deadline on worker {self._worker_id}"),
         )
-        task = self._tasks[attempt_id] = loop.create_task(self._serve(served, handler))
-        task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
+        served.task = loop.create_task(self._serve(served, handler))
+        served.task.add_done_callback(lambda _: self._requests.pop(attempt_id, None))
 
     async def _serve(self, served: ServedRequest, handler: Handler) -> None:
         complete = False
@@ -231,23 +236,22 @@ class RequestTable:
             await handler(served)
             complete = True
         except PdserveError as error:
-            self._tell(served, error)
+            self._end(served, error)
         except Exception as error:
             log.exception("%s: request %s", self._worker_id, served.attempt_id)
-            self._tell(served, from_wire(*to_wire(error)))
+            self._end(served, from_wire(*to_wire(error)))
         finally:
             if not complete:
                 served.resources.command(Abort(served.attempt_id))
-            self._forget(served)
+            self._end(served)
 
     def fail(self, served: ServedRequest, error: PdserveError) -> None:
         """End a request with ``error``. The gateway gets the error at once, and the coroutine releases the
         resources."""
-        if self._requests.get(served.attempt_id) is not served:
-            return
-        self._tell(served, error)
-        self._forget(served)
-        self._tasks[served.attempt_id].cancel()
+        if not served.is_over:
+            self._end(served, error)
+            assert served.task is not None, "it has begun"
+            served.task.cancel()
 
     def fail_all(self, error: Callable[[], PdserveError]) -> None:
         """End all requests."""
@@ -257,10 +261,9 @@ class RequestTable:
     async def abort(self, attempt_id: str) -> None:
         """Abort a request. Returns when its resources are released, or after `CLOSE_TIMEOUT_S`. Unknown ids are
         ignored."""
-        if (served := self._requests.get(attempt_id)) is not None:
+        if (served := self._requests.get(attempt_id)) is not None and served.task is not None:
             self.fail(served, RequestAborted(f"request {attempt_id} was aborted"))
-        if (task := self._tasks.get(attempt_id)) is not None:
-            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait({served.task}, timeout=CLOSE_TIMEOUT_S)
 
     def abort_all(self, outbox: Outbox) -> None:
         """Abort all requests that came over the stream of ``outbox``, because the stream has ended."""
@@ -269,26 +272,26 @@ class RequestTable:
 
     async def settled(self) -> None:
         """Wait until no coroutine runs, at most `CLOSE_TIMEOUT_S`. No new requests may begin meanwhile."""
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=CLOSE_TIMEOUT_S)
+        if tasks := [served.task for served in self._requests.values() if served.task is not None]:
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
     # --- engine events -----------------------------------------------------------------------------------------------
 
     def on_step(self, step: Step) -> None:
         """Pass a step's tokens to their requests."""
         for token in step.tokens:
-            if (served := self._requests.get(token.attempt_id)) is not None:
+            if (served := self._running(token.attempt_id)) is not None:
                 served.on_token(token, step)
 
     def on_rejected(self, rejected: Rejected) -> None:
         """Fail a request that the engine refuses."""
-        if (served := self._requests.get(rejected.attempt_id)) is not None:
+        if (served := self._running(rejected.attempt_id)) is not None:
             self.fail(served, from_wire(rejected.kind, rejected.message))
 
     def on_finished(self, finished: Finished) -> None:
         """Fail a request that the engine ended because of token 1, which it did not sample. The prefill worker would
         have ended the request by this token, so the end-of-sequence ids of the two workers differ."""
-        if (served := self._requests.get(finished.attempt_id)) is not None:
+        if (served := self._running(finished.attempt_id)) is not None:
             why = f"request {finished.attempt_id}: token 1 ends it on worker {self._worker_id}"
             served.on_error(
                 LayoutMismatch(
@@ -299,17 +302,18 @@ class RequestTable:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _tell(self, served: ServedRequest, error: PdserveError) -> None:
-        if self._requests.get(served.attempt_id) is served and not isinstance(error, RequestAborted):
+    def _end(self, served: ServedRequest, error: PdserveError | None = None) -> None:
+        """Note that a request is over, and send ``error`` to its gateway. The first call counts."""
+        if served.is_over:
+            return
+        served.is_over = True
+        assert served.timer is not None, "it has begun"
+        served.timer.cancel()
+        if error is not None and not isinstance(error, RequestAborted):
             # The message about a wrong field may quote it.
             shown = type(error).__name__ if isinstance(error, InvalidRequest) else error
             log.warning("%s: request %s failed: %s", self._worker_id, served.attempt_id, shown)
             served.outbox.error(served.attempt_id, error)
-
-    def _forget(self, served: ServedRequest) -> None:
-        if self._requests.get(served.attempt_id) is served:
-            del self._requests[served.attempt_id]
-            self._deadlines.pop(served.attempt_id).cancel()
 
 
 def finish_reason(token: TokenOut) -> FinishReason | None:
