@@ -17,7 +17,6 @@ from simulator.loop import WorldLoop
 from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES, VOCAB_SIZE, Chain
 from simulator.network import Process
 
-STEP_S = (0.002, 0.010)
 KILLED = -9
 
 
@@ -39,13 +38,14 @@ class WorldEngine:
         *,
         run_ahead: bool,
         layer_groups: int,
+        step_s: tuple[float, float],
     ) -> None:
         self.process = Process(worker.world, f"{worker.name}/engine", worker.host)
         worker.children.append(self.process)
         self.process.on_death.append(self._died)
         self.loop = self.process.loop("steps")
         self.layout, self._config = layout, config
-        self._control, self._chance = control, chance
+        self._control, self._chance, self._step_s = control, chance, step_s
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
         self._kv_reader = _KVReader()
         self._inbox: list[Command] = []
@@ -129,7 +129,7 @@ class WorldEngine:
                 self.runner.note(command)
                 self.core.take(command)
             if self.scheduler.has_work or busy:
-                await asyncio.sleep(self._chance.uniform(*STEP_S))  # the device computes; commands wait
+                await asyncio.sleep(self._chance.uniform(*self._step_s))  # the device computes; commands wait
             busy = self.core.step()
 
 

@@ -20,8 +20,6 @@ from simulator.loop import WorldLoop
 from simulator.network import Connection, Network, Process
 
 NAME = "simulated"
-BYTES_PER_S = 2e6
-"""Rate of a link. So slow that a handshake measures it with few bytes."""
 PIECES = 3
 """A payload is written in so many pieces, between which other threads run."""
 
@@ -38,6 +36,8 @@ class Wires(NamedTuple):
     chance: random.Random
     one_sided: bool
     corrupt_share: float
+    bytes_per_s: float
+    """So few that a handshake measures a link with few bytes."""
 
     def carry(self, piece: memoryview) -> memoryview:
         """A piece as it arrives."""
@@ -64,10 +64,11 @@ class WorldTransport(KVTransport):
         *,
         one_sided: bool,
         corrupt_share: float,
+        bytes_per_s: float,
     ) -> None:
         super().__init__(memory)
         self._network, self._process = network, process
-        self._wires = Wires(check, chance, one_sided, corrupt_share)
+        self._wires = Wires(check, chance, one_sided, corrupt_share, bytes_per_s)
         self._address = ""
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -169,7 +170,7 @@ class WorldLink(KVLink):
                 for start in range(0, part.nbytes, size):
                     piece = part[start : start + size]
                     with fetch.writing():
-                        await asyncio.sleep(piece.nbytes / BYTES_PER_S)
+                        await asyncio.sleep(piece.nbytes / self._wires.bytes_per_s)
                         if self._why and not self._one_sided:
                             raise PeerLost(self._why)
                         if not fetch.cancelled:

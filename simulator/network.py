@@ -13,8 +13,6 @@ from typing import Any
 from pdserve.core.errors import PdserveError
 from simulator.loop import World, WorldLoop
 
-LATENCY_S = (0.0001, 0.002)
-"""The delay of a message, drawn for each one."""
 KEEPALIVE_S = 10.0
 """After so long without a way between its ends, a connection breaks at both."""
 
@@ -66,10 +64,11 @@ class Process:
 
 
 class Network:
-    """What processes of different hosts can reach. ``chance`` draws the delays."""
+    """What processes of different hosts can reach. ``chance`` draws the delay of each message, between the two of
+    ``latency_s``."""
 
-    def __init__(self, world: World, chance: random.Random) -> None:
-        self.world, self._chance = world, chance
+    def __init__(self, world: World, chance: random.Random, latency_s: tuple[float, float]) -> None:
+        self.world, self._chance, self._latency_s = world, chance, latency_s
         self.servers: dict[str, tuple[Process, WorldLoop, Any]] = {}
         """By address: who listens there, on which thread, and what it does with a connection."""
         self._blocked: set[tuple[str, str]] = set()
@@ -78,7 +77,7 @@ class Network:
 
     def delay_s(self) -> float:
         """Of one message."""
-        return self._chance.uniform(*LATENCY_S)
+        return self._chance.uniform(*self._latency_s)
 
     def blocked(self, source: Process, target: Process) -> bool:
         """Whether no message of ``source`` reaches ``target`` now."""

@@ -13,7 +13,7 @@ from simulator.service import Asked, WorkerSettings
 
 WINDOW_S = 4.0
 """Requests come, and faults happen, within so many seconds after the service is ready."""
-QUIET_SHARE = 0.1
+QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
 TENANTS = ("a", "b", "c")
 
@@ -60,6 +60,8 @@ class Plan:
     seed: int
     roles: dict[str, Role]
     gateways: int
+    latency_s: tuple[float, float]
+    """Of a message between two processes, at least and at most."""
     settings: WorkerSettings
     config: dict[str, Any]
     requests: tuple[ClientRequest, ...]
@@ -85,6 +87,8 @@ class Plan:
             prefix_caching=draw.random() < 0.8,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
+            bytes_per_s=draw.choice([2e5, 2e6]),
+            step_s=draw.choice([(0.002, 0.010), (0.002, 0.010), (0.01, 0.04)]),
             corrupt_share=0.0 if quiet else draw.choice([0.0, 0.0, 0.0, 0.0, 0.05]),
         )
         config = {
@@ -110,7 +114,8 @@ class Plan:
         faults: tuple[Fault, ...] = ()
         if not quiet:
             faults = tuple(sorted((_fault(draw, roles, gateways) for _ in range(draw.randint(1, 6))), key=_when))
-        return cls(seed, roles, gateways, settings, config, requests, faults)
+        latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
+        return cls(seed, roles, gateways, latency_s, settings, config, requests, faults)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
         """The same with other faults."""

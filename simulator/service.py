@@ -68,6 +68,10 @@ class WorkerSettings:
     one_sided: bool
     corrupt_share: float
     """So many of the pieces of KV that cross a link arrive with a wrong byte."""
+    bytes_per_s: float
+    """Rate of a KV link."""
+    step_s: tuple[float, float]
+    """How long a step of an engine takes, at least and at most."""
 
 
 class WorldWorker:
@@ -150,6 +154,7 @@ class WorldWorker:
             self._chance,
             run_ahead=settings.run_ahead,
             layer_groups=config.transfer.layer_groups if config.transfer.overlap == "layer" else 0,
+            step_s=settings.step_s,
         )
         self.engines.append(engine)
         epoch = id_of(self._chance)
@@ -161,6 +166,7 @@ class WorldWorker:
             random.Random(self._chance.getrandbits(64)),
             one_sided=settings.one_sided,
             corrupt_share=settings.corrupt_share,
+            bytes_per_s=settings.bytes_per_s,
         )
         kv = KVThread(
             pool,

@@ -95,7 +95,7 @@ class _Simulation:
         self._draw = random.Random(f"world/{plan.seed}")
         self.violations: list[str] = []
         self.world = World(self._chance(), self._on_error)
-        self.network = Network(self.world, self._chance())
+        self.network = Network(self.world, self._chance(), plan.latency_s)
         self.host = Process(self.world, "clients", "host-clients")
         self.loop = self.host.loop("loop")
         self.config = PdserveConfig.parse(plan.config)

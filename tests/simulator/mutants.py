@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "a worker forgets what an abort was for",
         "worker/request_table.py",
-        "        if (served := self._requests.get(attempt_id)) is not None:\n            self.fail(served, RequestAborted(",
-        "        if False and (served := self._requests.get(attempt_id)) is not None:\n            self.fail(served, RequestAborted(",
+        '            self.fail(served, RequestAborted(f"request {attempt_id} was aborted"))\n',
+        "            pass\n",
     ),
     Mutant(
         "the router gives the load back twice",
@@ -241,5 +241,7 @@ def seeds_until_found(mutant: Mutant, max_seeds: int = MAX_SEEDS) -> tuple[int, 
 if __name__ == "__main__":
     wanted = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutant, (seeds, what) in zip(wanted, pool.map(seeds_until_found, wanted), strict=True):
-            print(f"{seeds or 'NOT FOUND':>9}  {mutant.name}: {what[:150]}", flush=True)  # noqa: T201
+        running = {pool.submit(seeds_until_found, mutant): mutant for mutant in wanted}
+        for done in as_completed(running):
+            seeds, what = done.result()
+            print(f"{seeds or 'NOT FOUND':>9}  {running[done].name}: {what[:150]}", flush=True)  # noqa: T201
