@@ -158,7 +158,8 @@ class _Simulation:
             self.violate(str(stuck))
         except Violation as violation:
             self.violate(str(violation))
-        self._check_outcomes()
+        if not self.violations:
+            self._check_outcomes()
 
     def _until(self, condition: Any, for_s: float, least_s: float = 0.0) -> bool:
         least, limit = self.world.now_s + least_s, self.world.now_s + for_s
@@ -398,19 +399,21 @@ class _Simulation:
 
     def _arrived(self, outcome: Outcome, expected: list[int], kind: str, *rest: Any) -> bool:
         """Take a message. Returns whether it was the last one."""
-        name = outcome.request.asked.request_id
+        asked = outcome.request.asked
+        name = asked.request_id
         if kind == "token":
             token_id, index = rest
             if index != len(outcome.tokens) or index >= len(expected) or token_id != expected[index]:
                 self.violate(f"{name}: token {index} is {token_id}; {outcome.tokens} of {expected} came before")
             outcome.tokens.append(token_id)
-            self._served[outcome.request.asked.tenant] += 1
+            self._served[asked.tenant] += 1
             return False
         if kind == "end":
             outcome.end, kv_bytes, kv_bytes_expected, attempts = rest
             if kv_bytes != kv_bytes_expected and attempts == 1 and not self.plan.faults:
                 self.violate(f"{name}: {kv_bytes} bytes of KV moved, and {kv_bytes_expected} were to")
-            if attempts > 1 and not self.plan.faults and not outcome.request.read_s:
+            paused = outcome.request.read_s or self.config.router.max_unread_tokens < asked.max_tokens
+            if attempts > 1 and not self.plan.faults and not paused:
                 self.violate(f"{name}: {attempts} attempts without any fault")
             if outcome.tokens != expected:
                 self.violate(f"{name}: ended by {outcome.end} with {outcome.tokens} instead of {expected}")
