@@ -87,7 +87,7 @@ class Plan:
             prefix_caching=draw.random() < 0.8,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
-            bytes_per_s=draw.choice([2e5, 2e6]),
+            bytes_per_s=draw.choice([3e4, 2e5, 2e6]),
             step_s=draw.choice([(0.002, 0.010), (0.002, 0.010), (0.01, 0.04)]),
             corrupt_share=0.0 if quiet else draw.choice([0.0, 0.0, 0.0, 0.0, 0.05]),
         )
@@ -135,13 +135,14 @@ def _request(draw: random.Random, number: int, settings: WorkerSettings) -> Clie
     prompt = (*head, *tail)[: room // 2]
     leaves_after = draw.randint(1, 6) if draw.random() < 0.08 else None
     leaves_s = draw.uniform(0.0, 1.0) if draw.random() < 0.08 else None
+    leaves = leaves_after is not None or leaves_s is not None
     return ClientRequest(
         draw.uniform(0.0, WINDOW_S),
         Asked(
             request_id=f"r{number}",
             tenant=tenant,
             prompt=tuple(prompt),
-            max_tokens=draw.choice([1, 2, 3, 8, 16]),
+            max_tokens=min(200, room // 2) if leaves else draw.choice([1, 2, 3, 8, 16]),
             ignore_eos=draw.random() < 0.7,
             mode=draw.choice([Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO]),
             salt=draw.choice(["", "", "s"]),

@@ -38,6 +38,8 @@ END_S = 120.0
 """Within which all requests have ended, after the last one came."""
 REST_S = 60.0
 """Within which everything is released after that."""
+ABORT_S = 1.0
+"""Within which a request is gone whose client has left."""
 DRAIN_S, LEAVE_S = 2.0, 8.0
 """Within which a worker that leaves is drained, and has ended."""
 LAST_REQUESTS = 40
@@ -354,7 +356,10 @@ class _Simulation:
     def _ended(self, outcome: Outcome) -> None:
         self._running -= 1
         outcome.ended_s = self.world.now_s
-        outcome.end = outcome.end or "left"
+        if not outcome.end:
+            outcome.end = "left"
+            if not self.plan.faults:
+                self.loop.call_later(ABORT_S, self._check_aborted, outcome.request.asked.request_id)
         self.tell(f"CLIENT {outcome.request.asked.request_id}: {outcome.end} {outcome.why}")
 
     async def _ask(self, outcome: Outcome) -> None:
@@ -420,6 +425,14 @@ class _Simulation:
             return True
         outcome.end, outcome.why = rest[0], rest[1]
         return True
+
+    def _check_aborted(self, request_id: str) -> None:
+        """Without faults, no worker has a request whose client has left a while ago."""
+        for worker_id, each in self.workers.items():
+            if each.worker is not None:
+                for attempt_id in each.worker._table._requests:
+                    if attempt_id.startswith(f"{request_id}#"):
+                        self.violate(f"{worker_id} still serves {attempt_id}, which its client left {ABORT_S} s ago")
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
