@@ -58,6 +58,9 @@ class Outcome:
     """``stop``, ``length``, ``left``, or the name of an error."""
     why: str = ""
     resumes: int = 0
+    sent_s: float = 0.0
+    first_s: float | None = None
+    """When the first token came."""
     ended_s: float = 0.0
 
 
@@ -367,7 +370,8 @@ class _Simulation:
         request, asked = outcome.request, outcome.request.asked
         salt = keyed_salt(f"{asked.tenant}/{asked.salt}", b"key")
         expected = answer(salt, asked.prompt, asked.max_tokens, ignore_eos=asked.ignore_eos)
-        deadline_s = self.world.now_s + asked.timeout_s
+        outcome.sent_s = self.world.now_s
+        deadline_s = outcome.sent_s + asked.timeout_s
         for attempt in range(10_000):
             left_s = deadline_s - self.world.now_s
             if left_s <= 0:
@@ -411,6 +415,7 @@ class _Simulation:
             if index != len(outcome.tokens) or index >= len(expected) or token_id != expected[index]:
                 self.violate(f"{name}: token {index} is {token_id}; {outcome.tokens} of {expected} came before")
             outcome.tokens.append(token_id)
+            outcome.first_s = outcome.first_s or self.world.now_s
             self._served[asked.tenant] += 1
             return False
         if kind == "end":
