@@ -129,7 +129,7 @@ def _capacity_error(needs: Needs, mode: Mode, view: ClusterView) -> CapacityExce
 
 def _place_one(needs: Needs, view: ClusterView, because: str) -> Placed | Wait:
     able = [worker for worker in view.workers if worker.ready and needs.tokens <= worker.max_tokens]
-    free = [worker for worker in able if view.is_free(worker) and not worker.is_full]
+    free = [worker for worker in able if view.is_free(worker, ahead=needs.ahead) and not worker.is_full_for(ahead=needs.ahead)]
     if not free:
         error = unavailable(Mode.COLOCATED, view)
         return Wait(f"{because}; {_first_clause(error) if error else _backlog(able, view)}", error)
@@ -177,8 +177,8 @@ def _alone(needs: Needs, view: ClusterView) -> list[WorkerView]:
         and worker.role is Role.DECODE
         and not worker.late
         and needs.tokens <= worker.max_tokens
-        and view.is_free(worker)
-        and worker.has_room(needs.prompt_tokens)
+        and view.is_free(worker, ahead=needs.ahead)
+        and worker.has_room(needs.prompt_tokens, ahead=needs.ahead)
     ]
     least = min(
         able,
@@ -216,9 +216,10 @@ def _place_pair(needs: Needs, view: ClusterView) -> Placed | Wait:
         if worker.ready
         and worker.role is Role.DECODE
         and needs.tokens <= worker.max_tokens
-        and worker.has_room(needs.prompt_tokens)
+        and worker.has_room(needs.prompt_tokens, ahead=needs.ahead)
     }
-    free = [worker for worker in view.ready(Role.PREFILL) if view.is_free(worker) and _fits_prefill(needs, worker)]
+    able = [worker for worker in view.ready(Role.PREFILL) if _fits_prefill(needs, worker)]
+    free = [worker for worker in able if view.is_free(worker, ahead=needs.ahead)]
     able = [worker for worker in free if not worker.linked.keys().isdisjoint(roomy)]
     if not able:
         return _wait_for_pair(needs, view, free, roomy)

@@ -250,6 +250,7 @@ class Generation:
             ticket=next(self._router._tickets),
             session=record.request.session_id,
             min_output_tokens=_min_output_tokens(record),
+            ahead=is_below_share(self._router._active, record.holder),
         )
         waiting = Waiting(
             self._order,
@@ -274,8 +275,10 @@ class Generation:
             except BaseException:
                 assignment.end()
                 raise
-        if waiting.priority < record.request.priority:  # it has aged: its workers, too, let it come before others
-            record.request = msgspec.structs.replace(record.request, priority=waiting.priority)
+        # Its workers, too, let it come before others if it has aged, or its client has few.
+        if (waiting.priority, needs.ahead) != (record.request.priority, record.request.ahead):
+            priority = min(waiting.priority, record.request.priority)
+            record.request = msgspec.structs.replace(record.request, priority=priority, ahead=needs.ahead)
         record.placements.append(assignment.reason)
         del record.placements[:-MAX_PLACEMENTS]
         log.debug("request %s: attempt %d: %s", record.request.request_id, record.attempts + 1, assignment.reason)

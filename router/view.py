@@ -45,6 +45,8 @@ class Needs(msgspec.Struct, frozen=True):
     """How many of its first tokens workers have in their prefix caches, as far as known; others have none."""
     min_output_tokens: int = 1
     """The fewest tokens to sample."""
+    ahead: bool = False
+    """Its client has fewer requests in progress than another one, and is given room that the others are not."""
 
     @property
     def tokens(self) -> int:
@@ -131,22 +133,28 @@ class WorkerView(msgspec.Struct, frozen=True):
 
     @property
     def is_full(self) -> bool:
+        """`is_full_for` the requests of a client that has the most of them."""
+        return self.is_full_for(ahead=False)
+
+    def is_full_for(self, *, ahead: bool) -> bool:
         """Whether it has all requests that it computes at a time, and a quarter more to replace those that end. Further
-        ones would only make all of them late; in the router's queue they have turns, and a bound."""
+        ones would only make all of them late; in the router's queue they have turns, and a bound. Another quarter is
+        for requests ``ahead``."""
         most = self.max_num_seqs
-        return most > 0 and self.outstanding_requests + self.others_requests >= most + most // SPARE_SHARE
+        spare = most // SPARE_SHARE + (max(1, most // SPARE_SHARE) if ahead else 0)
+        return most > 0 and self.outstanding_requests + self.others_requests >= most + spare
 
     @property
     def batch(self) -> int:
         """Number of requests that decode there, if it is a decode worker."""
         return max(self.decoding, self.outstanding_requests) + self.others_requests
 
-    def has_room(self, tokens: int) -> bool:
+    def has_room(self, tokens: int, *, ahead: bool = False) -> bool:
         """Whether it can take a request and allocate blocks for ``tokens`` tokens now. A worker without requests of
         this router always can, so that no gateway is kept from a worker by the others."""
         if not self.outstanding_requests:
             return True
-        return not self.is_full and self.blocks_for(tokens) <= self.room
+        return not self.is_full_for(ahead=ahead) and self.blocks_for(tokens) <= self.room
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -163,10 +171,10 @@ class ClusterView(msgspec.Struct, frozen=True):
         """Ready workers of one role, or of all."""
         return [worker for worker in self.workers if worker.ready and (role is None or worker.role is role)]
 
-    def is_free(self, worker: WorkerView) -> bool:
+    def is_free(self, worker: WorkerView, *, ahead: bool = False) -> bool:
         """Whether the worker may get another prompt: none of this router waits there, or fewer tokens than the backlog
-        allows, or fewer of this router than its share of it. With a share, no gateway is kept from a worker whose
-        backlog the others refill."""
-        backlog = self.config.prefill_backlog_tokens
+        allows (twice as many for requests ``ahead``), or fewer of this router than its share of it. With a share, no
+        gateway is kept from a worker whose backlog the others refill."""
+        backlog = self.config.prefill_backlog_tokens * (2 if ahead else 1)
         own = worker.prompt_tokens - worker.others_prompt_tokens
         return own == 0 or worker.prompt_tokens < backlog or own * self.gateways < backlog

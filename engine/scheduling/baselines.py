@@ -80,6 +80,9 @@ class StaticBatching(Scheduler):
     def _admissible(self, num_running: int) -> Sequence | None:
         return None if self._runs() else super()._admissible(num_running)
 
+    def _displacing(self) -> None:
+        return None
+
 
 class WholePrompts(Scheduler):
     """Never cuts a prompt. A prompt that does not fit beside the decodes gets a step of its own, whatever the budget.

@@ -28,6 +28,9 @@ SchedulerEvent = Rejected | Finished
 MAX_IN_FLIGHT = 2
 """Steps that may be in flight at once. A `PENDING` token is that of the step before, so there cannot be more."""
 
+OVERTAKEN_S = 1.0
+"""Requests whose client has few (`Request.ahead`) overtake others of their priority that came less than this before."""
+
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept free for running requests to grow
 
 
@@ -108,7 +111,8 @@ class Scheduler:
     flight, so that only requests are preempted whose tokens are known and to whose blocks nothing writes: `has_work` is
     False then if blocks are short.
 
-    **Order.** Requests rank by priority (lower values first), those of equal priority by arrival. A step takes running
+    **Order.** Requests rank by priority (lower values first), within a priority those that are ``ahead`` come first,
+    then by arrival. One that is ahead is computed in place of the lowest of a full step. A step takes running
     requests first, in that order: each decoding request gets a token, and chunks of prompts get the rest of the budget.
     The first request of a step always gets a token. Preempted and waiting requests follow, in the same order: a request
     that cannot be admitted blocks all requests behind it. Admission preempts nothing. It allocates the blocks of all
@@ -133,7 +137,7 @@ class Scheduler:
     and so it does after `pin_prefix`.
     (2) The highest request finishes after at most prompt + ``max_tokens`` such steps, because it is never preempted.
     Then the next request is the highest. Only requests that are submitted with a lower ``priority`` within `AGED_S`
-    after it can come before it: later ones do not overtake it.
+    after it, or ``ahead`` within `OVERTAKEN_S`, can come before it: later ones do not overtake it.
     (3) While a request waits or is preempted, no lower request is admitted. So finitely many requests run before it,
     and it fits when they are done: `submit` refuses requests that exceed an empty pool, and an idle pool has no
     watermark. A step that preempts admits nothing, so that the blocks go to the request that needs them.
@@ -183,7 +187,7 @@ class Scheduler:
         seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))
         self._arrivals += 1
         self._seqs[seq.attempt_id] = seq
-        self._age_others(seq.priority)
+        self._age_others(seq)
         if self._waiting and seq.rank < self._waiting[-1].rank:
             insort(self._waiting, seq, key=_rank)
         else:
@@ -288,6 +292,8 @@ class Scheduler:
         if `has_work`."""
         started_s = self._begin_step()
         max_num_seqs = self.config.max_num_seqs
+        while (head := self._displacing()) is not None:
+            self._start(head)
         parts: list[tuple[Sequence, int]] = []  # requests, and how many of their tokens
         preempted: list[str] = []
         batch = self._ready()
@@ -430,19 +436,25 @@ class Scheduler:
             )
         return None
 
-    def _age_others(self, priority: int) -> None:
-        """Give requests that have waited for `AGED_S` this ``priority`` if theirs is later, so that a new request of it
-        does not overtake them."""
-        before_s = self._clock.now() - AGED_S
+    def _age_others(self, new: Sequence) -> None:
+        """Give requests that have waited for `AGED_S` the priority of a ``new`` one if theirs is later, and those that
+        have waited for `OVERTAKEN_S` the same place within it, so that it does not overtake them."""
+        now_s = self._clock.now()
         prefilling = [seq for seq in self._running if seq.num_output_tokens == 0]
-        aged = [
-            seq
-            for seq in (*self._waiting, *self._preempted, *prefilling)
-            if seq.priority > priority and seq.queued_s <= before_s
-        ]
+        others = (*self._waiting, *self._preempted, *prefilling)
+        aged = [seq for seq in others if seq.priority > new.priority and seq.queued_s <= now_s - AGED_S]
+        for seq in aged:
+            seq.priority = new.priority
+        if new.ahead:
+            overtaken = [
+                seq
+                for seq in others
+                if seq.priority == new.priority and not seq.ahead and seq.queued_s <= now_s - OVERTAKEN_S
+            ]
+            for seq in overtaken:
+                seq.ahead = True
+            aged += overtaken
         if aged:
-            for seq in aged:
-                seq.priority = priority
             self._waiting = deque(sorted(self._waiting, key=_rank))
             self._preempted.sort(key=_rank)
             self._running.sort(key=_rank)
@@ -503,8 +515,16 @@ class Scheduler:
             return None
         return head if self._fits(head) else None
 
+    def _displacing(self) -> Sequence | None:
+        """The first in line, if it is to be computed in place of the lowest of a full step, which then waits with its
+        blocks."""
+        head, last = self._head(), self.config.max_num_seqs - 1
+        if head is None or not head.ahead or head.num_remote_tokens or len(self._running) <= last:
+            return None
+        return head if head.rank < self._running[last].rank and self._fits(head) else None
+
     def _start(self, head: Sequence) -> None:
-        """Admit the first in line, which must be `_admissible`, and let it run."""
+        """Admit the first in line, which must be `_admissible` or `_displacing`, and let it run."""
         self._admit(head)
         head.transition(EngineStatus.RUNNING)
         self._join(head)
@@ -634,5 +654,5 @@ class Scheduler:
         seq.num_published_blocks = 0
 
 
-def _rank(seq: Sequence) -> tuple[int, int]:
+def _rank(seq: Sequence) -> tuple[int, bool, int]:
     return seq.rank

@@ -77,6 +77,7 @@ class Sequence:
     arrival: int  # its number among all requests of this engine
     queued_s: float  # when it came, or was preempted the last time
     priority: int  # lower ones come first
+    ahead: bool  # it comes before others of its priority
     token_ids: list[int]  # prompt and outputs; the KV of the first ``num_computed_tokens`` is in ``block_ids``
     num_prompt_tokens: int
     max_tokens: int
@@ -117,6 +118,7 @@ class Sequence:
             arrival=arrival,
             queued_s=now_s,
             priority=request.priority,
+            ahead=request.ahead,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             max_tokens=submit.max_tokens,
@@ -129,10 +131,10 @@ class Sequence:
         )
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, bool, int]:
         """Its rank among the requests of this engine: the lowest is the first to be computed and the last to lose its
         blocks."""
-        return self.priority, self.arrival
+        return self.priority, not self.ahead, self.arrival
 
     @property
     def error(self) -> str:

@@ -110,6 +110,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
     session_id: str = ""
+    ahead: bool = False
+    """Its client has fewer requests in progress than another one: within its priority it is computed first."""
 
     def attempt(self, attempt_id: str, output_token_ids: Iterable[int], timeout_s: float) -> Request:
         """A copy of this request for one attempt."""
