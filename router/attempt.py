@@ -394,6 +394,8 @@ class Attempt:
             layout = worker.info.layout
             self._result.proof = proof
             self._result.kv_bytes_expected = layout.expected_bytes(self._request.num_tokens, proof.blocks_skipped)
+        if output.prompt_logprobs:
+            record.prompt_logprobs = output.prompt_logprobs
         if output.prefix_fetch is not None:
             self._note_fetch(output.prefix_fetch, worker)
         if output.cached_tokens:  # the prompt of a retry includes the outputs so far

@@ -6,7 +6,9 @@ import asyncio
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import DeadlineExceeded
@@ -106,12 +108,22 @@ class _Wait:
         self.ended = False
 
 
+class FailedAttempt(NamedTuple):
+    """An attempt that failed: the workers that did (empty: none of them did), and the error's class and text."""
+
+    worker: str
+    error: str
+    text: str
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """A request and its progress. ``output_token_ids`` grows as tokens arrive, so that a retry continues after them.
     ``placements`` describe the workers of each attempt and the reason for the choice. ``client``: who takes
     turns with others in the queue. ``holder``: whose share of the queue it takes (empty: the client's).
-    ``recomputed_tokens``: prefilled again because its client left tokens unread."""
+    ``recomputed_tokens``: prefilled again because its client left tokens unread. ``prompt_logprobs``: of the prompt's
+    tokens after the first, if they were asked for, from the first token on. ``failures``: the last attempts that failed
+    and were followed by another one."""
 
     request: Request
     deadline: Deadline
@@ -123,6 +135,8 @@ class RequestRecord:
     client: str = ""
     holder: str = ""
     recomputed_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    failures: list[FailedAttempt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.holder = self.holder or self.client
@@ -135,7 +149,11 @@ class RequestRecord:
         """Return the request for the next attempt. Its attempt id is unique even if a client uses a request id again,
         so that late outputs of an earlier attempt are not mistaken for outputs of this one."""
         attempt_id = f"{self.request.request_id}#{secrets.token_hex(4)}"
-        return self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)
+        request = self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)
+        if self.prompt_logprobs:  # they are known, so the prefix cache may be used
+            sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+            request = msgspec.structs.replace(request, sampling=sampling)
+        return request
 
     @property
     def token_ids(self) -> tuple[int, ...]:
