@@ -32,6 +32,7 @@ def account_of(completion: Completion) -> dict[str, Any]:
         "prefill_cached_tokens": result.prefill_cached_tokens,
         "attempts": result.attempts,
         "placements": list(record.placements),
+        "failures": [failed._asdict() for failed in record.failures],
         "transfer": _transfer(timeline, result),
         "prefix_fetch": _prefix_fetch(result),
         "gateway_ttft_ms": _stages_ms(completion, Figure.TTFT),

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from gateway.arrival import Arrival, Claim
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
@@ -243,6 +245,8 @@ class Inference:
             detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
             text = OutputText(detokenizer, request.sampling.stop)
             if (ended := await self._resume(record, text)) is not None:
+                if request.sampling.prompt_logprobs is not None:
+                    await self._compute_prompt(record)
                 yield self._completion(Completion(record, RoutingResult(), text, ended), arrival)
                 return
             async with aclosing(self._tokens(record, text, arrival)) as outputs:
@@ -298,6 +302,7 @@ class Inference:
         check_token_options(submission.sampling, limits.vocab_size)
         prompt = await prompt_of(submission, self.tokenizer, limits, arrival.client())
         fitted = fit_max_tokens(submission, len(prompt), limits)
+        arrival.tell_prompt(len(prompt), fitted.prompt_logprobs)
         resume = check_resume(submission.resume, fitted, limits)
         sampling = seeded(fitted, request_id)
         arrival.caller.quota.spend_prompt(len(prompt) + len(resume))  # tokens to resume after are prefilled as well
@@ -329,6 +334,15 @@ class Inference:
         if ended is not None:
             output.end()
         return ended
+
+    async def _compute_prompt(self, record: RequestRecord) -> None:
+        """Compute the log-probabilities of a prompt whose output is complete."""
+        sampling = msgspec.structs.replace(record.request.sampling, max_tokens=1)
+        request = msgspec.structs.replace(record.request, sampling=sampling, output_token_ids=())
+        alone = RequestRecord(request, record.deadline, client=record.client, holder=record.holder)
+        async with aclosing(self._router.generate(alone)) as tokens:
+            async for _ in tokens:
+                record.prompt_logprobs = alone.prompt_logprobs
 
     async def _tokens(
         self, record: RequestRecord, output: OutputText, arrival: Arrival

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,7 +14,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import DeadlineExceeded
 from pdserve.core.handoff import PrefixFetch, TransferProof
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus, check_transition
+from pdserve.core.request import REQUEST_TRANSITIONS, FailedAttempt, Mode, Request, RequestStatus, check_transition
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Timeline
 
@@ -106,14 +106,6 @@ class _Wait:
         self.cancellations = task.cancelling()
         self.outer = outer
         self.ended = False
-
-
-class FailedAttempt(NamedTuple):
-    """An attempt that failed: the workers that did (empty: none of them did), and the error's class and text."""
-
-    worker: str
-    error: str
-    text: str
 
 
 @dataclass(slots=True, eq=False)

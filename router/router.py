@@ -16,14 +16,14 @@ import msgspec
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, to_wire
-from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
+from pdserve.core.request import REQUEST_TRANSITIONS, FailedAttempt, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.arrivals import Arrivals
 from router.attempt import Attempt
 from router.fair_queue import Waiting, is_below_share
 from router.registry import Assignment, WorkerRegistry
-from router.request_record import FailedAttempt, RequestRecord, RoutedToken, RoutingResult
+from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.retries import Failures, RetryBudget
 from router.view import Needs, WaitMode
 from router.waiting_line import WaitingLine

@@ -15,7 +15,7 @@ from gateway.failures import end_call
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.interceptor import CALLER
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
-from gateway.inference import Completion, Inference
+from gateway.inference import Completion, Inference, OutputToken
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.pb import inference_pb2 as pb
 from runtime.awake_clock import wait_awake
@@ -61,6 +61,17 @@ class InferenceServicer:
         self._guard.authenticated(context.peer())
         return self._status()
 
+    async def _response(self, output: OutputToken | Completion) -> pb.GenerateResponse:
+        tokenizer = self._inference.tokenizer
+        if isinstance(output, OutputToken):
+            token = token_to_proto(output.token_id, output.text, output.index, output.logprobs, tokenizer)
+            return pb.GenerateResponse(token=token)
+        if not output.record.prompt_logprobs:
+            return pb.GenerateResponse(completion=completion_to_proto(output, tokenizer))
+        # There may be many, and others have turns meanwhile.
+        completion = await asyncio.to_thread(completion_to_proto, output, tokenizer)
+        return pb.GenerateResponse(completion=completion)
+
     async def _message(self, peer: str, context: Context, arrival: Arrival) -> bytes:
         """The request. `InvalidRequest` if the call has none, `DeadlineExceeded` if it comes too late."""
         reading = self._guard.read(peer, context.read())
@@ -87,10 +98,7 @@ class InferenceServicer:
                 bound = arrival.deadline.bound
                 async with aclosing(outputs):
                     async for output in outputs:
-                        if isinstance(output, Completion):
-                            response = pb.GenerateResponse(completion=completion_to_proto(output))
-                        else:
-                            response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
+                        response = await self._response(output)
                         writing: Awaitable[None] = context.write(response)
                         if beginning is None:
                             # gRPC notes that the headers are sent only when this write ends. A call in which it was

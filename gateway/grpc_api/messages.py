@@ -6,10 +6,11 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.account import account_of
-from gateway.inference import Completion, OutputToken
+from gateway.inference import Completion
 from gateway.tokenizer import Tokenizer
 from gateway.validation import Submission
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Mode
 from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams, StructuredOutputs
 from pdserve.pb import inference_pb2 as pb
@@ -99,14 +100,17 @@ def _sampling(asked: pb.Sampling) -> SamplingParams:
         frequency_penalty=asked.frequency_penalty,
         logit_bias=dict(asked.logit_bias),
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
+        prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") else None,
         structured_outputs=None if kind is None else StructuredOutputs(kind, getattr(structure, kind)),
     )
 
 
-def token_to_proto(token: OutputToken, tokenizer: Tokenizer | None) -> pb.Token:
+def token_to_proto(
+    token_id: int, text: str, index: int, logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None
+) -> pb.Token:
     """The message for one token."""
-    message = pb.Token(token_id=token.token_id, text=token.text, index=token.index)
-    if (logprobs := token.logprobs) is not None:
+    message = pb.Token(token_id=token_id, text=text, index=index)
+    if logprobs is not None:
         message.logprob = logprobs.logprob
         for token_id, logprob in logprobs.top:
             alone = tokenizer.token_text(token_id) if tokenizer else ""
@@ -117,8 +121,15 @@ def token_to_proto(token: OutputToken, tokenizer: Tokenizer | None) -> pb.Token:
 _MODES_USED = {Mode.PD.value: pb.MODE_PD, Mode.COLOCATED.value: pb.MODE_COLOCATED}
 
 
-def completion_to_proto(completion: Completion) -> pb.Completion:
-    """The account of a finished request, with its whole output."""
+def completion_to_proto(completion: Completion, tokenizer: Tokenizer | None) -> pb.Completion:
+    """The account of a finished request, with its whole output, and its prompt if the log-probabilities of that were
+    asked for."""
+    request, prompt = completion.record.request, []
+    if request.sampling.prompt_logprobs is not None:
+        told = zip(request.prompt_token_ids, (None, *completion.record.prompt_logprobs), strict=True)
+        text = tokenizer.token_text if tokenizer else lambda token_id: ""
+        prompt = [token_to_proto(each, text(each), index, logprobs, tokenizer) for index, (each, logprobs) in enumerate(told)]
     account = account_of(completion)
     mode = _MODES_USED.get(account.pop("mode"), pb.MODE_UNSPECIFIED)
-    return pb.Completion(text=completion.output.text, token_ids=completion.output.token_ids, mode=mode, **account)
+    output = completion.output
+    return pb.Completion(text=output.text, token_ids=output.token_ids, mode=mode, prompt_logprobs=prompt, **account)

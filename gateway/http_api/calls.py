@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -61,24 +61,29 @@ async def _generate(served: Served, exchange: Exchange[Any, Prepared], prepared:
     tokens: list[list[OutputToken]] = [[] for _ in submissions]
     completions: dict[int, Completion] = {}
     bound = arrival.deadline.bound  # because a client that stops reading blocks the write
+
+    async def made(make: Callable[..., Any], *what: Any) -> Any:
+        """A part of the answer. Log-probabilities of prompts may be many; in a thread, other calls have turns."""
+        return await asyncio.to_thread(make, *what) if arrival.prompt_logprobs else make(*what)
+
     async with aclosing(_outputs(served, submissions, arrival)) as outputs:
         async for index, output in outputs:
             own = tokens[index]
             if isinstance(output, Completion):
                 completions[index] = output
                 if answer.streams:
-                    await bound(exchange.send_event(answer.chunk(index, own[-1], output)), _READS)
+                    await bound(exchange.send_event(await made(answer.chunk, index, own[-1], output)), _READS)
             elif answer.streams and not output.last:
-                await bound(exchange.send_event(answer.chunk(index, output)), _READS)
+                await bound(exchange.send_event(await made(answer.chunk, index, output)), _READS)
             else:  # the last chunk of a stream waits for the completion
                 own.append(output)
+    ordered = [completions[index] for index in range(len(submissions))]
     if not answer.streams:
-        content = answer.whole([(completions[index], tokens[index]) for index in range(len(submissions))])
+        content = await made(answer.whole, list(zip(ordered, tokens, strict=True)))
         await bound(exchange.send_json(content), _READS)
         return
     if answer.ends_with_usage:
-        usage = answer.usage_chunk([completions[index] for index in range(len(submissions))])
-        await bound(exchange.send_event(usage), _READS)
+        await bound(exchange.send_event(answer.usage_chunk(ordered)), _READS)
     await bound(exchange.end_events(), _READS)
 
 
