@@ -53,6 +53,9 @@ SAMPLES = [
     pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 300, 999]), mode=pb.MODE_COLOCATED, salt="tenant"),
     pb.GenerateRequest(request_id="a-1", text="größer 😀", sampling=pb.Sampling(**SAMPLING), mode=pb.MODE_PD),
     pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(100)), sampling=pb.Sampling(**SAMPLING)),
+    pb.GenerateRequest(
+        text="x", sampling=pb.Sampling(structured_outputs=pb.StructuredOutputs(json='{"type": "object"}'), prompt_logprobs=2)
+    ),
 ]
 VALID = SAMPLES[0].SerializeToString()
 NESTED = frozenset({3, 4})
@@ -175,6 +178,10 @@ samplings = st.builds(
     frequency_penalty=st.none() | real(-2, 2),
     logit_bias=st.dictionaries(token_ids, real(-100, 100), max_size=20),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    structured_outputs=st.none() | st.builds(pb.StructuredOutputs, json=st.sampled_from(['{}', '{"type": "object"}']))
+    | st.builds(pb.StructuredOutputs, regex=st.text(min_size=1, max_size=20))
+    | st.builds(pb.StructuredOutputs, grammar=st.text(min_size=1, max_size=20)),
 )
 PROMPTS: dict[str, st.SearchStrategy[Any]] = {
     "text": st.text(min_size=1, max_size=20),
@@ -186,10 +193,15 @@ PROMPTS: dict[str, st.SearchStrategy[Any]] = {
 def valid_requests(draw: st.DrawFn) -> pb.GenerateRequest:
     prompt = draw(st.sampled_from(sorted(PROMPTS)))
     values: dict[str, Any] = {prompt: draw(PROMPTS[prompt])}
+    sampling = draw(samplings)
+    if sampling.HasField("structured_outputs"):  # the two exclude what could leave no token
+        sampling.ignore_eos = False
+        for token_id in [each for each, bias in sampling.logit_bias.items() if abs(bias) == 100]:
+            del sampling.logit_bias[token_id]
     return pb.GenerateRequest(
         **values,
         request_id=draw(st.just("") | request_ids),
-        sampling=draw(samplings),
+        sampling=sampling,
         mode=draw(st.sampled_from([pb.MODE_UNSPECIFIED, pb.MODE_AUTO, pb.MODE_PD, pb.MODE_COLOCATED])),
         salt=draw(st.text(max_size=256)),
         session_id=draw(st.text(max_size=256)),
@@ -212,6 +224,10 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     | st.sampled_from([{1: value} for value in (*NOT_FINITE, 100.5, -101.0)])
     | st.just({token_id: 1.0 for token_id in range(301)}),
     "logprobs": st.integers(21, 2**32 - 1),
+    "prompt_logprobs": st.integers(21, 2**32 - 1),
+    "structured_outputs": st.sampled_from(
+        [pb.StructuredOutputs(), *(pb.StructuredOutputs(json=text) for text in ("", "{", "[]", "x" * 65_537))]
+    ),
     "request_id": st.sampled_from(["a b", "é", "x" * 129, "\x00", "a\nb", "../x"]),
     "salt": st.integers(257, 5000).map(lambda length: "é" * length),
     "session_id": st.integers(257, 5000).map(lambda length: "é" * length),
@@ -237,6 +253,8 @@ def spoil(request: pb.GenerateRequest, field: str, value: Any) -> None:
         getattr(part, field).extend(value)
     elif isinstance(value, dict):
         getattr(part, field).update(value)
+    elif isinstance(value, pb.StructuredOutputs):
+        part.structured_outputs.CopyFrom(value)
     else:
         setattr(part, field, value)
 

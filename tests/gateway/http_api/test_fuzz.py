@@ -44,18 +44,23 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": CALLS},
     {"role": "tool", "content": "1"},
 ]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}}
 SAMPLES: dict[str, list[dict[str, Any]]] = {
     COMPLETIONS: [
         {"prompt": "the quick brown fox", "max_tokens": 4, "model": "fake"},
         {"prompt": [5, 6, 300, 999], "stream": True, "stream_options": {"include_usage": True}},
         {"prompt": ["größer 😀", "b"], "logprobs": 3, "suffix": "", "best_of": 2, **SAMPLING},
         {"prompt": [[1, 2], [3]], "echo": True, "request_id": "same", "return_token_ids": True},
+        {"prompt": "x", "echo": True, "logprobs": 2, "max_tokens": 0, "structured_outputs": {"regex": "[a-c]+"}},
+        {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "max_completion_tokens": 4},
     ],
     CHAT: [
         {"messages": MESSAGES[:2], "max_tokens": 4},
         {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto", "logprobs": True, "top_logprobs": 2, **SAMPLING},
         {"messages": MESSAGES[:2], "stream": True, "chat_template_kwargs": {"a": [1]}},
         {"messages": MESSAGES[1:2], "response_format": {"type": "text"}},
+        {"messages": MESSAGES[1:2], "response_format": SCHEMA, "max_tokens": 4},
+        {"messages": MESSAGES[1:2], "tools": TOOLS, "tool_choice": "required", "max_tokens": 4},
     ],
     TOKENIZE: [
         {"prompt": "the quick", "add_special_tokens": False, "return_token_strs": True},
@@ -188,7 +193,18 @@ prompts = st.fixed_dictionaries({
     "prompt": text | st.lists(text, min_size=1, max_size=3) | st.lists(token_ids, min_size=1, max_size=60)
     | st.lists(st.lists(token_ids, min_size=1, max_size=20), min_size=1, max_size=3)
 })  # fmt: skip
-log_probabilities = st.sampled_from([{}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20}, {"echo": True}])
+log_probabilities = st.sampled_from([{}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20}, {"echo": True}, {"echo": True, "logprobs": 2},
+    {"echo": True, "logprobs": 0, "max_tokens": 0}])  # fmt: skip
+structures = st.sampled_from([
+    {}, {}, {"structured_outputs": None}, {"response_format": None}, {"response_format": {"type": "text"}},
+    {"response_format": {"type": "json_object"}}, {"response_format": SCHEMA},
+    *({"structured_outputs": {kind: value}} for kind, value in (
+        ("json", {}), ("json", "{}"), ("json_object", True), ("regex", "[a-z]"), ("choice", ["é", "b"]), ("grammar", "start: \"a\"")
+    )),
+])  # fmt: skip
+forced_calls = st.sampled_from([
+    {"tools": TOOLS, "tool_choice": choice} for choice in ("required", {"type": "function", "function": {"name": "f"}})
+])  # fmt: skip
 messages = st.lists(
     st.fixed_dictionaries(
         {
@@ -205,12 +221,12 @@ messages = st.lists(
 chats_of_messages = st.fixed_dictionaries({"messages": messages})
 chat_options = st.sampled_from([
     {}, {"tools": None}, {"logprobs": False}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20},
-    {"tool_choice": "none"}, {"response_format": {"type": "text"}}, {"add_generation_prompt": False},
+    {"tool_choice": "none"}, {"add_generation_prompt": False},
 ])  # fmt: skip
 
 
-completions = st.tuples(prompts, sampling, streams, log_probabilities)
-chats = st.tuples(chats_of_messages, sampling, streams, chat_options)
+completions = st.tuples(prompts, sampling, streams, log_probabilities, structures)
+chats = st.tuples(chats_of_messages, sampling, streams, chat_options, structures | forced_calls)
 
 
 def draw_built(url: str, count: int) -> None:
@@ -221,6 +237,11 @@ def draw_built(url: str, count: int) -> None:
 
         def check(path: str, answer: str, parts: tuple[dict[str, Any], ...]) -> None:
             body = {name: value for part in parts for name, value in part.items()}
+            if any(body.get(name) for name in ("structured_outputs", "response_format", "tools")):
+                body.pop("ignore_eos", None)  # these exclude what could leave no token
+                body["logit_bias"] = {key: bias for key, bias in (body.get("logit_bias") or {}).items() if abs(bias) < 100}
+            if "max_tokens" in body:
+                body.pop("max_completion_tokens", None)
             whole, chunk = (
                 Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components})
                 for name in (answer, f"{answer}Chunk")
