@@ -31,7 +31,7 @@ from gateway.validation import (
     seeded,
 )
 from pdserve.core.clock import Clock
-from pdserve.core.errors import DuplicateRequest, NotReady, PdserveError
+from pdserve.core.errors import DuplicateRequest, NotReady, PdserveError, RequestAborted
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
@@ -69,16 +69,25 @@ class Completion:
     output: OutputText
     finish_reason: FinishReason
 
+    @property
+    def mode(self) -> str:
+        """Where it ran; empty if it did not."""
+        return "" if self.result.mode is None else self.result.mode.value
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """The part of the KV transfer that was not hidden behind the prefill; None if there was no transfer."""
+        timeline, sampled, verified = self.record.timeline, EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
+        if not (timeline.has(sampled) and timeline.has(verified)):
+            return None
+        return max(0.0, timeline.gateway_time(verified) - timeline.gateway_time(sampled)) * 1e3
+
     @cached_property
     def breakdowns(self) -> Mapping[Figure, Breakdown | None]:
         """The gateway's own breakdown of each figure; None if its token was not written."""
         timeline = self.record.timeline
         times_s = timeline.times_s()
         return {figure: timeline.breakdown(figure, times_s=times_s) for figure in _FIGURES}
-
-
-class ClientLeft(Exception):
-    """The client closed the connection of a call."""
 
 
 class Observer:
@@ -95,10 +104,8 @@ class Observer:
         """A request ended with an answer."""
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        """A call ended with ``error``. Without an ``arrival``, it was not admitted."""
-
-    def cancelled(self) -> None:
-        """A call's client cancelled it."""
+        """A call ended with ``error``: with `RequestAborted` if its client cancelled it. Without an ``arrival``, it was
+        not admitted."""
 
 
 class Inference:
@@ -142,20 +149,21 @@ class Inference:
         try:
             return self._callers.identify(authorization)
         except PdserveError as error:
-            self.refused(error)
+            self.failed(error)
             raise
 
-    def refused(self, error: PdserveError) -> None:
-        """Tell the observers of a call that was refused with ``error`` before it was admitted."""
-        self._failed(error, None)
+    def failed(self, error: PdserveError, arrival: Arrival | None = None) -> None:
+        """Tell the observers of a call that ended with ``error``, without an ``arrival`` before it was admitted."""
+        for observer in self._observers:
+            observer.failed(error, arrival)
 
     @contextmanager
     def admission(
         self, caller: Caller, timeout_s: float | None, traceparent: str = "", host: str = ""
     ) -> Iterator[Arrival]:
         """Admit a call, which counts as in progress until the context ends, before its message is parsed.
-        ``timeout_s`` is the client's (None: the default). Observers are told of the error or the `ClientLeft` that
-        ends the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
+        ``timeout_s`` is the client's (None: the default). Observers are told of the error that ends
+        the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
         limit."""
         received_s = self._clock.now()
         timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
@@ -169,25 +177,21 @@ class Inference:
             self._router.arrived(caller.name or host, self._being_read)
         except PdserveError as error:
             caller.quota.give_back(arrival.requests)
-            self.refused(error)
+            self.failed(error)
             raise
         self.in_progress += 1
         try:
             yield arrival
         except PdserveError as error:
-            self._failed(error, arrival)
+            self.failed(error, arrival)
             raise
         except asyncio.CancelledError:
             # It may have reached the call anywhere, also while an answer was being written.
             taken_over = next((each for claim in arrival.claims if (each := claim.error())), None)
+            self.failed(taken_over or RequestAborted("the client cancelled the call"), arrival)
             if taken_over is None:
-                self._cancelled()
                 raise
-            self._failed(taken_over, arrival)
             raise taken_over from None
-        except ClientLeft:
-            self._cancelled()
-            raise
         finally:
             self.in_progress -= 1
             caller.quota.give_back(arrival.requests)
@@ -273,14 +277,6 @@ class Inference:
         claim = self._claims[key] = Claim(request_id, submission, task)
         arrival.claims.append(claim)
         return claim
-
-    def _cancelled(self) -> None:
-        for observer in self._observers:
-            observer.cancelled()
-
-    def _failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        for observer in self._observers:
-            observer.failed(error, arrival)
 
     async def _await_limits(self, mode: Mode) -> Limits:
         if (limits := self.known_limits()) is not None:

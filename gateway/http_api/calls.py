@@ -56,7 +56,7 @@ async def _generate(served: Served, exchange: Exchange[Any, Prepared], prepared:
     submissions, answer, timeout_s = prepared
     if timeout_s is not None:
         served.inference.within(arrival, timeout_s)
-    exchange.add_header("x-request-id", answer.id)
+    exchange.headers_sent["x-request-id"] = answer.id
     arrival.take(len(submissions) - 1)  # the call itself counts as the first
     tokens: list[list[OutputToken]] = [[] for _ in submissions]
     completions: dict[int, Completion] = {}

@@ -19,8 +19,8 @@ from gateway.failures import error_object, http_failure, statuses_of
 from gateway.http_api.access import caller_of
 from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.requests import CallBody, parsed
-from gateway.inference import ClientLeft, Inference
-from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError, UnknownModel
+from gateway.inference import Inference
+from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError, RequestAborted, UnknownModel
 from runtime.awake_clock import wait_awake
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class Exchange(Response, Generic[B, T]):
         self.background = None
         self._served = served
         self._body_type, self._prepare, self._respond = body_type, prepare, respond
-        self._own_headers: dict[str, str] = {}
+        self.headers_sent: dict[str, str] = {}
+        """Further headers of the answer."""
         self._begun = self._streams = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,14 +96,14 @@ class Exchange(Response, Generic[B, T]):
                 try:
                     await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
                     if not responding.done():
-                        raise ClientLeft
+                        raise RequestAborted("the client has left")
                     responding.result()
                 finally:
                     for task in (responding, leaving):
                         task.cancel()
                     await asyncio.gather(responding, leaving, return_exceptions=True)
             return
-        except ClientLeft:
+        except RequestAborted:
             return
         except PdserveError as error:
             failure: Exception = error
@@ -122,10 +123,6 @@ class Exchange(Response, Generic[B, T]):
         body = parsed(self._body_type, data)
         self._served.check_model(body.model)
         return self._prepare(body)
-
-    def add_header(self, name: str, value: str) -> None:
-        """Send a header with the answer."""
-        self._own_headers[name] = value
 
     async def send_json(self, content: Any) -> None:
         """Send a whole answer."""
@@ -147,13 +144,13 @@ class Exchange(Response, Generic[B, T]):
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _start(self, headers: dict[str, str]) -> None:
-        sent = [(name.encode(), value.encode()) for name, value in {**headers, **self._own_headers}.items()]
+        sent = [(name.encode(), value.encode()) for name, value in {**headers, **self.headers_sent}.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": sent})
         self._begun = True
 
     async def _send_failure(self, error: Exception, scope: Scope, receive: Receive) -> None:
         if not self._begun:
-            await JSONResponse(*http_failure(error, self._own_headers))(scope, receive, self._send)
+            await JSONResponse(*http_failure(error, self.headers_sent))(scope, receive, self._send)
         elif self._streams:
             await self.send_event(error_object(error, statuses_of(error)[1]))
             await self.end_events()
@@ -163,7 +160,7 @@ async def _receive(receive: Receive, body: Body) -> None:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientLeft
+            raise RequestAborted("the client has left")
         body.add(message.get("body", b""))
         if not message.get("more_body"):
             return
