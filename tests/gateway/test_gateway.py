@@ -234,6 +234,29 @@ async def test_stopping_aborts_requests_that_do_not_end(start_service: StartServ
     running = asyncio.create_task(service.generate(token_ids=PROMPT))
     await service.until(lambda: service.fleet["p0"].requests)
     await asyncio.wait_for(service.gateway.stop(0.1), 3.0)
-    with pytest.raises(grpc.aio.AioRpcError):
+    with pytest.raises(grpc.aio.AioRpcError) as cut:
         await running
+    assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
     assert service.fleet["d0"].aborted
+
+
+async def test_draining_refuses_new_requests_and_finishes_the_others(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["d0"].hangs = {"decode"}
+    running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
+    await service.until(lambda: service.fleet["p0"].requests)
+    assert service.gateway.drain() == 1
+    message, kind = await refused(service, grpc.StatusCode.UNAVAILABLE, token_ids=PROMPT)
+    assert (kind, "is being stopped" in message) == ("NotReady", True)
+    assert await health_of(service) == "NOT_SERVING"
+    assert not (await service.stub.GetStatus(pb.GetStatusRequest())).ready
+    assert service.gateway.drain() == 1, "the refused one does not count"
+
+    # The worker it is on fails: the retry is part of the draining.
+    service.make("d1")
+    await service.beat("d1")
+    await service.until(lambda: service.gateway.registry.get("d1"))
+    service.fleet["d0"].crash()
+    tokens, _ = await running
+    assert len(tokens) == 2
+    await service.until(lambda: service.gateway.drain() == 0)
