@@ -160,8 +160,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
 
     ``finish_reason`` is a `pdserve.core.sampling.FinishReason` value, or empty. ``first_scheduled_s`` is the start of
     the first step that computed anything for the request in this engine. ``logprobs`` is set if the request asked for
-    them. ``cached_tokens`` comes with the first token of a prompt computed here: its tokens found in the prefix cache. So do
-    ``prompt_logprobs``, of each token of the prompt after the first, if the request asked for them.
+    them. ``cached_tokens`` comes with the first token of a prompt computed here: its tokens found in the prefix cache.
+    So do ``prompt_logprobs``, of each token of the prompt after the first, if the request asked for them.
     """
 
     attempt_id: str

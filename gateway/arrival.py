@@ -45,8 +45,8 @@ class Arrival:
         self.prompt_logprobs += 0 if likeliest is None else tokens * (1 + likeliest)
         if self.prompt_logprobs > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest(
-                f"prompt: its log-probabilities are {self.prompt_logprobs}, more than the {MAX_PROMPT_LOGPROBS} of a call; "
-                "shorten it, or ask for fewer likeliest tokens or outputs"
+                f"prompt: the call asks for {self.prompt_logprobs} log-probabilities of prompts, more than "
+                f"{MAX_PROMPT_LOGPROBS}; shorten it, or ask for fewer likeliest tokens or outputs"
             )
 
     def client(self, user: str = "") -> str:

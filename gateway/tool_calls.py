@@ -87,8 +87,8 @@ def calls_grammar(form: ToolFormat, functions: Mapping[str, Mapping[str, Any]], 
 
 
 ToolCall = tuple[int, str, str]
-"""What an output adds to a call: the call's number in the output, its name (empty: it has been given), and a part of its
-arguments as JSON."""
+"""What an output adds to a call: the call's number in the output, its name (empty: it has been given), and a part of
+its arguments as JSON."""
 
 
 @dataclass(slots=True)

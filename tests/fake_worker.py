@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixSource, TransferProof
@@ -267,8 +269,11 @@ class FakeWorker:
                 self.held.pop(request.attempt_id, None)
             if kinds:
                 events = (*events, self._event(kinds.pop(0)))
-            computed = {"cached_tokens": self.cached_tokens, "prompt_logprobs": _prompt_logprobs(request)}
-            yield TokenOutput(token_id, reason, events, **(computed if len(kinds) == 1 else {}))
+            output = TokenOutput(token_id, reason, events)
+            if len(kinds) == 1:
+                told = _prompt_logprobs(request)
+                output = msgspec.structs.replace(output, cached_tokens=self.cached_tokens, prompt_logprobs=told)
+            yield output
             if reason is not None:
                 return
             await self._pass("run_more")

@@ -143,7 +143,8 @@ class ServedRequest:
         """Send a token to the gateway, with ``events`` and further fields of `TokenOutput`."""
         token = sampled.token
         self.outbox.output(
-            self.attempt_id, TokenOutput(
+            self.attempt_id,
+            TokenOutput(
                 token.token_id,
                 finish_reason,
                 events,

@@ -104,9 +104,10 @@ class LaunchedStep:
         copies = self._copied()
         if self._prompts:
             own, ids, values = (copy.tolist() for copy in copies[:3])
-            each = iter(read_logprobs([p.num_top for p, count in self._prompts for _ in range(count)], own, ids, values))
+            num_top = [prompt.num_top for prompt, count in self._prompts for _ in range(count)]
+            told = iter(read_logprobs(num_top, own, ids, values))
             for prompt, count in self._prompts:
-                prompt.values += islice(each, count)
+                prompt.values += islice(told, count)
         if self._drawn is None:
             return {}
         sampled = self._drawn.read(copies[len(self._prompt_tensors) :])
@@ -183,10 +184,10 @@ class ModelRunner:
             begin += len(seq.token_ids)
         size = max(1, _LOGITS_BYTES // (4 * self._model.shape.vocab_size))
         num_top = max(prompt.num_top for prompt, _ in prompts)
-        of_rows, of_ids = (upload(each, torch.int64, self._device).split(size) for each in (rows, next_ids))
+        at, ids = upload(rows, torch.int64, self._device), upload(next_ids, torch.int64, self._device)
         parts = [
-            logprobs_of(self._model.logits(hidden[some]), ids, num_top)
-            for some, ids in zip(of_rows, of_ids, strict=True)
+            logprobs_of(self._model.logits(hidden[at[start : start + size]]), ids[start : start + size], num_top)
+            for start in range(0, len(rows), size)
         ]
         return prompts, [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 

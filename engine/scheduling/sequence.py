@@ -70,8 +70,8 @@ class TokenHistory:
 
 
 class PromptLogprobs:
-    """Log-probabilities of the tokens of ``token_ids``, a prompt, after the first, with ``num_top`` likeliest ones each.
-    Steps that compute the prompt add them to ``values``, in order."""
+    """Log-probabilities of the tokens of ``token_ids``, a prompt, after the first, each with ``num_top`` likeliest
+    ones. Steps that compute the prompt add them to ``values``, in order."""
 
     def __init__(self, token_ids: Seq[int], num_top: int) -> None:
         self.num_top = num_top

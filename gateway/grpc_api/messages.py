@@ -116,7 +116,7 @@ def completion_to_proto(completion: Completion, tokenizer: Tokenizer | None) -> 
     if request.sampling.prompt_logprobs is not None:
         told = zip(request.prompt_token_ids, (None, *completion.record.prompt_logprobs), strict=True)
         text = tokenizer.token_text if tokenizer else lambda token_id: ""
-        prompt = [token_to_proto(each, text(each), index, logprobs, tokenizer) for index, (each, logprobs) in enumerate(told)]
+        prompt = [token_to_proto(each, text(each), index, known, tokenizer) for index, (each, known) in enumerate(told)]
     account = account_of(completion)
     mode = _MODES_USED.get(account.pop("mode"), pb.MODE_UNSPECIFIED)
     output = completion.output

@@ -25,9 +25,7 @@ Prepared = tuple[list[Submission], Answer, float | None]
 _READS = "the client was reading the answer"
 
 
-def generation(
-    served: Served, body_type: type[CompletionBody] | type[ChatBody], header_id: str
-) -> Exchange[Any, Prepared]:
+def generation(served: Served, body_type: type[CompletionBody] | type[ChatBody], header_id: str) -> Exchange:
     """A call that generates text. ``header_id``: the request id of the headers, not checked yet; empty without one."""
     prefix = "chatcmpl" if body_type is ChatBody else "cmpl"
     request_id = header_id or f"{prefix}-{uuid.uuid4().hex}"
@@ -51,7 +49,7 @@ def generation(
     return Exchange(served, body_type, prepare, partial(_generate, served))
 
 
-async def _generate(served: Served, exchange: Exchange[Any, Prepared], prepared: Prepared, arrival: Arrival) -> None:
+async def _generate(served: Served, exchange: Exchange, prepared: Prepared, arrival: Arrival) -> None:
     """Send the outputs, as a whole or as a stream."""
     submissions, answer, timeout_s = prepared
     if timeout_s is not None:
@@ -129,7 +127,7 @@ def _text(submission: Submission, tokenizer: Tokenizer | None) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt) if tokenizer else ""
 
 
-def tokenization(served: Served) -> Exchange[TokenizeBody, Any]:
+def tokenization(served: Served) -> Exchange:
     """``POST /tokenize``: the token ids of a prompt or of messages."""
 
     def prepare(body: TokenizeBody) -> tuple[str, bool | None, bool]:
@@ -139,7 +137,7 @@ def tokenization(served: Served) -> Exchange[TokenizeBody, Any]:
         text = render(served.chat_template, body.messages, body.tools, body.add_generation_prompt)
         return text, bool(body.add_special_tokens), body.return_token_strs
 
-    async def respond(exchange: Exchange[Any, Any], prepared: tuple[str, bool, bool], arrival: Arrival) -> None:
+    async def respond(exchange: Exchange, prepared: tuple[str, bool, bool], arrival: Arrival) -> None:
         text, special, with_texts = prepared
         tokenizer, limits = _tokenizer(served), await served.inference.limits(arrival)
         reading = text_to_token_ids(text, tokenizer, limits, special, arrival.client())
@@ -152,10 +150,10 @@ def tokenization(served: Served) -> Exchange[TokenizeBody, Any]:
     return Exchange(served, TokenizeBody, prepare, respond)
 
 
-def detokenization(served: Served) -> Exchange[DetokenizeBody, Any]:
+def detokenization(served: Served) -> Exchange:
     """``POST /detokenize``: the text of token ids."""
 
-    async def respond(exchange: Exchange[Any, Any], token_ids: list[int], arrival: Arrival) -> None:
+    async def respond(exchange: Exchange, token_ids: list[int], arrival: Arrival) -> None:
         check_token_ids("tokens", token_ids, await served.inference.limits(arrival))
         await exchange.send_json({"prompt": _tokenizer(served).decode(token_ids)})
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -29,9 +29,6 @@ SEND_FAILURE_S = 5.0
 """Time for sending a failure's reason to the client."""
 _ENCODER = msgspec.json.Encoder()
 
-B = TypeVar("B", bound=CallBody)
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -49,16 +46,16 @@ class Served:
             raise UnknownModel(f"model: {asked!r} is not served here; use {self.model!r}")
 
 
-class Exchange(Response, Generic[B, T]):
+class Exchange(Response):
     """A call with a body of ``body_type``. ``prepare`` makes of the body what ``respond`` needs, perhaps in another
     thread. ``respond`` sends the answer with `send_json`, or `send_event` and `end_events`."""
 
     def __init__(
         self,
         served: Served,
-        body_type: type[B],
-        prepare: Callable[[B], T],
-        respond: Callable[[Exchange[B, T], T, Arrival], Awaitable[None]],
+        body_type: type[CallBody],
+        prepare: Callable[[Any], Any],
+        respond: Callable[[Exchange, Any, Arrival], Awaitable[None]],
     ) -> None:
         # Starlette's own attributes of a response are not used: everything is sent by `__call__`.
         self.background = None
@@ -119,7 +116,7 @@ class Exchange(Response, Generic[B, T]):
     async def _run(self, body: Body, arrival: Arrival) -> None:
         await self._respond(self, await self._served.bodies.parse(body, self._read, arrival.deadline), arrival)
 
-    def _read(self, data: bytearray) -> T:
+    def _read(self, data: bytearray) -> Any:
         body = parsed(self._body_type, data)
         self._served.check_model(body.model)
         return self._prepare(body)

@@ -243,9 +243,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     max_tokens: Count | None = Field(None, description="default 16")
     logprobs: Count | None = Field(None, description="with each token that many likeliest ones (at most 20)")
-    echo: bool = Field(
-        False, description="begin the text with the prompt, and logprobs with its tokens; with max_tokens 0 nothing follows"
-    )
+    echo: bool = Field(False, description="begin text and logprobs with the prompt; with max_tokens 0 nothing follows")
     best_of: Count | None = Field(None, description="only the value of n")
     suffix: Literal[""] | None = None
 

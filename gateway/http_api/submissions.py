@@ -66,7 +66,7 @@ def chat(
         elif body.tool_choice == "required":
             calls = calls_grammar(parser.form, functions, many=body.parallel_tool_calls is not False)
         parser.forced = calls is not None
-    wanted = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     if calls is not None:
         wanted["structured_outputs"] = calls
     return _submissions(body, [text], request_id, wanted, MOST_TOKENS, special_tokens=False), parser

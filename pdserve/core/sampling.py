@@ -101,9 +101,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     the output, ``presence_penalty`` is subtracted once, and ``frequency_penalty`` for each occurrence (0: off).
     ``logit_bias`` is added to the logits of its token ids; -100 forbids a token, 100 forbids all others. ``logprobs``
     requests log-probabilities of each token and of that many likeliest ones (None: none), of the model's own
-    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``prompt_logprobs`` requests the same of the prompt's tokens after the
-    first; the prompt is computed without a prefix cache then. ``structured_outputs`` limits the output to texts that match
-    it; the end of the text ends the output. ``engine/model/sampler.py`` defines the order of these operations."""
+    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``prompt_logprobs`` requests the same of the prompt's tokens
+    after the first; the prompt is then computed without a prefix cache. ``structured_outputs`` limits the output to
+    texts that match it; the end of the text ends the output. ``engine/model/sampler.py`` defines the order of these
+    operations."""
 
     max_tokens: int = 128
     temperature: float = 0.0

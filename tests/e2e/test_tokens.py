@@ -184,9 +184,7 @@ def test_a_prompt_that_the_pools_forgot_is_read_from_disk(
     assert sorted(path.name for path in folder.iterdir()) == ["decode-0", "prefill-0"]
 
 
-def check_logprobs(
-    model: Path, prompt: Sequence[int], tokens: Sequence[Token] | Sequence[pb.Token], num_top: int
-) -> None:
+def check_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[Token | pb.Token], num_top: int) -> None:
     """Each token's logprobs are those of transformers' logits after all tokens before it."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = [token.token_id for token in tokens]

@@ -85,10 +85,10 @@ def test_after_a_preemption_within_the_prompt(folder: Path, runner: ModelRunner)
     outbox = Outbox()
     scheduler = Scheduler(SchedulerConfig(4, 8, 512, BLOCK, 9), MonotonicClock())
     core = EngineCore(scheduler, runner, MonotonicClock(), outbox)
-    core.take(submit("first", KVRole.LOCAL, prompt_of(BLOCK - 1, 1), 8, priority=-1))
+    core.take(submit("first", KVRole.LOCAL, prompt_of(BLOCK - 1, 1), 14, priority=-1))
     prompt = prompt_of(7 * BLOCK - 2, 2)
     core.take(submit("told", KVRole.LOCAL, prompt, 2, prompt_logprobs=3))
-    preempted_at = []
+    preempted_at: list[int] = []
     while core.step():
         if scheduler.load().preemptions and not preempted_at:
             preempted_at.append(len(outbox.tokens.get("told", ())))

@@ -54,7 +54,8 @@ SAMPLES = [
     pb.GenerateRequest(request_id="a-1", text="größer 😀", sampling=pb.Sampling(**SAMPLING), mode=pb.MODE_PD),
     pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(100)), sampling=pb.Sampling(**SAMPLING)),
     pb.GenerateRequest(
-        text="x", sampling=pb.Sampling(structured_outputs=pb.StructuredOutputs(json='{"type": "object"}'), prompt_logprobs=2)
+        text="x",
+        sampling=pb.Sampling(structured_outputs=pb.StructuredOutputs(json='{"type": "object"}'), prompt_logprobs=2),
     ),
 ]
 VALID = SAMPLES[0].SerializeToString()
@@ -179,7 +180,8 @@ samplings = st.builds(
     logit_bias=st.dictionaries(token_ids, real(-100, 100), max_size=20),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
-    structured_outputs=st.none() | st.builds(pb.StructuredOutputs, json=st.sampled_from(['{}', '{"type": "object"}']))
+    structured_outputs=st.none()
+    | st.builds(pb.StructuredOutputs, json=st.sampled_from(["{}", '{"type": "object"}']))
     | st.builds(pb.StructuredOutputs, regex=st.text(min_size=1, max_size=20))
     | st.builds(pb.StructuredOutputs, grammar=st.text(min_size=1, max_size=20)),
 )

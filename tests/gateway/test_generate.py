@@ -294,16 +294,6 @@ async def test_the_clients_deadline_ends_the_request(start_service: StartService
     service.check_idle()
 
 
-async def test_the_services_own_deadline(start_service: StartService) -> None:
-    service = await start_service("p0", "d0", gateway={"host": "127.0.0.1", "port": 0, "default_timeout_s": 0.1})
-    service.fleet["p0"].hangs = {"prefill"}
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT)):
-            pass
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "raise the timeout" in (caught.value.details() or "")
-
-
 async def test_a_request_id_in_use_is_refused(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     service.fleet["p0"].hangs = {"prefill"}
@@ -393,24 +383,6 @@ async def test_logprobs_come_with_their_tokens(
         assert (own.token_id, own.logprob) == (token.token_id, -0.25)
         assert own.text == tokenizer.decode([token.token_id])
         assert (other.token_id, other.text, other.logprob) == (0, "<s>", -2.0)
-
-
-async def test_no_logprobs_unless_asked(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
-    tokens, _ = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3))
-    assert not any(token.HasField("logprob") or token.top_logprobs for token in tokens)
-
-
-async def test_a_bias_outside_the_vocabulary_is_refused(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
-    message, kind = await refused(
-        service,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        token_ids=PROMPT,
-        sampling=pb.Sampling(logit_bias={1000: 1.0}),
-    )
-    assert message.startswith("logit_bias: token id 1000 is not below the vocabulary's 1000")
-    assert kind == "InvalidRequest"
 
 
 async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(

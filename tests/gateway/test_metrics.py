@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.metrics import LatencyHistogram
 from pdserve.core.errors import InvalidRequest
 from pdserve.pb import inference_pb2 as pb
 from tests.gateway.conftest import Service, StartService

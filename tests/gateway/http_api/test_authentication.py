@@ -179,19 +179,6 @@ async def test_refusals_are_counted(http: Http) -> None:
     assert 'pdserve_requests_failed_total{reason="Unauthenticated"} 3.0' in text
 
 
-async def test_another_file_is_taken_while_the_service_runs(http: Http, tokens: Path) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1}
-    save(tokens, entry("new", "new-token"))
-    for token, status in ((GOOD, 401), ("new-token", 200)):
-        headers = {"authorization": f"Bearer {token}"}
-        assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == status
-    tokens.write_text("tokens: [")  # noqa: ASYNC240
-    headers = {"authorization": "Bearer new-token"}
-    assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == 200
-    save(tokens)
-    assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == 401
-
-
 async def limited(start_http: StartHttp, tmp_path: Path, **limits: int) -> Http:
     path = save(tmp_path / "limited", entry("good", GOOD, limits=limits), entry("other", OTHER))
     return await start_http("p0", "d0", gateway={"tokens": str(path)})
@@ -282,15 +269,6 @@ async def test_callers_do_not_find_each_others_kv(http: Http) -> None:
     assert len(salts) == 12
     assert all(salts[index] == salts[index + 1] for index in range(0, 12, 2))
     assert len(set(salts)) == 6
-
-
-async def test_callers_share_kv_if_the_file_says_so(start_http: StartHttp, tmp_path: Path) -> None:
-    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER), shared_cache=True)
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
-    for token, salt in ((GOOD, "s"), (OTHER, "s"), (GOOD, "t")):
-        await complete(http, token, cache_salt=salt)
-    first, second, other = [request.salt for _, request in http.service.fleet["p0"].requests]
-    assert first == second != other
 
 
 @pytest.mark.parametrize("with_tokens", [True, False])
@@ -385,16 +363,6 @@ async def test_a_context_that_is_prefilled_again_for_a_slow_reader_is_charged(
     assert again > 100
     charged = caller.quota._tokens.wait_s(60, 60)  # at one token per second, which has made up for a few of them
     assert again < charged <= len(PROMPT) + 40 + again
-
-
-async def test_a_priority_before_others_needs_a_token_that_allows_it(start_http: StartHttp, tmp_path: Path) -> None:
-    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER, limits={"min_priority": -5}))
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
-    answer = await complete(http, GOOD, priority=-1)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
-    assert (await complete(http, GOOD, priority=0)).status_code == 200
-    assert (await complete(http, OTHER, priority=-5)).status_code == 200
-    assert (await complete(http, OTHER, priority=-6)).status_code == 400
 
 
 async def test_calls_beyond_a_limit_pause_nobody(start_http: StartHttp, tmp_path: Path) -> None:

@@ -160,15 +160,6 @@ async def test_the_request_id_comes_from_body_or_header_and_goes_back(http: Http
     assert "set-cookie" not in bad.headers
 
 
-async def test_a_duplicate_id_is_a_conflict(http: Http) -> None:
-    http.service.fleet["d0"].delay_s["decode_step"] = 0.3
-    first = asyncio.create_task(http.complete(prompt=[60], max_tokens=4, request_id="one", ignore_eos=True))
-    await http.service.until(lambda: http.service.gateway.router.running == 1)
-    second = await http.post(PATH, prompt=[60], request_id="one")
-    assert (second.status_code, second.json()["error"]["code"]) == (409, "DuplicateRequest")
-    await first
-
-
 async def test_a_call_that_repeats_a_running_one_takes_it_over(http: Http) -> None:
     http.service.fleet["d0"].hangs.add("decode_step")
     body = {"prompt": [60], "max_tokens": 4, "request_id": "one", "ignore_eos": True}
@@ -218,25 +209,6 @@ async def test_before_there_are_workers(start_http: StartHttp) -> None:
     for path in ("/health", "/healthz"):
         health = await http.client.get(path)
         assert (health.status_code, health.json()["error"]["code"]) == (503, "NotReady")
-
-
-async def test_a_full_queue_says_when_to_come_back(start_http: StartHttp) -> None:
-    http = await start_http("p0", "d0", router={"max_queue": 1, "prefill_backlog_tokens": 1})
-    http.service.fleet["p0"].hangs.add("prefill")
-    calls = []
-    while (router := http.service.gateway.router).queued < 1:
-        calls.append(asyncio.create_task(http.post(PATH, prompt=[60] * 5)))
-        running = router.running + router.queued
-        for _ in range(100):
-            if router.running + router.queued > running:
-                break
-            await asyncio.sleep(0.01)
-    refused = await http.post(PATH, prompt=[60])
-    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
-    assert int(refused.headers["retry-after"]) >= 1
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

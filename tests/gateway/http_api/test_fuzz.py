@@ -193,13 +193,14 @@ prompts = st.fixed_dictionaries({
     "prompt": text | st.lists(text, min_size=1, max_size=3) | st.lists(token_ids, min_size=1, max_size=60)
     | st.lists(st.lists(token_ids, min_size=1, max_size=20), min_size=1, max_size=3)
 })  # fmt: skip
-log_probabilities = st.sampled_from([{}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20}, {"echo": True}, {"echo": True, "logprobs": 2},
-    {"echo": True, "logprobs": 0, "max_tokens": 0}])  # fmt: skip
+log_probabilities = st.sampled_from([{}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20}, {"echo": True},
+    {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 0, "max_tokens": 0}])  # fmt: skip
 structures = st.sampled_from([
     {}, {}, {"structured_outputs": None}, {"response_format": None}, {"response_format": {"type": "text"}},
     {"response_format": {"type": "json_object"}}, {"response_format": SCHEMA},
     *({"structured_outputs": {kind: value}} for kind, value in (
-        ("json", {}), ("json", "{}"), ("json_object", True), ("regex", "[a-z]"), ("choice", ["é", "b"]), ("grammar", "start: \"a\"")
+        ("json", {}), ("json", "{}"), ("json_object", True), ("regex", "[a-z]"), ("choice", ["é", "b"]),
+        ("grammar", 'start: "a"'),
     )),
 ])  # fmt: skip
 forced_calls = st.sampled_from([
@@ -239,7 +240,8 @@ def draw_built(url: str, count: int) -> None:
             body = {name: value for part in parts for name, value in part.items()}
             if any(body.get(name) for name in ("structured_outputs", "response_format", "tools")):
                 body.pop("ignore_eos", None)  # these exclude what could leave no token
-                body["logit_bias"] = {key: bias for key, bias in (body.get("logit_bias") or {}).items() if abs(bias) < 100}
+                biases = body.get("logit_bias") or {}
+                body["logit_bias"] = {key: bias for key, bias in biases.items() if abs(bias) < 100}
             if "max_tokens" in body:
                 body.pop("max_completion_tokens", None)
             whole, chunk = (
