@@ -181,7 +181,7 @@ def test_required_and_named_tools_are_called(cluster: LocalCluster, http_port: i
         assert len(parts) > 5, "arguments come with the tokens that make them"
         assert not any(part.name for part in parts)
         assert "".join(part.arguments for part in (first, *parts)) == call.function.arguments
-        cut = {**asked, "max_tokens": 40, "tool_choice": named, "seed": 1}
+        cut = {**asked, "max_tokens": len(chunks) * 2 // 3, "tool_choice": named, "seed": 1}
         choice = client.chat.completions.create(**cut).choices[0]
         assert choice.message.tool_calls is not None
         (partial,) = choice.message.tool_calls
