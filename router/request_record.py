@@ -110,25 +110,27 @@ class _Wait:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """A request and its progress. ``output_token_ids`` grows as tokens arrive, so that a retry continues after them.
-    ``placements`` describe the workers of each attempt and the reason for the choice. ``client``: who takes
-    turns with others in the queue. ``holder``: whose share of the queue it takes (empty: the client's).
-    ``recomputed_tokens``: prefilled again because its client left tokens unread. ``prompt_logprobs``: of the prompt's
-    tokens after the first, if they were asked for, from the first token on. ``failures``: the last attempts that failed
-    and were followed by another one."""
+    """A request and its progress."""
 
     request: Request
     deadline: Deadline
     timeline: Timeline = field(default_factory=Timeline)
     status: RequestStatus = RequestStatus.QUEUED
     output_token_ids: list[int] = field(default_factory=list)
+    """Grows as tokens arrive, so that a retry continues after them."""
     attempts: int = 0
     placements: list[str] = field(default_factory=list)
-    client: str = ""
-    holder: str = ""
-    recomputed_tokens: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """The workers of each of the last attempts, and the reason for the choice."""
     failures: list[FailedAttempt] = field(default_factory=list)
+    """Of the last attempts those that failed and were followed by another."""
+    client: str = ""
+    """Who takes turns with others in the queue."""
+    holder: str = ""
+    """Whose share of the queue it takes (empty: the client's)."""
+    recomputed_tokens: int = 0
+    """Prefilled again because its client left tokens unread."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens after the first, if they were asked for; known from the first token on."""
 
     def __post_init__(self) -> None:
         self.holder = self.holder or self.client

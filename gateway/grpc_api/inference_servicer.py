@@ -13,7 +13,7 @@ import grpc
 from gateway.arrival import Arrival
 from gateway.failures import end_call
 from gateway.grpc_api.connection_guard import ConnectionGuard
-from gateway.grpc_api.interceptor import CALLER
+from gateway.grpc_api.interceptor import CALLER, metadata_of
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
 from gateway.inference import Completion, Inference, OutputToken
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -83,14 +83,14 @@ class InferenceServicer:
 
     async def Generate(self, requests: object, context: Context) -> None:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
-        peer = context.peer()
+        peer, traceparent = context.peer(), metadata_of(context.invocation_metadata(), "traceparent")
         self._guard.authenticated(peer)
         arrival: Arrival | None = None
         beginning: asyncio.Future[None] | None = None
         try:
             # A call that is refused because of the queue or a limit is refused before its message is read.
             with self._inference.admission(
-                CALLER.get(), context.time_remaining(), _traceparent(context), peer.rpartition(":")[0]
+                CALLER.get(), context.time_remaining(), traceparent, peer.rpartition(":")[0]
             ) as arrival:
                 data = await self._message(peer, context, arrival)
                 self._inference.was_read()
@@ -127,11 +127,3 @@ class InferenceServicer:
                 sending.result()
             else:  # the client does not read
                 sending.cancel()
-
-
-def _traceparent(context: Context) -> str:
-    """The client's trace context; empty without one."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str):
-            return value
-    return ""

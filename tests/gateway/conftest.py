@@ -247,3 +247,9 @@ async def services(model_folder: Path) -> AsyncIterator[StartService]:
 async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
     async with services(model_folder) as start:
         yield start
+
+
+@pytest.fixture
+async def service(start_service: StartService) -> Service:
+    """A service of one pair."""
+    return await start_service("p0", "d0")

@@ -94,8 +94,7 @@ async def details_of(service: Service, **fields: Any) -> tuple[grpc.aio.AioRpcEr
         ({"mode": 77}, "mode"),
     ],
 )
-async def test_a_wrong_field_is_named(start_service: StartService, fields: dict[str, Any], field: str) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_wrong_field_is_named(service: Service, fields: dict[str, Any], field: str) -> None:
     error, details = await details_of(service, **{"token_ids": PROMPT, **fields})
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert set(details) == {"ErrorInfo", "BadRequest"}

@@ -39,8 +39,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples[(f"pdserve_{name}", frozenset(labels.items()))]
 
 
-async def test_a_request_in_all_metrics(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_request_in_all_metrics(service: Service) -> None:
     service.fleet["p0"].cached_tokens = 2
     _, completion = await service.generate(
         token_ids=pb.TokenIds(ids=[5] * 9), mode=pb.MODE_PD, sampling=pb.Sampling(max_tokens=4, ignore_eos=True)
@@ -65,8 +64,7 @@ async def test_a_request_in_all_metrics(start_service: StartService) -> None:
     assert value(found, "kv_blocks_total", **pair, what="sent") == completion.transfer.blocks_sent
 
 
-async def test_errors_refusals_and_cancels(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_errors_refusals_and_cancels(service: Service) -> None:
     with pytest.raises(Exception, match="top_p"):
         await service.generate(token_ids=pb.TokenIds(ids=[5]), sampling=pb.Sampling(top_p=2.0))
     service.fleet["p0"].hangs.add("prefill")

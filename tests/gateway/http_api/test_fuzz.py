@@ -21,7 +21,17 @@ from pydantic import ValidationError
 from gateway.http_api import requests
 from gateway.http_api.requests import invalid_body
 from pdserve.core.errors import InvalidRequest
-from tests.gateway.fuzzing import ANSWER_S, CONCURRENCY, PATIENT, SEED, Draws, check_alive, ends_soon, short_and_soak
+from tests.gateway.fuzzing import (
+    ANSWER_S,
+    CONCURRENCY,
+    PATIENT,
+    SAMPLING,
+    SEED,
+    Draws,
+    check_alive,
+    ends_soon,
+    short_and_soak,
+)
 from tests.gateway.http_api.conftest import Http, StartHttp, shared
 from tests.gateway.mutations import JsonMutator
 
@@ -30,10 +40,8 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[3]
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
-SAMPLING = {
-    "max_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2**62, "stop": ["fox", "日本"],
-    "stop_token_ids": [3, 999], "ignore_eos": True, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1.5,
-    "frequency_penalty": 0.5, "logit_bias": {"5": -100, "7": 2.5}, "n": 2, "user": "me", "metadata": {"a": "b"},
+FULL = {
+    **SAMPLING, "logit_bias": {"5": -100, "7": 2.5}, "n": 2, "user": "me", "metadata": {"a": "b"},
     "cache_salt": "tenant", "pdserve": {"mode": "pd", "timeout_s": 25.0, "breakdown": True},
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -49,14 +57,14 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
     COMPLETIONS: [
         {"prompt": "the quick brown fox", "max_tokens": 4, "model": "fake"},
         {"prompt": [5, 6, 300, 999], "stream": True, "stream_options": {"include_usage": True}},
-        {"prompt": ["größer 😀", "b"], "logprobs": 3, "suffix": "", "best_of": 2, **SAMPLING},
+        {"prompt": ["größer 😀", "b"], "logprobs": 3, "suffix": "", "best_of": 2, **FULL},
         {"prompt": [[1, 2], [3]], "echo": True, "request_id": "same", "return_token_ids": True},
         {"prompt": "x", "echo": True, "logprobs": 2, "max_tokens": 0, "structured_outputs": {"regex": "[a-c]+"}},
         {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "max_completion_tokens": 4},
     ],
     CHAT: [
         {"messages": MESSAGES[:2], "max_tokens": 4},
-        {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto", "logprobs": True, "top_logprobs": 2, **SAMPLING},
+        {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto", "logprobs": True, "top_logprobs": 2, **FULL},
         {"messages": MESSAGES[:2], "stream": True, "chat_template_kwargs": {"a": [1]}},
         {"messages": MESSAGES[1:2], "response_format": {"type": "text"}},
         {"messages": MESSAGES[1:2], "response_format": SCHEMA, "max_tokens": 4},
