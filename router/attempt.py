@@ -160,10 +160,11 @@ class Attempt:
         return self._dispatched and not self._decoded
 
     def served(self) -> Served | None:
-        """What the attempt has measured, for the cost model; None if it is a retry or gave no token. Call it after the
-        last token."""
+        """What the attempt has measured, for the cost model; None if it is a retry, gave no token, or also computed
+        log-probabilities of its prompt. Call it after the last token."""
         timeline, result, count = self._record.timeline, self._result, len(self._record.output_token_ids)
-        if self._delivered_before or not timeline.has(EventKind.TOKEN_1_SAMPLED):
+        tells_prompt = self._request.sampling.prompt_logprobs is not None
+        if self._delivered_before or tells_prompt or not timeline.has(EventKind.TOKEN_1_SAMPLED):
             return None
 
         def span_s(start: EventKind, end: EventKind) -> float:

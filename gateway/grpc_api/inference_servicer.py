@@ -11,22 +11,19 @@ from typing import Any
 import grpc
 
 from gateway.arrival import Arrival
-from gateway.failures import end_call
+from gateway.failures import end_call, sent_in_time
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.interceptor import CALLER, metadata_of
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
 from gateway.inference import Completion, Inference, OutputToken
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.pb import inference_pb2 as pb
-from runtime.awake_clock import wait_awake
 
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 RESET_S = 0.01
 """A call that was reset first looks as if it had ended without a message, and is then cancelled within this time."""
-SEND_FAILURE_S = 5.0
-"""Time for sending a failure's reason to the client."""
 
 Context = grpc.aio.ServicerContext[bytes, Any]
 
@@ -122,8 +119,4 @@ class InferenceServicer:
             # If the client does not read, this ends when gRPC cancels this task: at the client's deadline, or when the
             # connection ends.
             await asyncio.wait({beginning})
-            sending = asyncio.create_task(end_call(context, failure))
-            if await wait_awake(sending, SEND_FAILURE_S):
-                sending.result()
-            else:  # the client does not read
-                sending.cancel()
+            await sent_in_time(end_call(context, failure))

@@ -94,32 +94,30 @@ async def _outputs(
             async for output in outputs:
                 yield 0, output
         return
-    merged: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(maxsize=2 * len(submissions))
+    merged: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue(maxsize=2 * len(submissions))
     answering = asyncio.current_task()
 
     async def run(index: int, submission: Submission) -> None:
-        async with aclosing(served.inference.generate(submission, arrival, answering)) as outputs:
-            async for output in outputs:
-                await merged.put((index, output))
+        try:
+            async with aclosing(served.inference.generate(submission, arrival, answering)) as outputs:
+                async for output in outputs:
+                    await merged.put((index, output))
+        except Exception as error:  # noqa: BLE001 - it is raised where outputs are taken
+            await merged.put((index, error))
 
     tasks = [asyncio.create_task(run(index, each)) for index, each in enumerate(submissions)]
-    everything = asyncio.gather(*tasks)
     try:
         left = len(submissions)
         while left:
-            getting = asyncio.ensure_future(merged.get())
-            await asyncio.wait((getting, everything), return_when=asyncio.FIRST_COMPLETED)
-            if not getting.done():
-                getting.cancel()
-                everything.result()  # raises the failure; without one, everything was put before it ended
-                continue
-            index, output = getting.result()
+            index, output = await merged.get()
+            if isinstance(output, Exception):
+                raise output
             left -= isinstance(output, Completion)
             yield index, output
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, everything, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _text(submission: Submission, tokenizer: Tokenizer | None) -> str:

@@ -15,18 +15,15 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.arrival import Arrival
 from gateway.chat_template import ChatTemplate
-from gateway.failures import error_object, http_failure, statuses_of
+from gateway.failures import error_object, http_failure, sent_in_time, statuses_of
 from gateway.http_api.access import caller_of
 from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.requests import CallBody, parsed
 from gateway.inference import Inference
 from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError, RequestAborted, UnknownModel
-from runtime.awake_clock import wait_awake
 
 log = logging.getLogger(__name__)
 
-SEND_FAILURE_S = 5.0
-"""Time for sending a failure's reason to the client."""
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -107,11 +104,7 @@ class Exchange(Response):
         except Exception as error:
             log.exception("unexpected error in a request")
             failure = error
-        sending = asyncio.create_task(self._send_failure(failure, scope, receive))
-        if await wait_awake(sending, SEND_FAILURE_S):
-            sending.result()
-        else:  # the client does not read
-            sending.cancel()
+        await sent_in_time(self._send_failure(failure, scope, receive))
 
     async def _run(self, body: Body, arrival: Arrival) -> None:
         await self._respond(self, await self._served.bodies.parse(body, self._read, arrival.deadline), arrival)

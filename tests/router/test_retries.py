@@ -6,7 +6,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from pdserve.core.errors import (
@@ -521,9 +520,7 @@ async def test_logprobs_of_a_prompt_are_computed_until_they_are_known(
     make_cluster: MakeCluster, role: str, point: Point, again: int | None
 ) -> None:
     cluster = failing(make_cluster, role, point, WorkerLost("gone"), "prefill")
-    record = cluster.record()
-    sampling = msgspec.structs.replace(record.request.sampling, prompt_logprobs=2)
-    record.request = msgspec.structs.replace(record.request, sampling=sampling)
+    record = cluster.record(prompt_logprobs=2)
     assert await cluster.tokens(record) == ALL
     assert [len(each.top) for each in record.prompt_logprobs] == [2] * 4
     requests = [request for worker in cluster.fleet.values() for call, request in worker.requests if call == "push"]

@@ -95,7 +95,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LOOK_S", 0.05)
     monkeypatch.setattr(server, "RECEIVE_S", 0.3)
     monkeypatch.setattr(server, "IDLE_S", 0.6)
-    monkeypatch.setattr("gateway.http_api.exchange.SEND_FAILURE_S", 0.3)
+    monkeypatch.setattr("gateway.failures.SEND_FAILURE_S", 0.3)
 
 
 @pytest.mark.parametrize(
