@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
-from tests.gateway.conftest import Service, StartService
+from tests.gateway.conftest import Service
 from tests.gateway.fuzzing import (
     ANSWER_S,
     CONCURRENCY,
-    PATIENT,
     SAMPLING,
     SEED,
     SHORT,
@@ -129,8 +128,7 @@ def test_the_soak_draws_enough() -> None:
 
 
 @short_and_soak
-async def test_damaged_messages(start_service: StartService, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_damaged_messages(service: Service, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
     ends_soon(service)
     found = await outcomes(service, GENERATE, ProtobufMutator(serialized(SAMPLES), SEED, NESTED), draws.mutated_grpc)
     assert min(found[OK], found[INVALID]) > draws.mutated_grpc / 50, found
@@ -288,8 +286,7 @@ def draw_built(target: str, count: int) -> None:
 
 
 @short_and_soak
-async def test_built_requests(start_service: StartService, draws: Draws) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_built_requests(service: Service, draws: Draws) -> None:
     ends_soon(service)
     await asyncio.to_thread(draw_built, f"127.0.0.1:{service.gateway.port}", draws.built_grpc)
     await check_alive(service)

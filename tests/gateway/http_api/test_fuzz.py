@@ -24,7 +24,6 @@ from pdserve.core.errors import InvalidRequest
 from tests.gateway.fuzzing import (
     ANSWER_S,
     CONCURRENCY,
-    PATIENT,
     SAMPLING,
     SEED,
     Draws,
@@ -32,7 +31,7 @@ from tests.gateway.fuzzing import (
     ends_soon,
     short_and_soak,
 )
-from tests.gateway.http_api.conftest import Http, StartHttp, shared
+from tests.gateway.http_api.conftest import Http, shared
 from tests.gateway.mutations import JsonMutator
 
 log = logging.getLogger(__name__)
@@ -100,8 +99,7 @@ def check_answer(answer: httpx2.Response, data: bytes) -> None:
 
 
 @short_and_soak
-async def test_damaged_bodies(start_http: StartHttp, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_damaged_bodies(http: Http, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
     ends_soon(http.service)
     found: Counter[int] = Counter()
     mutators = {path: JsonMutator(samples, SEED) for path, samples in SAMPLES.items()}
@@ -129,9 +127,8 @@ async def test_damaged_bodies(start_http: StartHttp, draws: Draws, caplog: pytes
 
 @short_and_soak
 async def test_what_schemathesis_draws_from_the_document(
-    start_http: StartHttp, draws: Draws, caplog: pytest.LogCaptureFixture
+    http: Http, draws: Draws, caplog: pytest.LogCaptureFixture
 ) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
     ends_soon(http.service)
     served = http.service.gateway._http
     assert served is not None
@@ -281,8 +278,7 @@ def draw_built(url: str, count: int) -> None:
 
 
 @short_and_soak
-async def test_built_requests(start_http: StartHttp, draws: Draws) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_built_requests(http: Http, draws: Draws) -> None:
     ends_soon(http.service)
     await asyncio.to_thread(draw_built, http.url, draws.built_http)
     await check_alive(http.service)

@@ -383,8 +383,7 @@ async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_sen
     await check_alive(http.service)
 
 
-async def test_one_client_has_half_of_the_room_for_bodies(start_http: StartHttp) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_one_client_has_half_of_the_room_for_bodies(http: Http) -> None:
     inference = http.service.gateway._inference
     of_one = MIN_ROOM_BYTES // 2 // (MIN_MESSAGE_BYTES - FREE_BYTES)
     large = announced(MIN_MESSAGE_BYTES)
@@ -401,8 +400,7 @@ async def test_one_client_has_half_of_the_room_for_bodies(start_http: StartHttp)
     await check_alive(http.service)
 
 
-async def test_the_sum_of_bodies_is_bounded(start_http: StartHttp) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_the_sum_of_bodies_is_bounded(http: Http) -> None:
     of_one = MIN_ROOM_BYTES // 2 // (MIN_MESSAGE_BYTES - FREE_BYTES)
     large, small = announced(MIN_MESSAGE_BYTES), announced(FREE_BYTES)
     chunks = CHUNKED + 30 * (b"%x\r\n%s\r\n" % (2**15, b" " * 2**15))
