@@ -161,6 +161,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     ``finish_reason`` is a `pdserve.core.sampling.FinishReason` value, or empty. ``first_scheduled_s`` is the start of
     the first step that computed anything for the request in this engine. ``logprobs`` is set if the request asked for
     them. ``cached_tokens`` comes with the first token of a prompt computed here: its tokens found in the prefix cache.
+    So do ``prompt_logprobs``, of each token of the prompt after the first, if the request asked for them.
     """
 
     attempt_id: str
@@ -169,6 +170,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     first_scheduled_s: float
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Step(Message, frozen=True):

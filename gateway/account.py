@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.inference import Completion
-from pdserve.core.timeline import EventKind, Figure, Timeline
+from pdserve.core.timeline import Figure
 from router.request_record import RoutingResult
 
 _PROOF = (
@@ -24,7 +24,7 @@ def account_of(completion: Completion) -> dict[str, Any]:
     return {
         "request_id": record.request.request_id,
         "finish_reason": completion.finish_reason.value,
-        "mode": "" if result.mode is None else result.mode.value,
+        "mode": completion.mode,
         "prefill_worker": result.prefill_worker,
         "decode_worker": result.decode_worker,
         "prompt_tokens": len(record.request.prompt_token_ids),
@@ -32,7 +32,8 @@ def account_of(completion: Completion) -> dict[str, Any]:
         "prefill_cached_tokens": result.prefill_cached_tokens,
         "attempts": result.attempts,
         "placements": list(record.placements),
-        "transfer": _transfer(timeline, result),
+        "failures": [failed._asdict() for failed in record.failures],
+        "transfer": _transfer(completion),
         "prefix_fetch": _prefix_fetch(result),
         "gateway_ttft_ms": _stages_ms(completion, Figure.TTFT),
         "gateway_ttft_decode_ms": _stages_ms(completion, Figure.TTFT_DECODE),
@@ -47,16 +48,15 @@ def account_of(completion: Completion) -> dict[str, Any]:
     }
 
 
-def _transfer(timeline: Timeline, result: RoutingResult) -> dict[str, Any]:
-    proof = result.proof
+def _transfer(completion: Completion) -> dict[str, Any]:
+    result, proof = completion.result, completion.result.proof
     transfer: dict[str, Any] = {"kv_bytes_expected": result.kv_bytes_expected, "block_size": result.block_size}
     if proof is not None:
         transfer |= {name: getattr(proof, name) for name in _PROOF}
         transfer["blocks_sent"] = proof.blocks_received
-    sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
-    if timeline.has(sampled) and timeline.has(verified):
-        exposed_s = timeline.gateway_time(verified) - timeline.gateway_time(sampled)
-        transfer |= {"exposed_ms": max(0.0, exposed_s) * 1e3, "room_wait_ms": timeline.room_wait_ms}
+    if completion.exposed_ms is not None:
+        room_wait_ms = completion.record.timeline.room_wait_ms
+        transfer |= {"exposed_ms": completion.exposed_ms, "room_wait_ms": room_wait_ms}
     return transfer
 
 

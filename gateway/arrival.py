@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.callers import Caller
-from gateway.validation import Submission
-from pdserve.core.errors import DuplicateRequest
+from gateway.validation import MAX_PROMPT_LOGPROBS, Submission
+from pdserve.core.errors import DuplicateRequest, InvalidRequest
 from router.request_record import Deadline
 
 MAX_USER_CHARACTERS = 256  # of a user's name, as far as it tells users apart
@@ -30,12 +30,24 @@ class Arrival:
     """The request ids that it uses or has used."""
     requests: int = 0
     """As how many requests it counts against the caller's quota, until it ends."""
+    prompt_logprobs: int = 0
+    """Log-probabilities of prompts that it has asked for."""
 
     def take(self, requests: int) -> None:
         """Have the call count as so many more requests. `CapacityExceeded` if they exceed a limit."""
         if requests:
             self.caller.quota.take(requests, self.requests)
             self.requests += requests
+
+    def tell_prompt(self, tokens: int, likeliest: int | None) -> None:
+        """Have the answer contain log-probabilities of so many tokens of a prompt, and of the ``likeliest`` ones beside
+        each (None: of none). `InvalidRequest` if they exceed the limit of a call."""
+        self.prompt_logprobs += 0 if likeliest is None else tokens * (1 + likeliest)
+        if self.prompt_logprobs > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"prompt: the call asks for {self.prompt_logprobs} log-probabilities of prompts, more than "
+                f"{MAX_PROMPT_LOGPROBS}; shorten it, or ask for fewer likeliest tokens or outputs"
+            )
 
     def client(self, user: str = "") -> str:
         """Who takes turns with others: the bearer of the token. Where calls need none, the ``user`` that the call names

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
 import grpc
@@ -36,6 +37,7 @@ from pdserve.core.errors import (
     field_of,
     to_wire,
 )
+from runtime.awake_clock import wait_awake
 
 STATUSES: Mapping[type[BaseException], tuple[StatusCode, int]] = {
     InvalidRequest: (StatusCode.INVALID_ARGUMENT, 400),
@@ -63,6 +65,8 @@ STATUSES: Mapping[type[BaseException], tuple[StatusCode, int]] = {
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that gRPC libraries read `google.rpc.Status` from."""
 DOMAIN = "pdserve"
+SEND_FAILURE_S = 5.0
+"""Time for sending a failure's reason to the client."""
 MAX_MESSAGE_BYTES = 1024
 """Longer messages of gRPC are cut. A message travels up to four times, once with three bytes for each of its own, and
 clients refuse trailing metadata of more than 8 KiB."""
@@ -103,6 +107,15 @@ def grpc_failure(error: BaseException) -> GrpcFailure:
         status.details.add().Pack(detail)
     metadata.append((STATUS_DETAILS_KEY, status.SerializeToString()))
     return code, message, tuple(metadata)
+
+
+async def sent_in_time(sending: Coroutine[Any, Any, Any]) -> None:
+    """Send the reason of a failure, and give up if the client does not read."""
+    task = asyncio.create_task(sending)
+    if await wait_awake(task, SEND_FAILURE_S):
+        task.result()
+    else:
+        task.cancel()
 
 
 async def end_call(context: Context, error: BaseException) -> NoReturn:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from gateway.arrival import Arrival, Claim
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
@@ -30,7 +32,7 @@ from gateway.validation import (
 )
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
-from pdserve.core.errors import DuplicateRequest, NotReady, PdserveError
+from pdserve.core.errors import DuplicateRequest, NotReady, PdserveError, RequestAborted
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
@@ -68,16 +70,25 @@ class Completion:
     output: OutputText
     finish_reason: FinishReason
 
+    @property
+    def mode(self) -> str:
+        """Where it ran; empty if it did not."""
+        return "" if self.result.mode is None else self.result.mode.value
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """The part of the KV transfer that was not hidden behind the prefill; None if there was no transfer."""
+        timeline, sampled, verified = self.record.timeline, EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
+        if not (timeline.has(sampled) and timeline.has(verified)):
+            return None
+        return max(0.0, timeline.gateway_time(verified) - timeline.gateway_time(sampled)) * 1e3
+
     @cached_property
     def breakdowns(self) -> Mapping[Figure, Breakdown | None]:
         """The gateway's own breakdown of each figure; None if its token was not written."""
         timeline = self.record.timeline
         times_s = timeline.times_s()
         return {figure: timeline.breakdown(figure, times_s=times_s) for figure in _FIGURES}
-
-
-class ClientLeft(Exception):
-    """The client closed the connection of a call."""
 
 
 class Observer:
@@ -94,10 +105,8 @@ class Observer:
         """A request ended with an answer."""
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        """A call ended with ``error``. Without an ``arrival``, it was not admitted."""
-
-    def cancelled(self) -> None:
-        """A call's client cancelled it."""
+        """A call ended with ``error``: with `RequestAborted` if its client cancelled it. Without an ``arrival``, it was
+        not admitted."""
 
 
 class Inference:
@@ -143,20 +152,21 @@ class Inference:
         try:
             return self._callers.identify(authorization)
         except PdserveError as error:
-            self.refused(error)
+            self.failed(error)
             raise
 
-    def refused(self, error: PdserveError) -> None:
-        """Tell the observers of a call that was refused with ``error`` before it was admitted."""
-        self._failed(error, None)
+    def failed(self, error: PdserveError, arrival: Arrival | None = None) -> None:
+        """Tell the observers of a call that ended with ``error``, without an ``arrival`` before it was admitted."""
+        for observer in self._observers:
+            observer.failed(error, arrival)
 
     @contextmanager
     def admission(
         self, caller: Caller, timeout_s: float | None, traceparent: str = "", host: str = ""
     ) -> Iterator[Arrival]:
         """Admit a call, which counts as in progress until the context ends, before its message is parsed.
-        ``timeout_s`` is the client's (None: the default). Observers are told of the error or the `ClientLeft` that
-        ends the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
+        ``timeout_s`` is the client's (None: the default). Observers are told of the error that ends
+        the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
         limit."""
         received_s = self._clock.now()
         timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
@@ -170,25 +180,21 @@ class Inference:
             self._router.arrived(caller.name or host, self._being_read)
         except PdserveError as error:
             caller.quota.give_back(arrival.requests)
-            self.refused(error)
+            self.failed(error)
             raise
         self.in_progress += 1
         try:
             yield arrival
         except PdserveError as error:
-            self._failed(error, arrival)
+            self.failed(error, arrival)
             raise
         except asyncio.CancelledError:
             # It may have reached the call anywhere, also while an answer was being written.
             taken_over = next((each for claim in arrival.claims if (each := claim.error())), None)
+            self.failed(taken_over or RequestAborted("the client cancelled the call"), arrival)
             if taken_over is None:
-                self._cancelled()
                 raise
-            self._failed(taken_over, arrival)
             raise taken_over from None
-        except ClientLeft:
-            self._cancelled()
-            raise
         finally:
             self.in_progress -= 1
             caller.quota.give_back(arrival.requests)
@@ -246,6 +252,8 @@ class Inference:
             detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
             text = OutputText(detokenizer, request.sampling.stop)
             if (ended := await self._resume(record, text)) is not None:
+                if request.sampling.prompt_logprobs is not None:
+                    await self._compute_prompt(record)
                 yield self._completion(Completion(record, RoutingResult(), text, ended), arrival)
                 return
             async with aclosing(self._tokens(record, text, arrival)) as outputs:
@@ -273,14 +281,6 @@ class Inference:
         arrival.claims.append(claim)
         return claim
 
-    def _cancelled(self) -> None:
-        for observer in self._observers:
-            observer.cancelled()
-
-    def _failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        for observer in self._observers:
-            observer.failed(error, arrival)
-
     async def _await_limits(self, mode: Mode) -> Limits:
         if (limits := self.known_limits()) is not None:
             return limits
@@ -301,6 +301,7 @@ class Inference:
         check_token_options(submission.sampling, limits.vocab_size)
         prompt = await prompt_of(submission, self.tokenizer, limits, arrival.client())
         fitted = fit_max_tokens(submission, len(prompt), limits)
+        arrival.tell_prompt(len(prompt), fitted.prompt_logprobs)
         resume = check_resume(submission.resume, fitted, limits)
         sampling = seeded(fitted, request_id)
         arrival.caller.quota.spend_prompt(len(prompt) + len(resume))  # tokens to resume after are prefilled as well
@@ -332,6 +333,15 @@ class Inference:
         if ended is not None:
             output.end()
         return ended
+
+    async def _compute_prompt(self, record: RequestRecord) -> None:
+        """Compute the log-probabilities of a prompt whose output is complete."""
+        sampling = msgspec.structs.replace(record.request.sampling, max_tokens=1)
+        request = msgspec.structs.replace(record.request, sampling=sampling, output_token_ids=())
+        alone = RequestRecord(request, record.deadline, client=record.client, holder=record.holder)
+        async with aclosing(self._router.generate(alone)) as tokens:
+            async for _ in tokens:
+                record.prompt_logprobs = alone.prompt_logprobs
 
     async def _tokens(
         self, record: RequestRecord, output: OutputText, arrival: Arrival

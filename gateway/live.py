@@ -97,6 +97,7 @@ def live_view(
                 "output_tokens": len(record.output_token_ids),
                 "max_tokens": record.request.sampling.max_tokens,
                 "placement": record.placements[-1] if record.placements else "",
+                "failures": [": ".join(failed[:2]) for failed in record.failures],
             }
             for record in itertools.islice(running, RUNNING)
         ],
@@ -119,4 +120,5 @@ def _finished(completion: Completion) -> dict[str, Any]:
         "stages_ms": account[f"gateway_{figure.value}_ms"],
         "transport": account["transfer"].get("transport", ""),
         "kv_bytes": account["transfer"].get("kv_bytes", 0),
+        "failures": [": ".join(failed[:2]) for failed in completion.record.failures],
     }

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from gateway.arrival import Arrival
 from gateway.inference import Completion, Observer
 from gateway.scaling_report import GatewayLoad, ScalingReport, within_objective
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, RequestAborted
 from pdserve.core.handoff import TransferProof
 from pdserve.core.timeline import EventKind, Figure
 from router.breaker import BreakerState
@@ -89,12 +89,13 @@ class LatencyHistogram(Collector):
         yield family
 
 
-class Metrics(Observer):
+class Metrics(Observer, Collector):
     """``pdserve_…`` metrics in a registry of their own. ``state`` gives those that are read at a scrape."""
 
     def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
         self._registry = registry = CollectorRegistry()
-        registry.register(_Families(state))
+        self._state = state
+        registry.register(self)
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"pdserve_{name}", what, labels, registry=registry)
@@ -141,16 +142,12 @@ class Metrics(Observer):
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         """A request ended with ``error``, or was refused."""
-        self._failed(type(error).__name__).inc()
-
-    def cancelled(self) -> None:
-        """A request's client cancelled it."""
-        self._cancelled.inc()
+        (self._cancelled if isinstance(error, RequestAborted) else self._failed(type(error).__name__)).inc()
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
         """A request ended with an answer."""
         record, result = completion.record, completion.result
-        timeline, mode = record.timeline, "" if result.mode is None else result.mode.value
+        timeline, mode = record.timeline, completion.mode
         self._finished(mode, completion.finish_reason.value).inc()
         self._retries.inc(max(0, record.attempts - 1))
         self._prompt_tokens.inc(len(record.request.prompt_token_ids))
@@ -173,32 +170,25 @@ class Metrics(Observer):
             if fetch.proof is not None:
                 self._fetched_bytes(*between).inc(fetch.proof.kv_bytes)
 
+    def collect(self) -> Iterator[Metric]:
+        """The metrics that are read at a scrape."""
+        return self._state()
+
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _moved(self, completion: Completion, proof: TransferProof) -> None:
-        result, timeline = completion.result, completion.record.timeline
+        result = completion.result
         pair = (result.prefill_worker, result.decode_worker, proof.transport)
-        sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
-        if timeline.has(sampled) and timeline.has(verified):
-            exposed_s = timeline.gateway_time(verified) - timeline.gateway_time(sampled)
-            self._exposed.of(*pair).observe(max(0.0, exposed_s))
+        if completion.exposed_ms is not None:
+            self._exposed.of(*pair).observe(completion.exposed_ms / 1e3)
         self._wire.of(*pair).observe(proof.wire_ms / 1e3)
         self._ready.of(*pair).observe(proof.request_to_ready_ms / 1e3)
         self._kv_bytes(*pair).inc(proof.kv_bytes)
         self._kv_retried(*pair).inc(proof.kv_bytes_retried)
         self._kv_blocks(*pair, "sent").inc(proof.blocks_received)
         self._kv_blocks(*pair, "skipped").inc(proof.blocks_skipped)
-
-
-class _Families(Collector):
-    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
-        return self._families()
 
 
 _OF_WORKERS: tuple[tuple[type[Metric], str, str, Callable[[RegisteredWorker], float]], ...] = (

@@ -28,27 +28,30 @@ class RoleSamples(msgspec.Struct):
 class GatewayLoad(msgspec.Struct):
     """Counts since the gateway's start, and its state now.
 
-    ``ttft``, ``itl``: first tokens, and gaps between tokens after token 2: for each of `SHARES` those that took longer
-    than the share before and at most this one of the objective, then those beyond it. Empty without an objective.
-    ``first_tokens``, ``prompt_tokens``: first tokens, and the tokens of their prompts. ``gaps``: further tokens.
-    ``looks``: looks at the workers; ``samples`` is what they saw, by role.
-    Now: requests that are ``waiting`` for their first token, ``overdue`` ones of them, which have missed its objective
-    already, and those that are ``decoding``.
-
     Times are between events at the gateway that the client has no part in: a first token counts from when the prompt
     had been read, and a gap until the token reached the gateway.
     """
 
     ttft: list[int] = []
+    """First tokens: for each of `SHARES` those that took longer than the share before and at most this one of the
+    objective, then those beyond it. Empty without an objective."""
     itl: list[int] = []
+    """The same of gaps between tokens after token 2."""
     first_tokens: int = 0
     prompt_tokens: int = 0
+    """Of the requests with a first token."""
     gaps: int = 0
+    """Further tokens."""
     looks: int = 0
+    """At the workers."""
     samples: dict[Role, RoleSamples] = {}
+    """What the looks saw."""
     waiting: int = 0
+    """Requests that wait for their first token now."""
     overdue: int = 0
+    """Those of them that have missed its objective already."""
     decoding: int = 0
+    """Requests that have a first token now."""
 
 
 def within_objective(counts: Sequence[int]) -> tuple[int, int]:

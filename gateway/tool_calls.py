@@ -86,24 +86,77 @@ def calls_grammar(form: ToolFormat, functions: Mapping[str, Mapping[str, Any]], 
     return StructuredOutputs("grammar", "\n".join(lines))
 
 
+ToolCall = tuple[int, str, str]
+"""What an output adds to a call: the call's number in the output, its name (empty: it has been given), and a part of
+its arguments as JSON."""
+
+
 @dataclass(slots=True)
 class ToolCallParser:
     """Separates calls of ``names`` from the other text of one output, which comes in pieces. What does not read as such
-    a call stays text."""
+    a call stays text. Of a ``forced`` output, which matches `calls_grammar`, calls are given while they come, and there
+    is no text."""
 
     form: ToolFormat
     names: frozenset[str]
+    forced: bool = False
     num_calls: int = 0
     _held: str = ""
-    _inside: bool = False  # after ``begin``
+    _inside: bool = False  # after ``begin``; of a forced call, in its arguments
     _is_text: bool = False  # the output, which could have been a call as a whole
+    _depth: int = 0  # of objects and lists in the arguments of a forced call
+    _in_string: bool = False
+    _escapes: bool = False  # the last character is a backslash
 
-    def feed(self, text: str, last: bool) -> tuple[str, list[tuple[str, str]]]:
-        """The text that is no call, and calls that are complete: names, and arguments as JSON. ``last``: nothing
-        follows."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are calls, and the last one was not cut off."""
+        return self.num_calls > 0 and not (self.forced and self._inside)
+
+    def feed(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
+        """The text that is no call, and the calls. ``last``: nothing follows."""
+        if self.forced:
+            return "", self._forced(text)
         content, calls = self._whole(text, last) if not self.form.begin else self._marked(text, last)
+        numbered = [(number, *call) for number, call in enumerate(calls, self.num_calls)]
         self.num_calls += len(calls)
-        return content, calls
+        return content, numbered
+
+    def _forced(self, text: str) -> list[ToolCall]:
+        calls: list[ToolCall] = []
+        self._held += text
+        name = ""
+        while True:
+            if not self._inside:
+                head = re.search(f'{{"name": "([^"]+)", "{self.form.arguments}": ', self._held)
+                if head is None:
+                    return calls
+                name, self._inside, self._held = head[1], True, self._held[head.end() :]
+                self.num_calls += 1
+            arguments = self._take_arguments()
+            if name or arguments:
+                calls.append((self.num_calls - 1, name, arguments))
+            if self._inside:
+                return calls
+
+    def _take_arguments(self) -> str:
+        """What is held of the arguments of a forced call."""
+        end = len(self._held)
+        for at, character in enumerate(self._held):
+            if self._in_string:
+                self._in_string = self._escapes or character != '"'
+                self._escapes = character == "\\" and not self._escapes
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._inside, end = False, at + 1
+                    break
+        arguments, self._held = self._held[:end], self._held[end:]
+        return arguments
 
     def _whole(self, text: str, last: bool) -> tuple[str, list[tuple[str, str]]]:
         """Text that begins like an object is held back to the end."""

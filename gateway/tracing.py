@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from gateway.arrival import Arrival
 from gateway.inference import Completion, Observer
 from pdserve.core.clock import Clock
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, RequestAborted
 from pdserve.core.timeline import EventKind, Figure
 
 Attributes = Mapping[str, str | int | float]
@@ -45,8 +45,8 @@ class Tracing(Observer):
         self._clock = clock
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        """Make the span of a request that failed. One that was not admitted has none."""
-        if arrival is None or (ends := self._ends(arrival)) is None:
+        """Make the span of a request that failed. One that was not admitted, or was cancelled, has none."""
+        if arrival is None or isinstance(error, RequestAborted) or (ends := self._ends(arrival)) is None:
             return
         epoch_ns = self._epoch()
         attributes = {"error.type": type(error).__name__}
@@ -134,7 +134,7 @@ def _attributes(completion: Completion) -> Attributes:
     record, result, proof = completion.record, completion.result, completion.result.proof
     attributes: dict[str, str | int | float] = {
         "pdserve.request_id": record.request.request_id,
-        "pdserve.mode": "" if result.mode is None else result.mode.value,
+        "pdserve.mode": completion.mode,
         "pdserve.prefill_worker": result.prefill_worker,
         "pdserve.decode_worker": result.decode_worker,
         "pdserve.attempts": record.attempts,

@@ -25,6 +25,8 @@ from pdserve.core.sampling import (
 
 MAX_STOP_CHARACTERS = 1024
 """Limit: characters of each string of `Sampling.stop`."""
+MAX_PROMPT_LOGPROBS = 2**17
+"""Limit: log-probabilities of prompts that a call may ask for, with the likeliest ones."""
 MAX_SHORT_CHARACTERS = 256
 """Limit: characters of `GenerateRequest.salt` and `GenerateRequest.session_id`."""
 MAX_ID_BYTES = 5  # of a token id on the wire

@@ -161,10 +161,11 @@ class Attempt:
         return self._dispatched and not self._decoded
 
     def served(self) -> Served | None:
-        """What the attempt has measured, for the cost model; None if it is a retry or gave no token. Call it after the
-        last token."""
+        """What the attempt has measured, for the cost model; None if it is a retry, gave no token, or also computed
+        log-probabilities of its prompt. Call it after the last token."""
         timeline, result, count = self._record.timeline, self._result, len(self._record.output_token_ids)
-        if self._delivered_before or not timeline.has(EventKind.TOKEN_1_SAMPLED):
+        tells_prompt = self._request.sampling.prompt_logprobs is not None
+        if self._delivered_before or tells_prompt or not timeline.has(EventKind.TOKEN_1_SAMPLED):
             return None
 
         def span_s(start: EventKind, end: EventKind) -> float:
@@ -395,6 +396,8 @@ class Attempt:
             layout = worker.info.layout
             self._result.proof = proof
             self._result.kv_bytes_expected = layout.expected_bytes(self._request.num_tokens, proof.blocks_skipped)
+        if output.prompt_logprobs:
+            record.prompt_logprobs = output.prompt_logprobs
         if output.prefix_fetch is not None:
             self._note_fetch(output.prefix_fetch, worker)
         if output.cached_tokens:  # the prompt of a retry includes the outputs so far

@@ -188,7 +188,7 @@ class WorkerRegistry:
 
     def prompt(self, request: Request, token_ids: Sequence[int]) -> Prompt | None:
         """The tokens of a request, to be looked up in prefix caches. None if nothing needs that."""
-        if self.prefixes is None or not self._workers:
+        if self.prefixes is None or not self._workers or request.sampling.prompt_logprobs is not None:
             return None
         # Workers of different block sizes are not linked; those of the others get no prefix.
         block_size = next(iter(self._workers.values())).info.layout.block_size

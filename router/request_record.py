@@ -8,11 +8,13 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from pdserve.core.clock import Clock
 from pdserve.core.errors import DeadlineExceeded
 from pdserve.core.handoff import PrefixFetch, TransferProof
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus, check_transition
+from pdserve.core.request import REQUEST_TRANSITIONS, FailedAttempt, Mode, Request, RequestStatus, check_transition
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Timeline
 
@@ -108,21 +110,27 @@ class _Wait:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """A request and its progress. ``output_token_ids`` grows as tokens arrive, so that a retry continues after them.
-    ``placements`` describe the workers of each attempt and the reason for the choice. ``client``: who takes
-    turns with others in the queue. ``holder``: whose share of the queue it takes (empty: the client's).
-    ``recomputed_tokens``: prefilled again because its client left tokens unread."""
+    """A request and its progress."""
 
     request: Request
     deadline: Deadline
     timeline: Timeline = field(default_factory=Timeline)
     status: RequestStatus = RequestStatus.QUEUED
     output_token_ids: list[int] = field(default_factory=list)
+    """Grows as tokens arrive, so that a retry continues after them."""
     attempts: int = 0
     placements: list[str] = field(default_factory=list)
+    """The workers of each of the last attempts, and the reason for the choice."""
+    failures: list[FailedAttempt] = field(default_factory=list)
+    """Of the last attempts those that failed and were followed by another."""
     client: str = ""
+    """Who takes turns with others in the queue."""
     holder: str = ""
+    """Whose share of the queue it takes (empty: the client's)."""
     recomputed_tokens: int = 0
+    """Prefilled again because its client left tokens unread."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens after the first, if they were asked for; known from the first token on."""
 
     def __post_init__(self) -> None:
         self.holder = self.holder or self.client
@@ -135,7 +143,11 @@ class RequestRecord:
         """Return the request for the next attempt. Its attempt id is unique even if a client uses a request id again,
         so that late outputs of an earlier attempt are not mistaken for outputs of this one."""
         attempt_id = f"{self.request.request_id}#{chance.randbytes(4).hex()}"
-        return self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)
+        request = self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)
+        if self.prompt_logprobs:  # they are known, so the prefix cache may be used
+            sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+            request = msgspec.structs.replace(request, sampling=sampling)
+        return request
 
     @property
     def token_ids(self) -> tuple[int, ...]:

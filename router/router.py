@@ -16,8 +16,8 @@ import msgspec
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
-from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError
-from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, to_wire
+from pdserve.core.request import REQUEST_TRANSITIONS, FailedAttempt, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.arrivals import Arrivals
@@ -37,7 +37,7 @@ REFIT_S = 1.0
 """The cost model's lines are fitted again so often, at most."""
 
 MAX_PLACEMENTS = 16
-"""Placements that a request keeps: those of its last attempts."""
+"""Placements that a request keeps, and failures: those of its last attempts."""
 
 MAX_BURST_QUEUE = 1024
 """Bursts are no longer taken in first when so many requests wait and the queue is not full: a request needs less memory
@@ -210,6 +210,8 @@ class Generation:
                     if (final := failures.add(error, attempt, assignment)) is not None:
                         raise final from error
                     log.warning("request %s: attempt %d failed: %s", request_id, record.attempts, error)
+                    record.failures.append(FailedAttempt(", ".join(sorted(attempt.failed)), *to_wire(error)))
+                    del record.failures[:-MAX_PLACEMENTS]
                     if handoff_failed and router._on_kv_failure == "recompute":
                         self._mode = Mode.COLOCATED
                     elif isinstance(error, TransferError) and failures.is_last:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixSource, TransferProof
 from pdserve.core.kv_layout import KVLayout
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import ClockOffset, Event, EventKind
@@ -56,6 +60,15 @@ def fake_info(worker_id: str, role: Role, *, epoch: str = "1", layout: KVLayout 
 def count_up(token_ids: Sequence[int]) -> int:
     """The default 'model': the next token is the last plus one, whoever computes it."""
     return (token_ids[-1] + 1) % 1000
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
+    """As if all tokens were equally likely."""
+    if (count := request.sampling.prompt_logprobs) is None:
+        return ()
+    logprob = math.log(1 / 1000)
+    top = tuple((token_id, logprob) for token_id in range(count))
+    return tuple(TokenLogprobs(logprob, top) for _ in request.prompt_token_ids[1:])
 
 
 @dataclass(slots=True)
@@ -238,6 +251,7 @@ class FakeWorker:
             reason if ends_here else None,
             (received, scheduled, sampled),
             cached_tokens=self.cached_tokens,
+            prompt_logprobs=_prompt_logprobs(request),
         )
         await self._live(asyncio.Event().wait())  # until `forget` or `abort`
 
@@ -255,7 +269,11 @@ class FakeWorker:
                 self.held.pop(request.attempt_id, None)
             if kinds:
                 events = (*events, self._event(kinds.pop(0)))
-            yield TokenOutput(token_id, reason, events, cached_tokens=self.cached_tokens if len(kinds) == 1 else 0)
+            output = TokenOutput(token_id, reason, events)
+            if len(kinds) == 1:
+                told = _prompt_logprobs(request)
+                output = msgspec.structs.replace(output, cached_tokens=self.cached_tokens, prompt_logprobs=told)
+            yield output
             if reason is not None:
                 return
             await self._pass("run_more")

@@ -147,7 +147,15 @@ class ServedRequest:
         """Send a token to the gateway, with ``events`` and further fields of `TokenOutput`."""
         token = sampled.token
         self.outbox.output(
-            self.attempt_id, TokenOutput(token.token_id, finish_reason, events, logprobs=token.logprobs, **more)
+            self.attempt_id,
+            TokenOutput(
+                token.token_id,
+                finish_reason,
+                events,
+                logprobs=token.logprobs,
+                prompt_logprobs=token.prompt_logprobs,
+                **more,
+            ),
         )
 
     def event(self, kind: EventKind, time_s: float) -> Event:

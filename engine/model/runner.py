@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -13,15 +14,18 @@ import torch
 from engine.model.attention import Attention
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
-from engine.model.sampler import DrawnTokens, draw_tokens
+from engine.model.sampler import DrawnTokens, draw_tokens, logprobs_of, read_logprobs
 from engine.model.token_draw import DrawRows
 from engine.model.upload import upload
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.sequence import PromptLogprobs
 from pdserve.core.sampling import SamplingParams
 from runtime.cuda import Cuda, Event
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
+_LOGITS_BYTES = 32 * 2**20
+"""Logits of a prompt that are in memory at a time, as float32."""
 
 
 class _ComputedLayers:
@@ -65,14 +69,21 @@ class RecordedSteps(Protocol):
         ...
 
 
+PromptRows = tuple[list[tuple[PromptLogprobs, int]], list[torch.Tensor]]
+"""Prompts and how many of their tokens get logprobs by a step, and these, as of `logprobs_of`."""
+
+
 class LaunchedStep:
     """A step that has been launched, up to the ``logits`` of the parts ``wanted``, or to its end if there are none
-    (see `engine.core.RunningStep`)."""
+    (see `engine.core.RunningStep`). ``prompts``: what it adds to `ScheduledSeq.prompt_logprobs`."""
 
-    def __init__(self, runner: ModelRunner, wanted: Sequence[ScheduledSeq], logits: torch.Tensor | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, wanted: Sequence[ScheduledSeq], logits: torch.Tensor | None, prompts: PromptRows
+    ) -> None:
         self._runner, self._wanted, self._logits = runner, wanted, logits
+        self._prompts, self._prompt_tensors = prompts
         self._drawn: DrawnTokens | None = None
-        self._copied = None if logits is not None else runner.copy([])
+        self._copied = None if logits is not None else runner.copy(self._prompt_tensors)
 
     @torch.inference_mode()
     def sample(self) -> None:
@@ -85,15 +96,21 @@ class LaunchedStep:
         drawn = draw_tokens(self._logits, params, positions, histories, self._runner.draw_rows)
         self._drawn, self._logits = drawn, None
         self._runner.last = LastTokens(drawn.tensors[0], {seq.attempt_id: row for row, seq in enumerate(wanted)})
-        self._copied = self._runner.copy(drawn.tensors)
+        self._copied = self._runner.copy([*self._prompt_tensors, *drawn.tensors])
 
     def tokens(self) -> dict[str, SampledToken]:
         """The token of each request that gets one, by request id."""
         assert self._copied is not None, "sample() comes first"
         copies = self._copied()
+        if self._prompts:
+            own, ids, values = (copy.tolist() for copy in copies[:3])
+            num_top = [prompt.num_top for prompt, count in self._prompts for _ in range(count)]
+            told = iter(read_logprobs(num_top, own, ids, values))
+            for prompt, count in self._prompts:
+                prompt.values += islice(told, count)
         if self._drawn is None:
             return {}
-        sampled = self._drawn.read(copies)
+        sampled = self._drawn.read(copies[len(self._prompt_tensors) :])
         return {seq.attempt_id: token for seq, token in zip(self._wanted, sampled, strict=True)}
 
 
@@ -136,13 +153,43 @@ class ModelRunner:
         """
         self._attention.prepare(seqs)
         ordered = self._attention.order(seqs)
-        if self._graphs is not None and self._graphs.fits(ordered):
-            return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last))
+        tells = any(s.prompt_logprobs is not None and s.prompt_logprobs.missing(s.start, s.end)[0] for s in ordered)
+        if self._graphs is not None and not tells and self._graphs.fits(ordered):
+            return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last), ([], []))
         step, wanted = self._step(ordered)
         if hook is not None and self._cuda is not None:
             hook = LayerHook(hook.after, _ComputedLayers(hook.done, self._cuda, self._device.index or 0))
-        hidden = self._model.forward(step, self._pool, hook)
-        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None)
+        prompts: PromptRows = ([], [])
+        if tells:  # the last layer computes all rows, too
+            hidden = self._model.forward(replace(step, wanted=None, wanted_attention=None), self._pool, hook)
+            prompts = self._prompt_logprobs(ordered, hidden)
+            hidden = hidden if step.wanted is None else hidden[step.wanted]
+        else:
+            hidden = self._model.forward(step, self._pool, hook)
+        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None, prompts)
+
+    def _prompt_logprobs(self, seqs: Sequence[ScheduledSeq], hidden: torch.Tensor) -> PromptRows:
+        """The logprobs that ``seqs``, whose rows ``hidden`` are, add to their prompts. Logits of a few rows at a time
+        are in memory."""
+        prompts: list[tuple[PromptLogprobs, int]] = []
+        rows: list[int] = []
+        next_ids: list[int] = []
+        begin = 0
+        for seq in seqs:
+            if seq.prompt_logprobs is not None:
+                positions, token_ids = seq.prompt_logprobs.missing(seq.start, seq.end)
+                prompts.append((seq.prompt_logprobs, len(positions)))
+                rows += [begin + position - seq.start for position in positions]
+                next_ids += token_ids
+            begin += len(seq.token_ids)
+        size = max(1, _LOGITS_BYTES // (4 * self._model.shape.vocab_size))
+        num_top = max(prompt.num_top for prompt, _ in prompts)
+        at, ids = upload(rows, torch.int64, self._device), upload(next_ids, torch.int64, self._device)
+        parts = [
+            logprobs_of(self._model.logits(hidden[at[start : start + size]]), ids[start : start + size], num_top)
+            for start in range(0, len(rows), size)
+        ]
+        return prompts, [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
     def copy(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Copy results to the host when they are computed, as is everything before them. Returns what waits for it."""

@@ -16,7 +16,7 @@ numbers of its own (`engine.model.token_draw.uniform`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +43,7 @@ class DrawnTokens:
     def read(self, copies: Sequence[torch.Tensor]) -> list[SampledToken]:
         """The tokens. ``copies`` are those of `tensors` on the host."""
         token_ids, *logprobs = (copy.tolist() for copy in copies)
-        told = {
-            row: TokenLogprobs(own, tuple(zip(ids[:n], values[:n], strict=True)))
-            for (row, n), own, ids, values in zip(self.num_top.items(), *logprobs, strict=True)
-        }
+        told = dict(zip(self.num_top, read_logprobs(self.num_top.values(), *logprobs), strict=True)) if logprobs else {}
         return [SampledToken(token_id, told.get(row)) for row, token_id in enumerate(token_ids)]
 
 
@@ -102,6 +99,14 @@ def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> 
     if not most:
         return [own, token_ids.new_empty(len(own), 0), own.new_empty(len(own), 0)]
     return [own, *_likeliest(logprobs, most)]
+
+
+def read_logprobs(
+    num_top: Iterable[int], own: Iterable[float], ids: Iterable[list[int]], values: Iterable[list[float]]
+) -> list[TokenLogprobs]:
+    """The result of `logprobs_of`, as lists, of rows of which each wants that many likeliest tokens."""
+    rows = zip(num_top, own, ids, values, strict=True)
+    return [TokenLogprobs(logprob, tuple(zip(ids[:n], values[:n], strict=True))) for n, logprob, ids, values in rows]
 
 
 def _likeliest(logprobs: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:

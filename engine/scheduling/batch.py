@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.scheduling.sequence import TokenHistory
+from engine.scheduling.sequence import PromptLogprobs, TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
 
@@ -24,6 +24,8 @@ class ScheduledSeq:
 
     ``history`` is set if ``params`` penalise or have structured outputs. It is the request's own object, so read it
     when the tokens of the step before are known, and before those of this step are.
+
+    ``prompt_logprobs`` is the request's own object, too, to which the step adds those of its tokens when it is read.
     """
 
     attempt_id: str
@@ -33,6 +35,7 @@ class ScheduledSeq:
     sample: bool
     params: SamplingParams
     history: TokenHistory | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def end(self) -> int:

@@ -182,7 +182,7 @@ class Scheduler:
             self.reject(submit.attempt_id, error)
             return
         seq = Sequence.from_submit(submit, self._arrivals, self._clock.now(), self.config.eos_token_ids, matcher)
-        if self.config.prefix_caching:
+        if self.config.prefix_caching and seq.prompt_logprobs is None:  # else all of the prompt is computed
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))
         self._arrivals += 1
@@ -369,8 +369,10 @@ class Scheduler:
                             seq.first_scheduled_s,
                             token.logprobs,
                             seq.num_cached_tokens if seq.num_output_tokens == 1 else 0,
+                            () if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs.values),
                         )
                     )
+                    seq.prompt_logprobs = None
             if self._reject_mismatch(seq):
                 any_ended = True
                 continue
@@ -623,7 +625,8 @@ class Scheduler:
         seq.num_running_steps += 1
         seq.num_running_tokens += num_tokens
         seq.num_pending_tokens += sample
-        return ScheduledSeq(seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history)
+        prompt = seq.prompt_logprobs
+        return ScheduledSeq(seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history, prompt)
 
     def _reject_mismatch(self, seq: Sequence) -> bool:
         """Whether the output of ``seq`` cannot go on; then it is dropped."""

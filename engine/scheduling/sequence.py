@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.messages import KVRole, Submit
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
 from pdserve.core.sampling import FinishReason, SamplingParams
@@ -68,6 +69,21 @@ class TokenHistory:
         self.output_counts[place] += 1
 
 
+class PromptLogprobs:
+    """Log-probabilities of the tokens of ``token_ids``, a prompt, after the first, each with ``num_top`` likeliest
+    ones. Steps that compute the prompt add them to ``values``, in order."""
+
+    def __init__(self, token_ids: Seq[int], num_top: int) -> None:
+        self.num_top = num_top
+        self.values: list[TokenLogprobs] = []
+        self._token_ids = token_ids
+
+    def missing(self, start: int, end: int) -> tuple[range, Seq[int]]:
+        """Of the positions ``start`` to ``end`` - 1, those that precede a token without logprobs, and these tokens."""
+        positions = range(max(start, len(self.values)), min(end, len(self._token_ids) - 1))
+        return positions, self._token_ids[positions.start + 1 : positions.stop + 1]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The state of one request. Compared by identity."""
@@ -94,6 +110,7 @@ class Sequence:
     num_remote_tokens: int = 0  # how many of its first tokens await their KV from elsewhere
     pinned: bool = False  # something outside the engine reads its blocks, so it keeps them
     history: TokenHistory | None = None  # kept only for requests with penalties or structured outputs
+    prompt_logprobs: PromptLogprobs | None = None  # until its first token here, if they are wanted
     # the digests of its blocks, of which the first ``num_published_blocks`` are cached (None: no caching)
     prefix: PrefixDigests | None = None
     num_published_blocks: int = 0
@@ -128,6 +145,9 @@ class Sequence:
             history=TokenHistory(token_ids, len(request.prompt_token_ids), matcher)
             if sampling.penalises or matcher is not None
             else None,
+            prompt_logprobs=None
+            if sampling.prompt_logprobs is None or submit.kv_role is KVRole.RECEIVE
+            else PromptLogprobs(request.prompt_token_ids, sampling.prompt_logprobs),
         )
 
     @property

@@ -80,23 +80,17 @@ Peer = tuple[str, int]
 
 @dataclass(slots=True)
 class _Connection:
-    """What the calls of a connection account for.
+    """What the calls of a connection account for."""
 
-    ``seen_s``: when the guard saw it first. ``share``: the part of the bounds that are not for each second or message
-    (see `ALERT_SHARE`). ``is_known``: whether a call had a valid token, or needed none. ``reading``: calls whose
-    message is being read. ``empty``: those without a valid token, and those that ended without a message. ``unread``:
-    those that were refused before their message was read. ``messages``, ``message_bytes``: messages that were read.
-    ``looks``: how many looks in a row saw an excess."""
-
-    seen_s: float
-    share: float = 1.0
-    is_known: bool = False
-    reading: int = 0
-    empty: int = 0
-    unread: int = 0
-    messages: int = 0
+    seen_s: float  # when the guard saw it first
+    share: float = 1.0  # of the bounds that are not for each second or message (see `ALERT_SHARE`)
+    is_known: bool = False  # a call had a valid token, or needed none
+    reading: int = 0  # calls whose message is being read
+    empty: int = 0  # calls without a valid token, or that ended without a message
+    unread: int = 0  # calls that were refused before their message was read
+    messages: int = 0  # that were read
     message_bytes: int = 0
-    looks: int = 0
+    looks: int = 0  # so many in a row saw an excess
     is_shut: bool = False
 
     @property

@@ -11,22 +11,19 @@ from typing import Any
 import grpc
 
 from gateway.arrival import Arrival
-from gateway.failures import end_call
+from gateway.failures import end_call, sent_in_time
 from gateway.grpc_api.connection_guard import ConnectionGuard
-from gateway.grpc_api.interceptor import CALLER
+from gateway.grpc_api.interceptor import CALLER, metadata_of
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
-from gateway.inference import Completion, Inference
+from gateway.inference import Completion, Inference, OutputToken
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.pb import inference_pb2 as pb
-from runtime.awake_clock import wait_awake
 
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 RESET_S = 0.01
 """A call that was reset first looks as if it had ended without a message, and is then cancelled within this time."""
-SEND_FAILURE_S = 5.0
-"""Time for sending a failure's reason to the client."""
 
 Context = grpc.aio.ServicerContext[bytes, Any]
 
@@ -61,6 +58,17 @@ class InferenceServicer:
         self._guard.authenticated(context.peer())
         return self._status()
 
+    async def _response(self, output: OutputToken | Completion) -> pb.GenerateResponse:
+        tokenizer = self._inference.tokenizer
+        if isinstance(output, OutputToken):
+            token = token_to_proto(output.token_id, output.text, output.index, output.logprobs, tokenizer)
+            return pb.GenerateResponse(token=token)
+        if not output.record.prompt_logprobs:
+            return pb.GenerateResponse(completion=completion_to_proto(output, tokenizer))
+        # There may be many, and others have turns meanwhile.
+        completion = await asyncio.to_thread(completion_to_proto, output, tokenizer)
+        return pb.GenerateResponse(completion=completion)
+
     async def _message(self, peer: str, context: Context, arrival: Arrival) -> bytes:
         """The request. `InvalidRequest` if the call has none, `DeadlineExceeded` if it comes too late."""
         reading = self._guard.read(peer, context.read())
@@ -72,14 +80,14 @@ class InferenceServicer:
 
     async def Generate(self, requests: object, context: Context) -> None:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
-        peer = context.peer()
+        peer, traceparent = context.peer(), metadata_of(context.invocation_metadata(), "traceparent")
         self._guard.authenticated(peer)
         arrival: Arrival | None = None
         beginning: asyncio.Future[None] | None = None
         try:
             # A call that is refused because of the queue or a limit is refused before its message is read.
             with self._inference.admission(
-                CALLER.get(), context.time_remaining(), _traceparent(context), peer.rpartition(":")[0]
+                CALLER.get(), context.time_remaining(), traceparent, peer.rpartition(":")[0]
             ) as arrival:
                 data = await self._message(peer, context, arrival)
                 self._inference.was_read()
@@ -87,10 +95,7 @@ class InferenceServicer:
                 bound = arrival.deadline.bound
                 async with aclosing(outputs):
                     async for output in outputs:
-                        if isinstance(output, Completion):
-                            response = pb.GenerateResponse(completion=completion_to_proto(output))
-                        else:
-                            response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
+                        response = await self._response(output)
                         writing: Awaitable[None] = context.write(response)
                         if beginning is None:
                             # gRPC notes that the headers are sent only when this write ends. A call in which it was
@@ -114,16 +119,4 @@ class InferenceServicer:
             # If the client does not read, this ends when gRPC cancels this task: at the client's deadline, or when the
             # connection ends.
             await asyncio.wait({beginning})
-            sending = asyncio.create_task(end_call(context, failure))
-            if await wait_awake(sending, SEND_FAILURE_S):
-                sending.result()
-            else:  # the client does not read
-                sending.cancel()
-
-
-def _traceparent(context: Context) -> str:
-    """The client's trace context; empty without one."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str):
-            return value
-    return ""
+            await sent_in_time(end_call(context, failure))

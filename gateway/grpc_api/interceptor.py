@@ -42,7 +42,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         serves calls of all kinds."""
         if not handler_call_details.method.startswith(_OPEN):
             try:
-                CALLER.set(self._identify(_authorization(handler_call_details.invocation_metadata)))
+                authorization = metadata_of(handler_call_details.invocation_metadata, "authorization")
+                CALLER.set(self._identify(authorization))
             except Unauthenticated as error:
                 refusal = error
 
@@ -83,7 +84,7 @@ async def _parsed(
         yield message
 
 
-def _authorization(metadata: Iterable[Any] | None) -> str:
-    """The value of the metadata ``authorization``; empty if there is none, or more than one."""
-    values = [value for key, value in metadata or () if key == "authorization" and isinstance(value, str)]
+def metadata_of(metadata: Iterable[Any] | None, name: str) -> str:
+    """The value of the metadata ``name``; empty if there is none, or more than one."""
+    values = [value for key, value in metadata or () if key == name and isinstance(value, str)]
     return values[0] if len(values) == 1 else ""

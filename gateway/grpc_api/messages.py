@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.account import account_of
-from gateway.inference import Completion, OutputToken
+from gateway.inference import Completion
 from gateway.tokenizer import Tokenizer
 from gateway.validation import Submission
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Mode
 from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams, StructuredOutputs
 from pdserve.pb import inference_pb2 as pb
 
-DEFAULT_MAX_TOKENS = 128
 PROTO = "proto/pdserve/pb/inference.proto"
 MAX_UNKNOWN_BYTES = 4096
 """Unknown fields are named if they are not longer than this."""
@@ -76,37 +78,27 @@ def _refuse_unknown_fields(message: pb.GenerateRequest, data: bytes) -> None:
 
 
 def _sampling(asked: pb.Sampling) -> SamplingParams:
+    """Fields have the same names and defaults in both."""
     # Checked before they are copied.
     for name, most in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_BIASES)):
         if (count := len(getattr(asked, name))) > most:
             raise InvalidRequest(f"{name}: {count} entries are more than {most}; send fewer")
-    structure = asked.structured_outputs
-    kind = structure.WhichOneof("kind")
-    if kind is None and asked.HasField("structured_outputs"):
-        raise InvalidRequest("structured_outputs: it is empty; set json, regex or grammar")
-    return SamplingParams(
-        max_tokens=asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
-        seed=asked.seed if asked.HasField("seed") else None,
-        stop=tuple(asked.stop),
-        stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
-        ignore_eos=asked.ignore_eos,
-        min_p=asked.min_p,
-        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        logit_bias=dict(asked.logit_bias),
-        logprobs=asked.logprobs if asked.HasField("logprobs") else None,
-        structured_outputs=None if kind is None else StructuredOutputs(kind, getattr(structure, kind)),
-    )
+    given: dict[str, Any] = {field.name: value for field, value in asked.ListFields()}
+    given["stop"], given["logit_bias"] = tuple(asked.stop), dict(asked.logit_bias)
+    given["stop_token_ids"] = tuple(dict.fromkeys(asked.stop_token_ids))
+    if (structure := given.get("structured_outputs")) is not None:
+        if (kind := structure.WhichOneof("kind")) is None:
+            raise InvalidRequest("structured_outputs: it is empty; set json, regex or grammar")
+        given["structured_outputs"] = StructuredOutputs(kind, getattr(structure, kind))
+    return SamplingParams(**given)
 
 
-def token_to_proto(token: OutputToken, tokenizer: Tokenizer | None) -> pb.Token:
+def token_to_proto(
+    token_id: int, text: str, index: int, logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None
+) -> pb.Token:
     """The message for one token."""
-    message = pb.Token(token_id=token.token_id, text=token.text, index=token.index)
-    if (logprobs := token.logprobs) is not None:
+    message = pb.Token(token_id=token_id, text=text, index=index)
+    if logprobs is not None:
         message.logprob = logprobs.logprob
         for token_id, logprob in logprobs.top:
             alone = tokenizer.token_text(token_id) if tokenizer else ""
@@ -117,8 +109,15 @@ def token_to_proto(token: OutputToken, tokenizer: Tokenizer | None) -> pb.Token:
 _MODES_USED = {Mode.PD.value: pb.MODE_PD, Mode.COLOCATED.value: pb.MODE_COLOCATED}
 
 
-def completion_to_proto(completion: Completion) -> pb.Completion:
-    """The account of a finished request, with its whole output."""
+def completion_to_proto(completion: Completion, tokenizer: Tokenizer | None) -> pb.Completion:
+    """The account of a finished request, with its whole output, and its prompt if the log-probabilities of that were
+    asked for."""
+    request, prompt = completion.record.request, []
+    if request.sampling.prompt_logprobs is not None:
+        told = zip(request.prompt_token_ids, (None, *completion.record.prompt_logprobs), strict=True)
+        text = tokenizer.token_text if tokenizer else lambda token_id: ""
+        prompt = [token_to_proto(each, text(each), index, known, tokenizer) for index, (each, known) in enumerate(told)]
     account = account_of(completion)
     mode = _MODES_USED.get(account.pop("mode"), pb.MODE_UNSPECIFIED)
-    return pb.Completion(text=completion.output.text, token_ids=completion.output.token_ids, mode=mode, **account)
+    output = completion.output
+    return pb.Completion(text=output.text, token_ids=output.token_ids, mode=mode, prompt_logprobs=prompt, **account)

@@ -69,7 +69,7 @@ class Access:
         error = HostNotAllowed(
             f"host: {host[:80]!r} is no name of this service; use its address, or add the name to gateway.allowed_hosts"
         )
-        self._inference.refused(error)
+        self._inference.failed(error)
         raise error
 
 

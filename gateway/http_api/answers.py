@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from gateway.account import account_of
@@ -12,12 +13,14 @@ from gateway.http_api.requests import ChatBody, CompletionBody, GenerationBody, 
 from gateway.inference import Completion, OutputToken
 from gateway.tokenizer import Tokenizer
 from gateway.tool_calls import ToolCallParser
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
+from router.request_record import RequestRecord
 
 Object = dict[str, Any]
 
 
-def _usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Object:
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Object:
     """The object ``usage``. ``cached_tokens`` are known at the end of a request."""
     return {
         "prompt_tokens": prompt_tokens,
@@ -43,37 +46,43 @@ class Answer(ABC):
         self._per_prompt = body.n or 1
         self._token_ids = body.return_token_ids
         self._account = body.pdserve.breakdown
+        self._is_prompt_alone = isinstance(body, CompletionBody) and body.is_prompt_alone
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
 
     @abstractmethod
-    def choice(self, index: int, text: str, tokens: Sequence[OutputToken], completion: Completion | None) -> Object:
-        """What the choice of output ``index`` says of ``text`` and its ``tokens``: those of a whole output with this
-        ``completion``, or one of a stream."""
+    def _choice(
+        self, index: int, record: RequestRecord, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
+    ) -> Object:
+        """What the choice of output ``index`` says of ``text`` and its ``tokens``: those of the whole output, or of
+        this ``part`` of a stream."""
 
     def whole(self, outputs: Sequence[tuple[Completion, Sequence[OutputToken]]]) -> Object:
         """The answer that is no stream."""
         choices = []
         for index, (completion, tokens) in enumerate(outputs):
-            token_ids = list(completion.output.token_ids)
-            content = self.choice(index, completion.output.text, tokens[: len(token_ids)], completion)
-            choice = {"index": index, **content, **self._end(completion)}
+            text, token_ids = completion.output.text, list(completion.output.token_ids)
+            if self._is_prompt_alone:
+                text, token_ids = "", []
+            content = self._choice(index, completion.record, text, tokens[: len(token_ids)], None)
+            choices.append({"index": index, **content, **self._end(completion)})
             if self._token_ids:
-                choice["token_ids"] = token_ids
-            choices.append(choice)
+                choices[-1]["token_ids"] = token_ids
         completions = [completion for completion, _ in outputs]
-        return {**self._head, "object": self.object, "choices": choices, "usage": self._usage(completions),
+        return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(completions),
                 **self._accounts(completions)}  # fmt: skip
 
     def chunk(self, index: int, token: OutputToken, completion: Completion | None = None) -> Object:
         """The chunk of a token of output ``index``; that of the last token has the finish reason and the account of
         its ``completion``."""
-        choice = {"index": index, **self.choice(index, token.text, [token], None), "finish_reason": None}
+        text, tokens = ("", []) if self._is_prompt_alone else (token.text, [token])
+        choice = {"index": index, **self._choice(index, token.record, text, tokens, token), "finish_reason": None}
         if self._token_ids:
-            choice["token_ids"] = [token.token_id]
+            choice["token_ids"] = [token.token_id for token in tokens]
         chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
         if self._counts:
-            chunk["usage"] = _usage_of(len(token.record.request.prompt_token_ids), token.index + 1, None)
+            count = token.index + len(tokens)
+            chunk["usage"] = _usage(len(token.record.request.prompt_token_ids), count, None)
         if completion is not None:
             choice |= self._end(completion)
             chunk |= self._accounts([completion])
@@ -81,19 +90,20 @@ class Answer(ABC):
 
     def usage_chunk(self, completions: Sequence[Completion]) -> Object:
         """The chunk without choices at the end of a stream."""
-        return {**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(completions)}
+        return {**self._head, "object": self.chunk_object, "choices": [], "usage": self.usage(completions)}
 
-    def _usage(self, completions: Sequence[Completion]) -> Object:
+    def usage(self, completions: Sequence[Completion]) -> Object:
         """The usage of a call. A prompt with several outputs counts once."""
         prompts = completions[:: self._per_prompt]
-        return _usage_of(
+        return _usage(
             sum(len(each.record.request.prompt_token_ids) for each in prompts),
-            sum(len(each.record.output_token_ids) for each in completions),
+            0 if self._is_prompt_alone else sum(len(each.record.output_token_ids) for each in completions),
             sum(each.result.prefill_cached_tokens for each in prompts),
         )
 
     def _end(self, completion: Completion) -> Object:
-        end: Object = {"finish_reason": completion.finish_reason.value, "stop_reason": completion.output.stop_string}
+        reason = FinishReason.LENGTH if self._is_prompt_alone else completion.finish_reason
+        end: Object = {"finish_reason": reason.value, "stop_reason": completion.output.stop_string}
         if self._token_ids:
             end["prompt_token_ids"] = list(completion.record.request.prompt_token_ids)
         return end
@@ -118,25 +128,34 @@ class CompletionAnswer(Answer):
         super().__init__(body, *args)
         self._echoes = echoes
 
-    def choice(self, index: int, text: str, tokens: Sequence[OutputToken], completion: Completion | None) -> Object:
+    def _choice(
+        self, index: int, record: RequestRecord, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
+    ) -> Object:
         """Text and log-probabilities."""
-        if self._echoes and (completion is not None or tokens[0].index == 0):
+        told = [(token.token_id, token.text, token.logprobs) for token in tokens]
+        wanted = record.request.sampling.logprobs is not None
+        if self._echoes and (part is None or part.index == 0):
             text = self._echoes[index] + text
-        return {"text": text, "logprobs": self._logprobs(tokens)}
+            if wanted:
+                prompt = record.request.prompt_token_ids
+                told = [*zip(prompt, self._pieces(prompt), (None, *record.prompt_logprobs), strict=True), *told]
+        return {"text": text, "logprobs": self._logprobs(told) if wanted and told else None}
 
-    def _logprobs(self, tokens: Sequence[OutputToken]) -> Object | None:
-        if not tokens or tokens[0].logprobs is None:
-            return None
-        offset, offsets = 0, []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token.text)
-        known = [token.logprobs for token in tokens if token.logprobs is not None]
+    def _pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """What each of these tokens adds to their text."""
+        detokenizer = self._tokenizer and self._tokenizer.detokenizer(())
+        return [detokenizer.add(token_id) if detokenizer else "" for token_id in token_ids]
+
+    def _logprobs(self, told: Sequence[tuple[int, str, TokenLogprobs | None]]) -> Object:
+        """Of tokens with the texts that they add; the first token of a prompt has no log-probability."""
         return {
-            "tokens": [self._token_text(token.token_id) for token in tokens],
-            "token_logprobs": [each.logprob for each in known],
-            "top_logprobs": [{self._token_text(token_id): value for token_id, value in each.top} for each in known],
-            "text_offset": offsets,
+            "tokens": [self._token_text(token_id) for token_id, _, _ in told],
+            "token_logprobs": [None if each is None else each.logprob for _, _, each in told],
+            "top_logprobs": [
+                None if each is None else {self._token_text(token_id): value for token_id, value in each.top}
+                for _, _, each in told
+            ],
+            "text_offset": list(accumulate((len(text) for _, text, _ in told[:-1]), initial=0)),
         }
 
 
@@ -152,20 +171,22 @@ class ChatAnswer(Answer):
         self._new_parser = new_parser
         self._parsers: dict[str, ToolCallParser] = {}  # by request
 
-    def choice(self, index: int, text: str, tokens: Sequence[OutputToken], completion: Completion | None) -> Object:
-        """A message, or what a token adds to it: text, and tool calls that it completes. And log-probabilities."""
-        logprobs = self._logprobs(tokens)
-        if completion is None:
-            (token,) = tokens
-            delta = self._parts(token.record.request.request_id, text, token.last)
-            return {"delta": {"role": "assistant", **delta} if token.index == 0 else delta, "logprobs": logprobs}
-        message: Object = {"role": "assistant", "refusal": None}
-        message |= self._parts(completion.record.request.request_id, text, last=True)
+    def _choice(
+        self, index: int, record: RequestRecord, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
+    ) -> Object:
+        """A message, or what a token adds to it: text, and parts of tool calls. And log-probabilities."""
+        logprobs = None
+        if record.request.sampling.logprobs is not None and tokens:
+            content = [self._told(token.token_id, token.logprobs) for token in tokens if token.logprobs is not None]
+            logprobs = {"content": content, "refusal": None}
+        message = self._parts(record.request.request_id, text, part is None or part.last)
+        if part is not None:
+            return {"delta": {"role": "assistant", **message} if part.index == 0 else message, "logprobs": logprobs}
         if "tool_calls" in message:
             message["content"] = message["content"] or None
             for call in message["tool_calls"]:
                 del call["index"]
-        return {"message": message, "logprobs": logprobs}
+        return {"message": {"role": "assistant", "refusal": None, **message}, "logprobs": logprobs}
 
     def _parts(self, request_id: str, text: str, last: bool) -> Object:
         """What ``text`` adds to the content and to the tool calls of an output."""
@@ -173,40 +194,26 @@ class ChatAnswer(Answer):
             return {"content": text}
         if (parser := self._parsers.get(request_id)) is None:
             parser = self._parsers[request_id] = self._new_parser()
-        before = parser.num_calls
         content, calls = parser.feed(text, last)
-        if not calls:
-            return {"content": content}
-        described = [
-            {
-                "index": index,
-                "id": f"call-{request_id}-{index}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for index, (name, arguments) in enumerate(calls, before)
-        ]
-        return {"content": content, "tool_calls": described}
+        described: list[Object] = []
+        for number, name, arguments in calls:
+            call: Object = {"index": number, "function": {"arguments": arguments}}
+            if name:
+                call |= {"id": f"call-{request_id}-{number}", "type": "function"}
+                call["function"] = {"name": name, "arguments": arguments}
+            described.append(call)
+        return {"content": content, "tool_calls": described} if described else {"content": content}
 
     def _end(self, completion: Completion) -> Object:
         end = super()._end(completion)
         parser = self._parsers.get(completion.record.request.request_id)
-        if parser is not None and parser.num_calls and completion.finish_reason is FinishReason.STOP:
+        if parser is not None and parser.is_complete and completion.finish_reason is FinishReason.STOP:
             end["finish_reason"] = "tool_calls"
         return end
 
-    def _logprobs(self, tokens: Sequence[OutputToken]) -> Object | None:
-        if not tokens or tokens[0].logprobs is None:
-            return None
-        known = [(token.token_id, token.logprobs) for token in tokens if token.logprobs is not None]
-        content = [
-            {
-                **self._logprob(token_id, logprobs.logprob),
-                "top_logprobs": [self._logprob(*each) for each in logprobs.top],
-            }
-            for token_id, logprobs in known
-        ]
-        return {"content": content, "refusal": None}
+    def _told(self, token_id: int, logprobs: TokenLogprobs) -> Object:
+        top = [self._logprob(*each) for each in logprobs.top]
+        return {**self._logprob(token_id, logprobs.logprob), "top_logprobs": top}
 
     def _logprob(self, token_id: int, logprob: float) -> Object:
         text = self._token_text(token_id)

@@ -17,7 +17,7 @@ from gateway.failures import http_failure
 from gateway.http_api.access import Access, caller_of
 from gateway.http_api.calls import detokenization, generation, tokenization
 from gateway.http_api.exchange import Served
-from gateway.http_api.openapi import DescribedApp, answers, failures, generates, manual, takes
+from gateway.http_api.openapi import answers, describe, failures, generates, manual, takes
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.metrics import CONTENT_TYPE
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -43,7 +43,7 @@ def make_app(
     """The application. ``problem`` gives the reason why requests cannot be served now, ``metrics`` all metrics in
     Prometheus' text format, ``live`` what the live page shows to a caller. ``host_names``: see `Access`.
     ``report``: the page at ``/report``, for callers that see all."""
-    app = DescribedApp(
+    app = FastAPI(
         title="pdserve",
         version=version,
         description="OpenAI's API, with vLLM's extensions and the object `pdserve`. See docs/api.md. Besides the "
@@ -52,6 +52,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,  # a path with a slash too many is another path, as with any other mistake in it
     )
+    describe(app)
     app.add_middleware(Access, inference=served.inference, host_names=host_names)
 
     def reported(caller: Caller) -> bool:

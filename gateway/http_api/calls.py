@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,7 @@ Prepared = tuple[list[Submission], Answer, float | None]
 _READS = "the client was reading the answer"
 
 
-def generation(
-    served: Served, body_type: type[CompletionBody] | type[ChatBody], header_id: str
-) -> Exchange[Any, Prepared]:
+def generation(served: Served, body_type: type[CompletionBody] | type[ChatBody], header_id: str) -> Exchange:
     """A call that generates text. ``header_id``: the request id of the headers, not checked yet; empty without one."""
     prefix = "chatcmpl" if body_type is ChatBody else "cmpl"
     request_id = header_id or f"{prefix}-{uuid.uuid4().hex}"
@@ -51,34 +49,39 @@ def generation(
     return Exchange(served, body_type, prepare, partial(_generate, served))
 
 
-async def _generate(served: Served, exchange: Exchange[Any, Prepared], prepared: Prepared, arrival: Arrival) -> None:
+async def _generate(served: Served, exchange: Exchange, prepared: Prepared, arrival: Arrival) -> None:
     """Send the outputs, as a whole or as a stream."""
     submissions, answer, timeout_s = prepared
     if timeout_s is not None:
         served.inference.within(arrival, timeout_s)
-    exchange.add_header("x-request-id", answer.id)
+    exchange.headers_sent["x-request-id"] = answer.id
     arrival.take(len(submissions) - 1)  # the call itself counts as the first
     tokens: list[list[OutputToken]] = [[] for _ in submissions]
     completions: dict[int, Completion] = {}
     bound = arrival.deadline.bound  # because a client that stops reading blocks the write
+
+    async def made(make: Callable[..., Any], *what: Any) -> Any:
+        """A part of the answer. Log-probabilities of prompts may be many; in a thread, other calls have turns."""
+        return await asyncio.to_thread(make, *what) if arrival.prompt_logprobs else make(*what)
+
     async with aclosing(_outputs(served, submissions, arrival)) as outputs:
         async for index, output in outputs:
             own = tokens[index]
             if isinstance(output, Completion):
                 completions[index] = output
                 if answer.streams:
-                    await bound(exchange.send_event(answer.chunk(index, own[-1], output)), _READS)
+                    await bound(exchange.send_event(await made(answer.chunk, index, own[-1], output)), _READS)
             elif answer.streams and not output.last:
-                await bound(exchange.send_event(answer.chunk(index, output)), _READS)
+                await bound(exchange.send_event(await made(answer.chunk, index, output)), _READS)
             else:  # the last chunk of a stream waits for the completion
                 own.append(output)
+    ordered = [completions[index] for index in range(len(submissions))]
     if not answer.streams:
-        content = answer.whole([(completions[index], tokens[index]) for index in range(len(submissions))])
+        content = await made(answer.whole, list(zip(ordered, tokens, strict=True)))
         await bound(exchange.send_json(content), _READS)
         return
     if answer.ends_with_usage:
-        usage = answer.usage_chunk([completions[index] for index in range(len(submissions))])
-        await bound(exchange.send_event(usage), _READS)
+        await bound(exchange.send_event(answer.usage_chunk(ordered)), _READS)
     await bound(exchange.end_events(), _READS)
 
 
@@ -91,32 +94,30 @@ async def _outputs(
             async for output in outputs:
                 yield 0, output
         return
-    merged: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(maxsize=2 * len(submissions))
+    merged: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue(maxsize=2 * len(submissions))
     answering = asyncio.current_task()
 
     async def run(index: int, submission: Submission) -> None:
-        async with aclosing(served.inference.generate(submission, arrival, answering)) as outputs:
-            async for output in outputs:
-                await merged.put((index, output))
+        try:
+            async with aclosing(served.inference.generate(submission, arrival, answering)) as outputs:
+                async for output in outputs:
+                    await merged.put((index, output))
+        except Exception as error:  # noqa: BLE001 - it is raised where outputs are taken
+            await merged.put((index, error))
 
     tasks = [asyncio.create_task(run(index, each)) for index, each in enumerate(submissions)]
-    everything = asyncio.gather(*tasks)
     try:
         left = len(submissions)
         while left:
-            getting = asyncio.ensure_future(merged.get())
-            await asyncio.wait((getting, everything), return_when=asyncio.FIRST_COMPLETED)
-            if not getting.done():
-                getting.cancel()
-                everything.result()  # raises the failure; without one, everything was put before it ended
-                continue
-            index, output = getting.result()
+            index, output = await merged.get()
+            if isinstance(output, Exception):
+                raise output
             left -= isinstance(output, Completion)
             yield index, output
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, everything, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _text(submission: Submission, tokenizer: Tokenizer | None) -> str:
@@ -124,7 +125,7 @@ def _text(submission: Submission, tokenizer: Tokenizer | None) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt) if tokenizer else ""
 
 
-def tokenization(served: Served) -> Exchange[TokenizeBody, Any]:
+def tokenization(served: Served) -> Exchange:
     """``POST /tokenize``: the token ids of a prompt or of messages."""
 
     def prepare(body: TokenizeBody) -> tuple[str, bool | None, bool]:
@@ -134,7 +135,7 @@ def tokenization(served: Served) -> Exchange[TokenizeBody, Any]:
         text = render(served.chat_template, body.messages, body.tools, body.add_generation_prompt)
         return text, bool(body.add_special_tokens), body.return_token_strs
 
-    async def respond(exchange: Exchange[Any, Any], prepared: tuple[str, bool, bool], arrival: Arrival) -> None:
+    async def respond(exchange: Exchange, prepared: tuple[str, bool, bool], arrival: Arrival) -> None:
         text, special, with_texts = prepared
         tokenizer, limits = _tokenizer(served), await served.inference.limits(arrival)
         reading = text_to_token_ids(text, tokenizer, limits, special, arrival.client())
@@ -147,10 +148,10 @@ def tokenization(served: Served) -> Exchange[TokenizeBody, Any]:
     return Exchange(served, TokenizeBody, prepare, respond)
 
 
-def detokenization(served: Served) -> Exchange[DetokenizeBody, Any]:
+def detokenization(served: Served) -> Exchange:
     """``POST /detokenize``: the text of token ids."""
 
-    async def respond(exchange: Exchange[Any, Any], token_ids: list[int], arrival: Arrival) -> None:
+    async def respond(exchange: Exchange, token_ids: list[int], arrival: Arrival) -> None:
         check_token_ids("tokens", token_ids, await served.inference.limits(arrival))
         await exchange.send_json({"prompt": _tokenizer(served).decode(token_ids)})
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -15,22 +15,16 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.arrival import Arrival
 from gateway.chat_template import ChatTemplate
-from gateway.failures import error_object, http_failure, statuses_of
+from gateway.failures import error_object, http_failure, sent_in_time, statuses_of
 from gateway.http_api.access import caller_of
 from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.requests import CallBody, parsed
-from gateway.inference import ClientLeft, Inference
-from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError, UnknownModel
-from runtime.awake_clock import wait_awake
+from gateway.inference import Inference
+from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError, RequestAborted, UnknownModel
 
 log = logging.getLogger(__name__)
 
-SEND_FAILURE_S = 5.0
-"""Time for sending a failure's reason to the client."""
 _ENCODER = msgspec.json.Encoder()
-
-B = TypeVar("B", bound=CallBody)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +43,23 @@ class Served:
             raise UnknownModel(f"model: {asked!r} is not served here; use {self.model!r}")
 
 
-class Exchange(Response, Generic[B, T]):
+class Exchange(Response):
     """A call with a body of ``body_type``. ``prepare`` makes of the body what ``respond`` needs, perhaps in another
     thread. ``respond`` sends the answer with `send_json`, or `send_event` and `end_events`."""
 
     def __init__(
         self,
         served: Served,
-        body_type: type[B],
-        prepare: Callable[[B], T],
-        respond: Callable[[Exchange[B, T], T, Arrival], Awaitable[None]],
+        body_type: type[CallBody],
+        prepare: Callable[[Any], Any],
+        respond: Callable[[Exchange, Any, Arrival], Awaitable[None]],
     ) -> None:
         # Starlette's own attributes of a response are not used: everything is sent by `__call__`.
         self.background = None
         self._served = served
         self._body_type, self._prepare, self._respond = body_type, prepare, respond
-        self._own_headers: dict[str, str] = {}
+        self.headers_sent: dict[str, str] = {}
+        """Further headers of the answer."""
         self._begun = self._streams = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,37 +90,29 @@ class Exchange(Response, Generic[B, T]):
                 try:
                     await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
                     if not responding.done():
-                        raise ClientLeft
+                        raise RequestAborted("the client has left")
                     responding.result()
                 finally:
                     for task in (responding, leaving):
                         task.cancel()
                     await asyncio.gather(responding, leaving, return_exceptions=True)
             return
-        except ClientLeft:
+        except RequestAborted:
             return
         except PdserveError as error:
             failure: Exception = error
         except Exception as error:
             log.exception("unexpected error in a request")
             failure = error
-        sending = asyncio.create_task(self._send_failure(failure, scope, receive))
-        if await wait_awake(sending, SEND_FAILURE_S):
-            sending.result()
-        else:  # the client does not read
-            sending.cancel()
+        await sent_in_time(self._send_failure(failure, scope, receive))
 
     async def _run(self, body: Body, arrival: Arrival) -> None:
         await self._respond(self, await self._served.bodies.parse(body, self._read, arrival.deadline), arrival)
 
-    def _read(self, data: bytearray) -> T:
+    def _read(self, data: bytearray) -> Any:
         body = parsed(self._body_type, data)
         self._served.check_model(body.model)
         return self._prepare(body)
-
-    def add_header(self, name: str, value: str) -> None:
-        """Send a header with the answer."""
-        self._own_headers[name] = value
 
     async def send_json(self, content: Any) -> None:
         """Send a whole answer."""
@@ -147,13 +134,13 @@ class Exchange(Response, Generic[B, T]):
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _start(self, headers: dict[str, str]) -> None:
-        sent = [(name.encode(), value.encode()) for name, value in {**headers, **self._own_headers}.items()]
+        sent = [(name.encode(), value.encode()) for name, value in {**headers, **self.headers_sent}.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": sent})
         self._begun = True
 
     async def _send_failure(self, error: Exception, scope: Scope, receive: Receive) -> None:
         if not self._begun:
-            await JSONResponse(*http_failure(error, self._own_headers))(scope, receive, self._send)
+            await JSONResponse(*http_failure(error, self.headers_sent))(scope, receive, self._send)
         elif self._streams:
             await self.send_event(error_object(error, statuses_of(error)[1]))
             await self.end_events()
@@ -163,7 +150,7 @@ async def _receive(receive: Receive, body: Body) -> None:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientLeft
+            raise RequestAborted("the client has left")
         body.add(message.get("body", b""))
         if not message.get("more_body"):
             return

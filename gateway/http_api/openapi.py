@@ -61,13 +61,14 @@ def _answer(kind: str, choice: Mapping[str, Schema], usage: Mapping[str, Schema]
 def _answers() -> dict[str, Schema]:
     usage = {"usage": _ref("Usage")}
     text = {"text": _TEXT, "logprobs": _or_null(_OBJECT)}
-    function = _object({"name": _TEXT, "arguments": _TEXT})
-    call = {"id": _TEXT, "type": {"const": "function"}, "function": function}
+    begun = {"id": _TEXT, "type": {"const": "function"}}
+    call = {**begun, "function": _object({"name": _TEXT, "arguments": _TEXT})}
+    part = {"index": _NUMBER, "function": _object({"arguments": _TEXT}, {"name": _TEXT})}
     message = _object(
         {"role": {"const": "assistant"}, "content": _or_null(_TEXT), "refusal": {"type": "null"}},
         {"tool_calls": _list(_object(call))},
     )
-    calls = {"tool_calls": _list(_object({"index": _NUMBER, **call}))}
+    calls = {"tool_calls": _list(_object(part, begun))}
     delta = _object({"content": _TEXT}, {"role": {"const": "assistant"}, **calls})
     model = {"id": _TEXT, "object": {"const": "model"}, "created": _NUMBER, "owned_by": _TEXT}
     error: dict[str, Schema] = {
@@ -165,12 +166,12 @@ def generates(body: type[BaseModel], answer: str) -> dict[str, Any]:
     return {"responses": responses, "openapi_extra": {**takes(body), "parameters": [request_id, traceparent]}}
 
 
-class DescribedApp(FastAPI):
-    """An application whose routes are described with `takes`, `answers` and `generates`."""
+def describe(app: FastAPI) -> None:
+    """Describe the routes of ``app``, which have `takes`, `answers` and `generates`, in its document."""
+    generated = app.openapi
 
-    def openapi(self) -> dict[str, Any]:
-        """The document. FastAPI makes it once."""
-        document = super().openapi()
+    def openapi() -> dict[str, Any]:
+        document = generated()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         if "Error" not in schemas:
             _, bodies = models_json_schema(
@@ -185,6 +186,8 @@ class DescribedApp(FastAPI):
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
         return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 _STYLE = """body { font: 15px/1.45 system-ui, sans-serif; color: #1f2933; margin: 0 auto; max-width: 60rem; }

@@ -243,7 +243,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     max_tokens: Count | None = Field(None, description="default 16")
     logprobs: Count | None = Field(None, description="with each token that many likeliest ones (at most 20)")
-    echo: bool = Field(False, description="begin the text with the prompt; not together with logprobs")
+    echo: bool = Field(False, description="begin text and logprobs with the prompt; with max_tokens 0 nothing follows")
     best_of: Count | None = Field(None, description="only the value of n")
     suffix: Literal[""] | None = None
 
@@ -253,12 +253,15 @@ class CompletionBody(GenerationBody):
         token_ids = min(MAX_CHOICES * context_length, max(MAX_TOKEN_IDS, context_length))
         return Shape(token_ids + MAX_STOP_TOKEN_IDS + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
 
+    @property
+    def is_prompt_alone(self) -> bool:
+        """Whether the answer has the prompt and no output."""
+        return self.echo and 0 in (self.max_tokens, self.max_completion_tokens)
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.best_of not in (None, self.n or 1):
             raise ValueError(f"best_of: {self.best_of} is not n ({self.n or 1}); outputs are not ranked, leave it out")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo: log-probabilities of prompts are not supported; leave out echo or logprobs")
         return self
 
 

@@ -41,7 +41,10 @@ def completions(body: CompletionBody, request_id: str) -> list[Submission]:
     prompt = body.prompt
     many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts: Sequence[Any] = prompt if many else [prompt]
-    return _submissions(body, prompts, request_id, body.logprobs, DEFAULT_MAX_TOKENS)
+    wanted: dict[str, Any] = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+    if body.is_prompt_alone:
+        wanted["max_tokens"] = 1  # the engine computes a prompt to sample a token, which is not sent
+    return _submissions(body, prompts, request_id, wanted, DEFAULT_MAX_TOKENS)
 
 
 def chat(
@@ -49,7 +52,6 @@ def chat(
 ) -> tuple[list[Submission], ToolCallParser | None]:
     """The submissions of a chat: its ``n`` outputs. And a parser of tool calls; None if there are to be none."""
     text = render(template, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     parser = tool_calls(body, template)
     calls = None
     if parser is not None:
@@ -63,9 +65,11 @@ def chat(
             calls = calls_grammar(parser.form, {name: functions[name]}, many=False)
         elif body.tool_choice == "required":
             calls = calls_grammar(parser.form, functions, many=body.parallel_tool_calls is not False)
-    return _submissions(
-        body, [text], request_id, logprobs, MOST_TOKENS, special_tokens=False, structure=calls
-    ), parser  # fmt: skip
+        parser.forced = calls is not None
+    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    if calls is not None:
+        wanted["structured_outputs"] = calls
+    return _submissions(body, [text], request_id, wanted, MOST_TOKENS, special_tokens=False), parser
 
 
 def tool_calls(body: ChatBody, template: ChatTemplate | None) -> ToolCallParser | None:
@@ -122,11 +126,11 @@ def _submissions(
     body: GenerationBody,
     prompts: Sequence[Any],
     request_id: str,
-    logprobs: int | None,
+    wanted: Mapping[str, Any],
     default_max_tokens: int,
     special_tokens: bool = True,
-    structure: StructuredOutputs | None = None,
 ) -> list[Submission]:
+    """``wanted`` are fields of sampling that come before those of the body."""
     choices = body.n or 1
     count = len(prompts) * choices
     if count > MAX_CHOICES:
@@ -141,15 +145,15 @@ def _submissions(
             )
         asked = body.max_completion_tokens
     given = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
-    sampling = SamplingParams(
-        **{"temperature": DEFAULT_TEMPERATURE, **given},
-        max_tokens=default_max_tokens if asked is None else asked,
-        top_k=max(0, body.top_k or 0),
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
-        logprobs=logprobs,
-        structured_outputs=structure or _structure(body),
-    )
+    options = {
+        "temperature": DEFAULT_TEMPERATURE,
+        "max_tokens": default_max_tokens if asked is None else asked,
+        "top_k": max(0, body.top_k or 0),
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop_token_ids": tuple(dict.fromkeys(body.stop_token_ids or ())),
+        "structured_outputs": _structure(body),
+    }
+    sampling = SamplingParams(**{**options, **given, **wanted})
     submissions = []
     for index in range(count):
         seed = None if sampling.seed is None else (sampling.seed + index % choices) % 2**63

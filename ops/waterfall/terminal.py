@@ -23,6 +23,7 @@ def waterfall(generation: Generation) -> RenderableType:
     parts: list[RenderableType] = [_headline(generation)]
     if generation.placements:
         parts.append(Text(generation.placements[-1], style="dim"))
+    parts += [Text(f"tried again: {failed}", style="dim") for failed in generation.failures]
     for figure, breakdown in generation.breakdowns.items():
         table = Table(box=None, padding=(0, 1), show_header=False, pad_edge=False)
         table.add_column(width=14)

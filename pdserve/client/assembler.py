@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails, from_message
 from pdserve.core.errors import PdserveError
-from pdserve.core.request import Mode
+from pdserve.core.request import FailedAttempt, Mode
 from pdserve.core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
 from pdserve.pb import inference_pb2 as pb
 
@@ -77,6 +77,7 @@ class Assembler:
             kv_blocks_sent=transfer.blocks_sent,
             kv_blocks_skipped=transfer.blocks_skipped,
             placements=tuple(completion.placements),
+            failures=tuple([FailedAttempt(each.worker, each.error, each.text) for each in completion.failures]),
             transfer=from_message(TransferDetails, transfer),
             ttft_ms=ttft_ms,
             ttft_decode_ms=ttft_decode_ms,

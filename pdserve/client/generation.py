@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pdserve.core.request import FailedAttempt
 from pdserve.core.timeline import Breakdown, ClockOffset, Event, Figure, Timeline
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class Generation:
 
     ``tokens`` correspond to ``token_ids``: all streamed tokens, except those that a stop string trimmed.
 
-    ``placements`` has a sentence for each attempt: its workers, and why the router chose them.
+    ``placements`` has a sentence for each attempt: its workers, and why the router chose them. ``failures`` tells why
+    attempts failed that were followed by another.
 
     ``timeline`` is the raw data of ``breakdowns``: `events` in order, each on the clock of its own host, and `clocks`,
     the offset of each worker's clock to the gateway's. ``resumes`` counts how often another gateway went on with the
@@ -131,6 +133,7 @@ class Generation:
     placements: tuple[str, ...] = ()
     resumes: int = 0
     prefix_fetch: PrefixFetch | None = None
+    failures: tuple[FailedAttempt, ...] = ()
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -187,6 +190,7 @@ class Generation:
             "prompt_tokens": self.prompt_tokens,
             "attempts": self.attempts,
             "placements": list(self.placements),
+            "failures": [failed._asdict() for failed in self.failures],
             "resumes": self.resumes,
             "tpot_ms": self.tpot_ms,
             "total_ms": self.total_ms,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -143,6 +143,17 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def max_tokens(self) -> int:
         """Tokens that are still to be generated."""
         return self.sampling.max_tokens - len(self.output_token_ids)
+
+
+class FailedAttempt(NamedTuple):
+    """An attempt that failed: the workers that did (empty: none of them did), and the error's class and text."""
+
+    worker: str
+    error: str
+    text: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in self if part)
 
 
 def counted_requests(count: int) -> str:

@@ -17,7 +17,7 @@ MAX_BIASES = 300
 """Limit: entries of `Sampling.logit_bias`, each from -100 to 100."""
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
-"""Limit: `Sampling.logprobs`; over HTTP `logprobs` and `top_logprobs`."""
+"""Limit: `Sampling.logprobs` and `Sampling.prompt_logprobs`; over HTTP `logprobs` and `top_logprobs`."""
 MAX_STOPS = 16
 """Limit: strings of `Sampling.stop`."""
 MAX_STRUCTURE_CHARACTERS = 2**16
@@ -101,8 +101,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     the output, ``presence_penalty`` is subtracted once, and ``frequency_penalty`` for each occurrence (0: off).
     ``logit_bias`` is added to the logits of its token ids; -100 forbids a token, 100 forbids all others. ``logprobs``
     requests log-probabilities of each token and of that many likeliest ones (None: none), of the model's own
-    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``structured_outputs`` limits the output to texts that match
-    it; the end of the text ends the output. ``engine/model/sampler.py`` defines the order of these operations."""
+    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``prompt_logprobs`` requests the same of the prompt's tokens
+    after the first; the prompt is then computed without a prefix cache. ``structured_outputs`` limits the output to
+    texts that match it; the end of the text ends the output. ``engine/model/sampler.py`` defines the order of these
+    operations."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -119,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def penalises(self) -> bool:
@@ -158,10 +161,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise InvalidRequest(f"{name}: {getattr(self, name)} is outside -2 to 2; 0 turns it off")
         self._validate_logit_bias()
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"logprobs: {self.logprobs} is outside 0 to {MAX_LOGPROBS}; 0 gives the sampled token's alone"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (wanted := getattr(self, name)) is not None and not 0 <= wanted <= MAX_LOGPROBS:
+                raise InvalidRequest(f"{name}: {wanted} is outside 0 to {MAX_LOGPROBS}; 0 gives no likeliest ones")
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
             if self.ignore_eos:

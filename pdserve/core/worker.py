@@ -117,7 +117,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     message has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
     ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
     in the prefix cache, or got it from another worker's; ``prefix_fetch`` reports the latter, with the events
-    PREFIX_AWAITED and PREFIX_READY.
+    PREFIX_AWAITED and PREFIX_READY. ``prompt_logprobs`` come with the same token, if they were asked for: those of each
+    token of the prompt after the first.
     """
 
     token_id: int | None
@@ -127,6 +128,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     prefix_fetch: PrefixFetch | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class OutputSink(Protocol):

@@ -85,6 +85,7 @@ class Sampling(google.protobuf.message.Message):
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """default 128"""
     temperature: builtins.float
@@ -106,6 +107,8 @@ class Sampling(google.protobuf.message.Message):
     """default 0: off; over the output"""
     logprobs: builtins.int
     """with each token its log-probability and that many likeliest; absent: none"""
+    prompt_logprobs: builtins.int
+    """the same of the prompt's tokens, which are then computed without a cache"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """strings that end the text (they are not part of it)"""
@@ -138,9 +141,10 @@ class Sampling(google.protobuf.message.Message):
         logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
         logprobs: builtins.int | None = ...,
         structured_outputs: global___StructuredOutputs | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -151,6 +155,8 @@ class Sampling(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_presence_penalty", b"_presence_penalty"]) -> typing.Literal["presence_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
@@ -507,6 +513,29 @@ class PrefixFetch(google.protobuf.message.Message):
 global___PrefixFetch = PrefixFetch
 
 @typing.final
+class FailedAttempt(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    worker: builtins.str
+    """the workers that failed; empty if none is to blame"""
+    error: builtins.str
+    """the error's class"""
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        worker: builtins.str = ...,
+        error: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "text", b"text", "worker", b"worker"]) -> None: ...
+
+global___FailedAttempt = FailedAttempt
+
+@typing.final
 class Completion(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -560,6 +589,8 @@ class Completion(google.protobuf.message.Message):
     PLACEMENTS_FIELD_NUMBER: builtins.int
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     PREFIX_FETCH_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     text: builtins.str
     """the whole text, stop strings trimmed"""
@@ -600,6 +631,14 @@ class Completion(google.protobuf.message.Message):
     def prefix_fetch(self) -> global___PrefixFetch:
         """absent if nothing was fetched"""
 
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Token]:
+        """With `Sampling.prompt_logprobs`: the tokens of the prompt, each with its own text. The first has no log-probability."""
+
+    @property
+    def failures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FailedAttempt]:
+        """the last attempts that failed and were followed by another"""
+
     def __init__(
         self,
         *,
@@ -621,9 +660,11 @@ class Completion(google.protobuf.message.Message):
         placements: collections.abc.Iterable[builtins.str] | None = ...,
         prefill_cached_tokens: builtins.int = ...,
         prefix_fetch: global___PrefixFetch | None = ...,
+        prompt_logprobs: collections.abc.Iterable[global___Token] | None = ...,
+        failures: collections.abc.Iterable[global___FailedAttempt] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prefix_fetch", b"prefix_fetch", "transfer", b"transfer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "events", b"events", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "placements", b"placements", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "prefix_fetch", b"prefix_fetch", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "events", b"events", "failures", b"failures", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "placements", b"placements", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "prefix_fetch", b"prefix_fetch", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
 
 global___Completion = Completion
 

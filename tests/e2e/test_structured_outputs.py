@@ -146,6 +146,13 @@ def test_the_documented_examples_run(cluster: LocalCluster, http_port: int, fiel
     assert re.fullmatch(output, done.stdout)
 
 
+def streamed(chunks: list[Any]) -> tuple[list[Any], str]:
+    """The parts of tool calls in a stream, and its content."""
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
+    return calls, "".join(delta.content or "" for delta in deltas)
+
+
 def test_required_and_named_tools_are_called(cluster: LocalCluster, http_port: int) -> None:
     schemas = {"move": Move.model_json_schema(), "wait": None}
     tools: Any = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
@@ -168,9 +175,25 @@ def test_required_and_named_tools_are_called(cluster: LocalCluster, http_port: i
         Move.model_validate_json(call.function.arguments)
         assert (choice.message.content, choice.finish_reason, call.function.name) == (None, "tool_calls", "move")
         chunks = list(client.chat.completions.create(tool_choice=named, seed=1, stream=True, **asked))
-        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
-        functions = [delta.function.model_dump() for delta in deltas if delta.function]
-        assert functions == [call.function.model_dump()]
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        (first, *parts), content = streamed(chunks)
+        assert (first.name, content) == ("move", "")
+        assert len(parts) > 5, "arguments come with the tokens that make them"
+        assert not any(part.name for part in parts)
+        assert "".join(part.arguments for part in (first, *parts)) == call.function.arguments
+        cut = {**asked, "max_tokens": len(chunks) * 2 // 3, "tool_choice": named, "seed": 1}
+        choice = client.chat.completions.create(**cut).choices[0]
+        assert choice.message.tool_calls is not None
+        (partial,) = choice.message.tool_calls
+        assert (choice.message.content, choice.finish_reason) == (None, "length")
+        assert partial.function.name == "move"
+        assert call.function.arguments.startswith(partial.function.arguments)
+        assert partial.function.arguments != call.function.arguments
+        chunks = list(client.chat.completions.create(stream=True, **cut))
+        functions, content = streamed(chunks)
+        assert (chunks[-1].choices[0].finish_reason, content) == ("length", "")
+        assert "".join(each.arguments for each in functions) == partial.function.arguments
+        choice = client.chat.completions.create(**{**cut, "max_tokens": 3}).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("", None, "length")
         with pytest.raises(openai.BadRequestError, match="tool_choice: 'other' is none of the tools"):
             client.chat.completions.create(tool_choice={"type": "function", "function": {"name": "other"}}, **asked)

@@ -11,16 +11,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+import httpx2
 import psutil
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from pdserve import AsyncClient, AsyncStream, Client, Token
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
-from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc
+from tests.local_cluster import LocalCluster, free_port, leaked_blocks, local_cluster
 from tests.random_models import SHAPES, greedy_tokens, save_random_model
 
 BLOCK = 16
@@ -61,7 +65,8 @@ def cluster(model: Path, folder: Path) -> Iterator[LocalCluster]:
     engine = {"block_size": BLOCK, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64}
     offload = {"offload_folder": str(folder), "offload_disk_mb": 64}
     settings = {"model": {"path": str(model), "dtype": "float32"}, "engine": {**engine, **offload}}
-    with local_cluster({**settings, "router": {"heartbeat_s": 0.2}}) as started:
+    gateway = {"http_port": free_port()}
+    with local_cluster({**settings, "router": {"heartbeat_s": 0.2}, "gateway": gateway}) as started:
         yield started
 
 
@@ -179,9 +184,9 @@ def test_a_prompt_that_the_pools_forgot_is_read_from_disk(
     assert sorted(path.name for path in folder.iterdir()) == ["decode-0", "prefill-0"]
 
 
-def check_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[Token], num_top: int) -> None:
+def check_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[Token | pb.Token], num_top: int) -> None:
     """Each token's logprobs are those of transformers' logits after all tokens before it."""
-    oracle = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = [token.token_id for token in tokens]
     with torch.inference_mode():
         logits = oracle(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
@@ -191,6 +196,41 @@ def check_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[Token], 
         assert [candidate.logprob for candidate in token.top_logprobs] == pytest.approx(top, abs=1e-4)
         for candidate in token.top_logprobs:
             assert candidate.logprob == pytest.approx(float(wanted[candidate.token_id]), abs=1e-4)
+
+
+def test_a_prompts_logprobs(model: Path, cluster: LocalCluster, client: Client) -> None:
+    """Those of every token but the first, over several chunks, though the workers have its KV. Over HTTP the echo has
+    them, as evaluation harnesses ask for them."""
+    prompt = prompt_of(230, 230)
+    client.generate(prompt, max_tokens=1).result()
+    expected = greedy_tokens(model, prompt, TOKENS)
+    with grpc.insecure_channel(cluster.target) as channel:
+        generate = inference_pb2_grpc.InferenceStub(channel).Generate
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=prompt), sampling=pb.Sampling(max_tokens=TOKENS, prompt_logprobs=3)
+        )
+        for mode, resumed in ((pb.MODE_PD, 0), (pb.MODE_COLOCATED, 0), (pb.MODE_PD, 5), (pb.MODE_PD, TOKENS)):
+            request.mode, request.resume_token_ids[:] = mode, expected[:resumed]
+            *tokens, last = generate(request, timeout=60)
+            assert len(tokens) == TOKENS - resumed
+            assert list(last.completion.token_ids) == expected
+            assert last.completion.prefill_cached_tokens == 0
+            first, *others = last.completion.prompt_logprobs
+            assert (first.token_id, first.HasField("logprob")) == (prompt[0], False)
+            assert [token.token_id for token in others] == prompt[1:]
+            check_logprobs(model, prompt[:1], others, 3)
+    told = [None, *(token.logprob for token in others)]
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}
+    for max_tokens in (0, 1):
+        url = f"http://127.0.0.1:{cluster.config.gateway.http_port}/v1/completions"
+        answer = httpx2.post(url, json={**body, "max_tokens": max_tokens}, timeout=60).json()
+        logprobs = answer["choices"][0]["logprobs"]
+        assert logprobs["tokens"][: len(prompt)] == [f"token_id:{each}" for each in prompt]
+        assert len(logprobs["tokens"]) == len(prompt) + max_tokens
+        assert logprobs["token_logprobs"][: len(prompt)] == pytest.approx(told, abs=1e-4)
+        assert logprobs["top_logprobs"][0] is None
+        assert max(logprobs["top_logprobs"][1].values()) >= logprobs["token_logprobs"][1]
+        assert answer["usage"]["completion_tokens"] == max_tokens
 
 
 def test_neither_hand_off_nor_batch_nor_preemption_changes_a_draw(
@@ -203,9 +243,8 @@ def test_neither_hand_off_nor_batch_nor_preemption_changes_a_draw(
     other = client.generate(prompts[0], seed=1, mode="pd", **long).result()
     assert apart.token_ids == alone[0].token_ids != other.token_ids
     assert apart.kv_bytes == apart.kv_bytes_expected
-    if model.name == "gqa":
-        for result in (apart, alone[0]):
-            check_logprobs(model, prompts[0], result.tokens, 3)
+    for result in (apart, alone[0]):
+        check_logprobs(model, prompts[0], result.tokens, 3)
 
     async def together() -> None:
         async with AsyncClient(cluster.target) as client:
@@ -251,8 +290,7 @@ def test_greedy_with_a_repetition_penalty_is_transformers_own(model: Path, clien
     for mode in ("pd", "colocated"):
         result = client.generate(PROMPT, max_tokens=40, mode=mode, repetition_penalty=1.3, logprobs=20).result()
         assert list(result.token_ids) == expected
-        if model.name == "gqa":
-            check_logprobs(model, PROMPT, result.tokens, 20)
+        check_logprobs(model, PROMPT, result.tokens, 20)
 
 
 def test_a_bias_forces_and_forbids(client: Client) -> None:

@@ -128,7 +128,7 @@ def test_every_message_is_tried_here() -> None:
 
 def test_a_message_is_a_list_of_its_name_and_its_fields() -> None:
     frame = encode(Step(2.5, 2.25, [TokenOut("r1", 7, "", 2.0)]))
-    assert msgpack.unpackb(frame[4:]) == ["Step", 2.5, 2.25, [["r1", 7, "", 2.0, None, 0]]]
+    assert msgpack.unpackb(frame[4:]) == ["Step", 2.5, 2.25, [["r1", 7, "", 2.0, None, 0, []]]]
 
 
 def framed(*values: object) -> bytes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from engine.model.runner import LastTokens, ModelRunner
 from engine.model.sampler import draw_tokens, likeliest_by_key, logprobs_of
 from engine.model.token_draw import DrawRow
 from engine.scheduling.batch import PENDING, ScheduledSeq
-from engine.scheduling.sequence import TokenHistory
+from engine.scheduling.sequence import PromptLogprobs, TokenHistory
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
 
@@ -86,6 +87,20 @@ def test_sampling_never_waits(kinds: list[str], monkeypatch: pytest.MonkeyPatch)
         drawn = draw_tokens(logits, params, list(range(len(params))), histories, one_launch)
         assert drawn.tensors[0].shape == (len(params),)
         assert all(tensor.device.type == "meta" for tensor in drawn.tensors)
+
+
+def test_logprobs_of_prompts_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_gpu_without_numbers(monkeypatch) as device:
+        model: Any = SimpleNamespace(
+            shape=SimpleNamespace(vocab_size=VOCABULARY),
+            logits=lambda hidden: torch.empty(len(hidden), VOCABULARY, dtype=torch.bfloat16, device=device),
+        )
+        pool: Any = SimpleNamespace(tensor=torch.empty(0, device=device))
+        attention: Any = None  # nothing is computed before
+        prompt = PromptLogprobs(range(50), 5)
+        seq = ScheduledSeq("a", list(range(10, 30)), 10, [1], False, KINDS["greedy"], None, prompt)
+        _, tensors = ModelRunner(model, attention, pool)._prompt_logprobs([seq], torch.empty(20, 64, device=device))
+        assert [tuple(tensor.shape) for tensor in tensors] == [(20,), (20, 5), (20, 5)]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")

@@ -23,6 +23,7 @@ from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
 from tests.fake_worker import FakeWorker, fake_info
+from tests.gateway.fuzzing import PATIENT
 from tests.loopback import SECRET
 from worker.authentication import REGISTRY, open_stream, stream_channel
 from worker.links import LinkKeeper
@@ -247,3 +248,9 @@ async def services(model_folder: Path) -> AsyncIterator[StartService]:
 async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
     async with services(model_folder) as start:
         yield start
+
+
+@pytest.fixture
+async def service(start_service: StartService) -> Service:
+    """A service of one pair."""
+    return await start_service("p0", "d0", router=PATIENT)

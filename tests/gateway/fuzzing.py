@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,6 +22,12 @@ CONCURRENCY = 16
 
 PATIENT = {"heartbeat_timeout_s": 86_400.0}
 """For `router`: fake workers report when told to."""
+SAMPLING: dict[str, Any] = {
+    "max_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2**62, "stop": ["fox", "日本"],
+    "stop_token_ids": [3, 999], "ignore_eos": True, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1.5,
+    "frequency_penalty": 0.5,
+}  # fmt: skip
+"""What both APIs have by the same names."""
 END_TOKEN = 1
 PROMPT = (5, 6, 7)
 

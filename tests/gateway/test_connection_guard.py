@@ -82,8 +82,7 @@ QUICK = ("resets", "open-streams", "empty-data", "message")
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.soak) for kind in ATTACKS]
 )
-async def test_a_connection_that_floods_is_closed(start_service: StartService, kind: str) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_a_connection_that_floods_is_closed(service: Service, kind: str) -> None:
     async with innocents(service):
         attack = await attacked(address_of(service), kind)
     assert attack.is_over
@@ -172,11 +171,10 @@ async def test_clients_that_are_refused_keep_their_connection(
 
 
 async def test_calls_that_are_reset_before_their_message_are_counted(
-    start_service: StartService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection_guard, "EMPTY_CALLS", 64)
     caplog.set_level(logging.WARNING, logger="gateway.grpc_api.connection_guard")
-    service = await start_service("p0", "d0", router=PATIENT)
     generate: Any = service.channel.stream_stream("/pdserve.v1.Inference/Generate")
     for _ in range(20):
         calls = [generate() for _ in range(20)]
@@ -221,10 +219,9 @@ def closed(sockets: list[socket.socket]) -> list[int]:
 
 
 async def test_connections_without_a_call_make_room_for_others(
-    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_guard, "MAX_UNKNOWN", 4)
-    service = await start_service("p0", "d0", router=PATIENT)
     async with innocents(service):
         with connected(service, 4) as first:
             await asyncio.sleep(0.5)  # the guard has seen them
@@ -234,8 +231,7 @@ async def test_connections_without_a_call_make_room_for_others(
                 assert (len(closed(first)), closed(second)) == (2, [])
 
 
-async def test_one_host_has_so_many_connections(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_one_host_has_so_many_connections(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     async with innocents(service):
         monkeypatch.setattr(connection_guard, "MAX_FROM_ONE_HOST", 8)
         with connected(service, 8) as sockets:
@@ -245,10 +241,9 @@ async def test_one_host_has_so_many_connections(start_service: StartService, mon
 
 
 async def test_a_host_that_floods_again_and_again_has_less_each_time(
-    start_service: StartService, caplog: pytest.LogCaptureFixture
+    service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    service = await start_service("p0", "d0", router=PATIENT)
     part = UPDATE * (connection_guard.FREE_BYTES // 4 // len(UPDATE))
 
     async def send_part() -> list[int]:
@@ -275,8 +270,7 @@ def _send_all(connection: socket.socket, data: bytes) -> None:
         connection.setblocking(False)
 
 
-async def test_a_client_that_ends_its_call_without_a_request_is_told_so(start_service: StartService) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_a_client_that_ends_its_call_without_a_request_is_told_so(service: Service) -> None:
     generate: Any = service.channel.stream_stream("/pdserve.v1.Inference/Generate")
     call = generate()
     await call.done_writing()

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,11 +100,3 @@ def test_window_costs_the_same_per_token_however_long_the_output(sentencepiece: 
 def test_window_ignores_a_context_that_ends_in_half_a_character(sentencepiece: HFTokenizer) -> None:
     half = spell(sentencepiece, "日")[:-1]
     assert stream(WindowDetokenizer(sentencepiece.decode, half), spell(sentencepiece, "ab")) == ["a", "b", ""]
-
-
-def test_byte_level_is_fast(model_folder: Path) -> None:
-    tokenizer = Tokenizer(model_folder)
-    token_ids = list(tokenizer.encode("the quick brown fox 日本語 😀 " * 500))
-    started_s = time.perf_counter()
-    stream(tokenizer.detokenizer(()), token_ids)
-    assert (time.perf_counter() - started_s) / len(token_ids) < 100e-6

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
-from tests.gateway.conftest import Service, StartService
+from tests.gateway.conftest import Service
 from tests.gateway.fuzzing import (
     ANSWER_S,
     CONCURRENCY,
-    PATIENT,
+    SAMPLING,
     SEED,
     SHORT,
     SOAK,
@@ -43,16 +43,16 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OK = grpc.StatusCode.OK
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
-SAMPLING: dict[str, Any] = {
-    "max_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2**62, "stop": ["fox", "日本"],
-    "stop_token_ids": [3, 999], "ignore_eos": True, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1.5,
-    "frequency_penalty": 0.5, "logit_bias": {5: -100.0, 7: 2.5}, "logprobs": 3,
-}  # fmt: skip
+FULL = pb.Sampling(**SAMPLING, logit_bias={5: -100.0, 7: 2.5}, logprobs=3)
 SAMPLES = [
     pb.GenerateRequest(text="the quick brown fox", sampling=pb.Sampling(max_tokens=4)),
     pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 300, 999]), mode=pb.MODE_COLOCATED, salt="tenant"),
-    pb.GenerateRequest(request_id="a-1", text="größer 😀", sampling=pb.Sampling(**SAMPLING), mode=pb.MODE_PD),
-    pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(100)), sampling=pb.Sampling(**SAMPLING)),
+    pb.GenerateRequest(request_id="a-1", text="größer 😀", sampling=FULL, mode=pb.MODE_PD),
+    pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(100)), sampling=FULL),
+    pb.GenerateRequest(
+        text="x",
+        sampling=pb.Sampling(structured_outputs=pb.StructuredOutputs(json='{"type": "object"}'), prompt_logprobs=2),
+    ),
 ]
 VALID = SAMPLES[0].SerializeToString()
 NESTED = frozenset({3, 4})
@@ -128,8 +128,7 @@ def test_the_soak_draws_enough() -> None:
 
 
 @short_and_soak
-async def test_damaged_messages(start_service: StartService, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_damaged_messages(service: Service, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
     ends_soon(service)
     found = await outcomes(service, GENERATE, ProtobufMutator(serialized(SAMPLES), SEED, NESTED), draws.mutated_grpc)
     assert min(found[OK], found[INVALID]) > draws.mutated_grpc / 50, found
@@ -175,6 +174,11 @@ samplings = st.builds(
     frequency_penalty=st.none() | real(-2, 2),
     logit_bias=st.dictionaries(token_ids, real(-100, 100), max_size=20),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    structured_outputs=st.none()
+    | st.builds(pb.StructuredOutputs, json=st.sampled_from(["{}", '{"type": "object"}']))
+    | st.builds(pb.StructuredOutputs, regex=st.text(min_size=1, max_size=20))
+    | st.builds(pb.StructuredOutputs, grammar=st.text(min_size=1, max_size=20)),
 )
 PROMPTS: dict[str, st.SearchStrategy[Any]] = {
     "text": st.text(min_size=1, max_size=20),
@@ -186,10 +190,15 @@ PROMPTS: dict[str, st.SearchStrategy[Any]] = {
 def valid_requests(draw: st.DrawFn) -> pb.GenerateRequest:
     prompt = draw(st.sampled_from(sorted(PROMPTS)))
     values: dict[str, Any] = {prompt: draw(PROMPTS[prompt])}
+    sampling = draw(samplings)
+    if sampling.HasField("structured_outputs"):  # the two exclude what could leave no token
+        sampling.ignore_eos = False
+        for token_id in [each for each, bias in sampling.logit_bias.items() if abs(bias) == 100]:
+            del sampling.logit_bias[token_id]
     return pb.GenerateRequest(
         **values,
         request_id=draw(st.just("") | request_ids),
-        sampling=draw(samplings),
+        sampling=sampling,
         mode=draw(st.sampled_from([pb.MODE_UNSPECIFIED, pb.MODE_AUTO, pb.MODE_PD, pb.MODE_COLOCATED])),
         salt=draw(st.text(max_size=256)),
         session_id=draw(st.text(max_size=256)),
@@ -203,7 +212,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "top_p": st.sampled_from([*NOT_FINITE, 0.0, -0.5, 1.001]),
     "seed": st.integers(2**63, 2**64 - 1),
     "stop": st.sampled_from([[""], ["a", ""], ["x"] * 17, ["x" * 1025]]),
-    "stop_token_ids": st.lists(st.integers(1000, 2**32 - 1), min_size=1, max_size=5) | st.just([1] * 1025),
+    "stop_token_ids": st.lists(st.integers(1000, 2**32 - 1), min_size=1, max_size=5) | st.just(list(range(1025))),
     "min_p": st.sampled_from([*NOT_FINITE, -0.1, 1.001]),
     "repetition_penalty": st.sampled_from([*NOT_FINITE, 0.0, -1.0, 10.5]),
     "presence_penalty": st.sampled_from([*NOT_FINITE, -2.001, 2.001]),
@@ -212,6 +221,10 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     | st.sampled_from([{1: value} for value in (*NOT_FINITE, 100.5, -101.0)])
     | st.just({token_id: 1.0 for token_id in range(301)}),
     "logprobs": st.integers(21, 2**32 - 1),
+    "prompt_logprobs": st.integers(21, 2**32 - 1),
+    "structured_outputs": st.sampled_from(
+        [pb.StructuredOutputs(), *(pb.StructuredOutputs(json=text) for text in ("", "{", "[]", "x" * 65_537))]
+    ),
     "request_id": st.sampled_from(["a b", "é", "x" * 129, "\x00", "a\nb", "../x"]),
     "salt": st.integers(257, 5000).map(lambda length: "é" * length),
     "session_id": st.integers(257, 5000).map(lambda length: "é" * length),
@@ -237,6 +250,8 @@ def spoil(request: pb.GenerateRequest, field: str, value: Any) -> None:
         getattr(part, field).extend(value)
     elif isinstance(value, dict):
         getattr(part, field).update(value)
+    elif isinstance(value, pb.StructuredOutputs):
+        part.structured_outputs.CopyFrom(value)
     else:
         setattr(part, field, value)
 
@@ -271,8 +286,7 @@ def draw_built(target: str, count: int) -> None:
 
 
 @short_and_soak
-async def test_built_requests(start_service: StartService, draws: Draws) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_built_requests(service: Service, draws: Draws) -> None:
     ends_soon(service)
     await asyncio.to_thread(draw_built, f"127.0.0.1:{service.gateway.port}", draws.built_grpc)
     await check_alive(service)
@@ -293,8 +307,7 @@ async def test_built_requests(start_service: StartService, draws: Draws) -> None
     ],
     ids=["unknown", "wrong type", "wrong type within", "unknown within", "many", "malformed"],
 )  # fmt: skip
-async def test_fields_that_would_be_ignored_are_refused(start_service: StartService, data: bytes, field: str) -> None:
-    service = await start_service("p0", "d0")
+async def test_fields_that_would_be_ignored_are_refused(service: Service, data: bytes, field: str) -> None:
     generate: Any = service.channel.unary_stream(GENERATE)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in generate(data, timeout=ANSWER_S):
@@ -305,15 +318,13 @@ async def test_fields_that_would_be_ignored_are_refused(start_service: StartServ
 
 @pytest.mark.parametrize("method", [STATUS, HEALTH, "/grpc.health.v1.Health/Watch", REFLECTION])
 async def test_malformed_messages_of_other_services(
-    start_service: StartService, method: str, caplog: pytest.LogCaptureFixture
+    service: Service, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = await start_service("p0", "d0")
     assert await outcome(service, method, b"\xff\xff") is INVALID
     assert not caplog.text
 
 
-async def test_a_compressed_message_counts_as_long_as_it_is(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_compressed_message_counts_as_long_as_it_is(service: Service) -> None:
     channel = grpc.aio.insecure_channel(
         f"127.0.0.1:{service.gateway.port}", options=[("grpc.max_send_message_length", 2**30)]
     )

@@ -8,7 +8,6 @@ import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from gateway.gateway import Gateway
@@ -113,25 +112,8 @@ async def test_the_gateways_loops_log_bugs_and_continue(
     assert await health_of(service) == "SERVING"
 
 
-async def test_reflection_serves_a_stock_client(start_service: StartService) -> None:
-    service = await start_service()
-    stub = reflection_pb2_grpc.ServerReflectionStub(service.channel)
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    names = [s.name async for answer in stub.ServerReflectionInfo(iter([request]))
-             for s in answer.list_services_response.service]  # fmt: skip
-    assert {"pdserve.v1.Inference", "grpc.health.v1.Health"} <= set(names)
-
-    def describe() -> list[str]:
-        with grpc.insecure_channel(f"127.0.0.1:{service.gateway.port}") as channel:
-            database = ProtoReflectionDescriptorDatabase(channel)
-            return [m.name for m in database.FindFileContainingSymbol("pdserve.v1.Inference").service[0].method]
-
-    assert await asyncio.to_thread(describe) == ["Generate", "GetStatus"]
-
-
-async def test_reflection_is_all_that_a_call_needs(start_service: StartService) -> None:
+async def test_reflection_is_all_that_a_call_needs(service: Service) -> None:
     """A client that knows the address and a method's name, and has no generated code."""
-    service = await start_service("p0", "d0")
 
     def call() -> tuple[Any, list[str]]:
         with grpc.insecure_channel(f"127.0.0.1:{service.gateway.port}") as channel:
@@ -153,8 +135,7 @@ async def test_reflection_is_all_that_a_call_needs(start_service: StartService) 
     assert fields == [field.name for field in pb.GetStatusResponse.DESCRIPTOR.fields]
 
 
-async def test_status_says_what_completed_requests_have_taught(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_status_says_what_completed_requests_have_taught(service: Service) -> None:
     for count in range(MIN_SAMPLES):
         assert not (await service.stub.GetStatus(pb.GetStatusRequest())).costs, count
         await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=5), mode=pb.MODE_PD)
@@ -165,8 +146,7 @@ async def test_status_says_what_completed_requests_have_taught(start_service: St
     assert all(f"(from {MIN_SAMPLES} requests)" in line for line in (prefill, handoff, decode))
 
 
-async def test_status_has_workers_and_model(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_status_has_workers_and_model(service: Service) -> None:
     service.fleet["p0"].hangs = {"prefill"}
     call = service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=7)))
     await service.until(lambda: service.fleet["p0"].requests)
@@ -218,8 +198,7 @@ async def test_waiting_for_service_raises_the_reason(start_service: StartService
         await service.gateway.wait_serving(0.05)
 
 
-async def test_stopping_drains_within_a_bound(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_stopping_drains_within_a_bound(service: Service) -> None:
     service.fleet["d0"].delay_s = {"decode": 0.1}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
     await service.until(lambda: service.fleet["p0"].requests)
@@ -228,12 +207,33 @@ async def test_stopping_drains_within_a_bound(start_service: StartService) -> No
     assert len(tokens) == 2
 
 
-async def test_stopping_aborts_requests_that_do_not_end(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_stopping_aborts_requests_that_do_not_end(service: Service) -> None:
     service.fleet["d0"].hangs = {"decode"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT))
     await service.until(lambda: service.fleet["p0"].requests)
     await asyncio.wait_for(service.gateway.stop(0.1), 3.0)
-    with pytest.raises(grpc.aio.AioRpcError):
+    with pytest.raises(grpc.aio.AioRpcError) as cut:
         await running
+    assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
     assert service.fleet["d0"].aborted
+
+
+async def test_draining_refuses_new_requests_and_finishes_the_others(service: Service) -> None:
+    service.fleet["d0"].hangs = {"decode"}
+    running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
+    await service.until(lambda: service.fleet["p0"].requests)
+    assert service.gateway.drain() == 1
+    message, kind = await refused(service, grpc.StatusCode.UNAVAILABLE, token_ids=PROMPT)
+    assert (kind, "is being stopped" in message) == ("NotReady", True)
+    assert await health_of(service) == "NOT_SERVING"
+    assert not (await service.stub.GetStatus(pb.GetStatusRequest())).ready
+    assert service.gateway.drain() == 1, "the refused one does not count"
+
+    # The worker it is on fails: the retry is part of the draining.
+    service.make("d1")
+    await service.beat("d1")
+    await service.until(lambda: service.gateway.registry.get("d1"))
+    service.fleet["d0"].crash()
+    tokens, _ = await running
+    assert len(tokens) == 2
+    await service.until(lambda: service.gateway.drain() == 0)

@@ -62,8 +62,7 @@ async def test_requests_of_a_session_run_on_the_same_workers(start_service: Star
     assert message.startswith("session_id: 257 characters are more than 256")
 
 
-async def test_the_salt_reaches_the_workers_and_their_finds_the_client(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_the_salt_reaches_the_workers_and_their_finds_the_client(service: Service) -> None:
     service.fleet["p0"].cached_tokens = 4
     _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), salt="tenant")
     assert completion.prefill_cached_tokens == 4
@@ -73,8 +72,7 @@ async def test_the_salt_reaches_the_workers_and_their_finds_the_client(start_ser
     assert message.startswith("salt: 257 characters are more than 256")
 
 
-async def test_tokens_then_one_complete_account(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_tokens_then_one_complete_account(service: Service) -> None:
     tokens, completion = await service.generate(
         request_id="mine", token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4), mode=pb.MODE_PD
     )
@@ -108,8 +106,7 @@ async def test_tokens_then_one_complete_account(start_service: StartService) -> 
     service.check_idle()
 
 
-async def test_colocated_moves_nothing(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_colocated_moves_nothing(service: Service) -> None:
     _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4), mode=pb.MODE_COLOCATED)
     assert completion.mode == pb.MODE_COLOCATED
     assert completion.decode_worker == completion.prefill_worker != ""
@@ -117,8 +114,7 @@ async def test_colocated_moves_nothing(start_service: StartService) -> None:
     assert completion.request_id.startswith("req-")
 
 
-async def test_text_goes_in_and_comes_out(start_service: StartService, tokenizer: Tokenizer) -> None:
-    service = await start_service("p0", "d0")
+async def test_text_goes_in_and_comes_out(service: Service, tokenizer: Tokenizer) -> None:
     prompt, answer = tokenizer.encode("the quick"), tokenizer.encode("größer 日本語 😀")
     speaks(service, answer, len(prompt))
     tokens, completion = await service.generate(text="the quick", sampling=pb.Sampling(max_tokens=len(answer)))
@@ -127,10 +123,7 @@ async def test_text_goes_in_and_comes_out(start_service: StartService, tokenizer
     assert completion.prompt_tokens == len(prompt)
 
 
-async def test_an_incomplete_end_is_shown_with_the_last_token(
-    start_service: StartService, tokenizer: Tokenizer
-) -> None:
-    service = await start_service("p0", "d0")
+async def test_an_incomplete_end_is_shown_with_the_last_token(service: Service, tokenizer: Tokenizer) -> None:
     answer = next(
         ids[:cut]
         for ids in (tokenizer.encode("x 🦊"),)
@@ -146,9 +139,8 @@ async def test_an_incomplete_end_is_shown_with_the_last_token(
 
 @pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])
 async def test_a_stop_string_ends_text_and_work(
-    start_service: StartService, tokenizer: Tokenizer, mode: pb.Mode.ValueType
+    service: Service, tokenizer: Tokenizer, mode: pb.Mode.ValueType
 ) -> None:
-    service = await start_service("p0", "d0")
     answer = tokenizer.encode("the lazy dog jumps over the brown fox and on and on")
     speaks(service, answer, 5)
     sampling = pb.Sampling(max_tokens=len(answer), stop=["nothing", "g jum"])
@@ -164,8 +156,7 @@ async def test_a_stop_string_ends_text_and_work(
     assert service.gateway.router.running == 0
 
 
-async def test_a_stop_string_on_the_last_token(start_service: StartService, tokenizer: Tokenizer) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_stop_string_on_the_last_token(service: Service, tokenizer: Tokenizer) -> None:
     answer = tokenizer.encode("the lazy dog")
     speaks(service, answer, 5)
     sampling = pb.Sampling(max_tokens=len(answer), stop=["dog"])
@@ -174,10 +165,7 @@ async def test_a_stop_string_on_the_last_token(start_service: StartService, toke
     assert completion.transfer.kv_bytes == completion.transfer.kv_bytes_expected > 0
 
 
-async def test_a_stop_string_within_token_1_calls_the_hand_off_off(
-    start_service: StartService, tokenizer: Tokenizer
-) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_stop_string_within_token_1_calls_the_hand_off_off(service: Service, tokenizer: Tokenizer) -> None:
     service.fleet["d0"].hangs = {"decode"}
     answer = tokenizer.encode("the lazy dog")
     speaks(service, answer, 5)
@@ -187,8 +175,7 @@ async def test_a_stop_string_within_token_1_calls_the_hand_off_off(
     assert completion.transfer.kv_bytes == completion.transfer.kv_bytes_expected == 0
 
 
-async def test_a_hand_off_that_fails_behind_the_last_token_shows(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_hand_off_that_fails_behind_the_last_token_shows(service: Service) -> None:
     service.fleet["p0"].eos_token_id = 6
     service.fleet["d0"].fail("decode", TransferError("broken"))
     _, completion = await service.generate(token_ids=PROMPT)
@@ -196,8 +183,7 @@ async def test_a_hand_off_that_fails_behind_the_last_token_shows(start_service: 
     assert (completion.transfer.kv_bytes, completion.transfer.kv_bytes_expected) == (0, 1024)
 
 
-async def test_the_wait_for_room_is_part_of_the_exposed_transfer(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_the_wait_for_room_is_part_of_the_exposed_transfer(service: Service) -> None:
     service.fleet["d0"].delay_s = {"room": 0.1}
     _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
     transfer, times = completion.transfer, {event.kind: event.time_s for event in completion.events}
@@ -208,8 +194,7 @@ async def test_the_wait_for_room_is_part_of_the_exposed_transfer(start_service: 
 
 
 @pytest.mark.parametrize("point", ["room", "decode"])
-async def test_token_1_does_not_wait_for_token_2(start_service: StartService, point: Point) -> None:
-    service = await start_service("p0", "d0")
+async def test_token_1_does_not_wait_for_token_2(service: Service, point: Point) -> None:
     service.fleet["d0"].hangs = {point}
     call = service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT))
     message = await asyncio.wait_for(call.read(), 30)
@@ -217,8 +202,7 @@ async def test_token_1_does_not_wait_for_token_2(start_service: StartService, po
     call.cancel()
 
 
-async def test_cancelling_aborts_on_the_workers(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_cancelling_aborts_on_the_workers(service: Service) -> None:
     service.fleet["d0"].hangs = {"decode_more"}
     call = service.stub.Generate(pb.GenerateRequest(request_id="gone", token_ids=PROMPT))
     await call.read()
@@ -234,8 +218,7 @@ async def test_cancelling_aborts_on_the_workers(start_service: StartService) -> 
     assert len(tokens) == 2, "its name is free again"
 
 
-async def test_a_client_that_goes_away_is_noticed(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_client_that_goes_away_is_noticed(service: Service) -> None:
     service.fleet["p0"].hangs = {"prefill"}
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{service.gateway.port}")
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
@@ -270,10 +253,7 @@ async def test_errors_are_statuses(start_service: StartService) -> None:
     service.check_idle()
 
 
-async def test_a_bug_is_internal_and_the_service_lives_on(
-    start_service: StartService, caplog: pytest.LogCaptureFixture
-) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_bug_is_internal_and_the_service_lives_on(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     setattr(service.fleet["p0"], "push", lambda *_: 1 // 0)  # noqa: B010 - a method
     details, kind = await refused(service, grpc.StatusCode.INTERNAL, token_ids=PROMPT)
     assert (details, kind) == ("ZeroDivisionError: integer division or modulo by zero", "PdserveError")
@@ -282,8 +262,7 @@ async def test_a_bug_is_internal_and_the_service_lives_on(
     await service.generate(token_ids=PROMPT)
 
 
-async def test_the_clients_deadline_ends_the_request(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_the_clients_deadline_ends_the_request(service: Service) -> None:
     service.fleet["p0"].hangs = {"prefill"}
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT), timeout=0.2):
@@ -294,18 +273,7 @@ async def test_the_clients_deadline_ends_the_request(start_service: StartService
     service.check_idle()
 
 
-async def test_the_services_own_deadline(start_service: StartService) -> None:
-    service = await start_service("p0", "d0", gateway={"host": "127.0.0.1", "port": 0, "default_timeout_s": 0.1})
-    service.fleet["p0"].hangs = {"prefill"}
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT)):
-            pass
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "raise the timeout" in (caught.value.details() or "")
-
-
-async def test_a_request_id_in_use_is_refused(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_request_id_in_use_is_refused(service: Service) -> None:
     service.fleet["p0"].hangs = {"prefill"}
     call = service.stub.Generate(pb.GenerateRequest(request_id="a", token_ids=PROMPT))
     await service.until(lambda: service.fleet["p0"].requests)
@@ -318,9 +286,8 @@ async def test_a_request_id_in_use_is_refused(start_service: StartService) -> No
 
 
 @pytest.mark.parametrize("point", ["room", "decode", "decode_more"])
-async def test_a_call_that_repeats_a_running_one_takes_it_over(start_service: StartService, point: Point) -> None:
+async def test_a_call_that_repeats_a_running_one_takes_it_over(service: Service, point: Point) -> None:
     """A client whose connection broke does not wait until the gateway has noticed."""
-    service = await start_service("p0", "d0")
     service.fleet["d0"].hangs = {point}
     fields: dict[str, Any] = {
         "request_id": "a",
@@ -371,12 +338,9 @@ def tells_logprobs(worker: FakeWorker) -> None:
 
 
 @pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])
-async def test_logprobs_come_with_their_tokens(
-    start_service: StartService, tokenizer: Tokenizer, mode: pb.Mode.ValueType
-) -> None:
+async def test_logprobs_come_with_their_tokens(service: Service, tokenizer: Tokenizer, mode: pb.Mode.ValueType) -> None:
     """Log-probabilities stay aligned with the tokens, although a stop string holds back text and trims the last
     tokens."""
-    service = await start_service("p0", "d0")
     answer = tokenizer.encode("the lazy dog jumps over the brown fox and on and on")
     speaks(service, answer, 5)
     for worker in service.fleet.values():
@@ -393,24 +357,6 @@ async def test_logprobs_come_with_their_tokens(
         assert (own.token_id, own.logprob) == (token.token_id, -0.25)
         assert own.text == tokenizer.decode([token.token_id])
         assert (other.token_id, other.text, other.logprob) == (0, "<s>", -2.0)
-
-
-async def test_no_logprobs_unless_asked(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
-    tokens, _ = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3))
-    assert not any(token.HasField("logprob") or token.top_logprobs for token in tokens)
-
-
-async def test_a_bias_outside_the_vocabulary_is_refused(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
-    message, kind = await refused(
-        service,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        token_ids=PROMPT,
-        sampling=pb.Sampling(logit_bias={1000: 1.0}),
-    )
-    assert message.startswith("logit_bias: token id 1000 is not below the vocabulary's 1000")
-    assert kind == "InvalidRequest"
 
 
 async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(

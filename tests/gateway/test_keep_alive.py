@@ -18,7 +18,7 @@ from tests.gateway.fuzzing import PATIENT
 from tests.gateway.idle_proxy import IdleProxy
 
 if TYPE_CHECKING:
-    from tests.gateway.conftest import StartService
+    from tests.gateway.conftest import Service, StartService
 
 IDLE_S = 2.5
 SILENT_S = 6.0
@@ -71,8 +71,7 @@ def test_what_clients_send_is_what_the_server_permits() -> None:
 
 
 @pytest.mark.soak
-async def test_pings_as_often_as_documented_for_a_minute(start_service: StartService) -> None:
-    service = await start_service("p0", "d0", router=PATIENT)
+async def test_pings_as_often_as_documented_for_a_minute(service: Service) -> None:
     for worker in service.fleet.values():
         worker.delay_s = {"prefill": 65.0, "run": 65.0}
     options = [

@@ -21,7 +21,7 @@ from pdserve.pb import inference_pb2 as pb
 from router.view import WorkerView
 
 if TYPE_CHECKING:
-    from tests.gateway.conftest import StartService
+    from tests.gateway.conftest import Service, StartService
 
 P, D = Role.PREFILL, Role.DECODE
 OBJECTIVES = {"ttft_ms": 60_000, "itl_ms": 60_000}
@@ -105,8 +105,7 @@ async def test_requests_are_counted_from_their_call_on(start_service: StartServi
     )
 
 
-async def test_what_the_controller_did_is_in_the_status(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_what_the_controller_did_is_in_the_status(service: Service) -> None:
     assert not (await service.stub.GetStatus(pb.GetStatusRequest())).HasField("scaling")
     report = ScalingReport("roles").after("d1 becomes a prefill worker", "flip prefill", "because", 1.0)
     service.gateway.expect({"p0": P, "d0": D}, version=1, scaling=report)

@@ -12,7 +12,7 @@ from tests.planted.gateway import delay_dispatch, delay_gateway
 from tests.planted.late_wire import late_wire
 
 if TYPE_CHECKING:
-    from tests.gateway.conftest import StartService
+    from tests.gateway.conftest import Service
 
 DELAY_S = 0.06
 PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])
@@ -20,10 +20,7 @@ PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])
 
 @pytest.mark.parametrize("stage", ["gateway", "network", "route", "dispatch"])
 @pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])
-async def test_a_planted_delay_shows_in_its_stage_alone(
-    start_service: StartService, stage: str, mode: pb.Mode.ValueType
-) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_planted_delay_shows_in_its_stage_alone(service: Service, stage: str, mode: pb.Mode.ValueType) -> None:
     delay_gateway(service.gateway, {stage: DELAY_S})
     if stage == "dispatch":
         for worker in service.fleet.values():

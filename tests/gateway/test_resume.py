@@ -21,11 +21,8 @@ def asked(service: Service) -> int:
 
 
 @pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])
-async def test_it_goes_on_after_any_token(
-    start_service: StartService, tokenizer: Tokenizer, mode: pb.Mode.ValueType
-) -> None:
+async def test_it_goes_on_after_any_token(service: Service, tokenizer: Tokenizer, mode: pb.Mode.ValueType) -> None:
     """Texts of several bytes per character and a stop string cross the break."""
-    service = await start_service("p0", "d0")
     answer = tokenizer.encode("größer 日本語 the lazy dog jumps over")
     speaks(service, answer, 5)
     fields: dict[str, Any] = {
@@ -70,8 +67,7 @@ async def test_one_that_had_ended_by_its_length_or_by_a_token(start_service: Sta
     assert [(token.token_id, token.index) for token in tokens] == [(10, 4), (11, 5)]
 
 
-async def test_what_cannot_be_resumed_is_refused(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_what_cannot_be_resumed_is_refused(service: Service) -> None:
 
     async def refusal(sampling: pb.Sampling, ids: list[int]) -> str:
         message, _ = await refused(

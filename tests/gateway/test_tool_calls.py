@@ -36,13 +36,54 @@ OUTPUTS = [
 @example(cuts=[])
 def test_an_output_in_pieces(form, text, content, calls, cuts) -> None:  # type: ignore[no-untyped-def]
     parser = ToolCallParser(form, frozenset({"add"}))
-    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
-    found = [parser.feed(piece, last=index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+    found = [parser.feed(piece, last) for piece, last in pieces(text, cuts)]
     assert "".join(shown for shown, _ in found) == content
-    assert [call for _, each in found for call in each] == calls
+    assert [call for _, each in found for call in each] == [(number, *call) for number, call in enumerate(calls)]
     assert parser.num_calls == len(calls)
+    assert parser.is_complete == bool(calls)
     assert all(json.loads(arguments) for _, arguments in calls)
+
+
+ARGUMENTS = r'{"a": "}\\\"\"{", "b": [{"name": "add", "parameters": 5}, []]}'
+FORCED = [
+    (HERMES, f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>', [("add", ARGUMENTS)], True),
+    (
+        HERMES,
+        f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>',
+        [("add", ARGUMENTS), ("wait", "{}")],
+        True,
+    ),
+    (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": "x', [("add", '{"a": "x')], False),
+    (HERMES, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n{"na', [("add", "{}")], True),
+    (HERMES, '<tool_call>\n{"name": "ad', [], False),
+    (LLAMA, f'{{"name": "add", "parameters": {ARGUMENTS}}}', [("add", ARGUMENTS)], True),
+    (LLAMA, '{"name": "add", "parameters": ', [("add", "")], False),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "calls", "complete"), FORCED)
+@given(cuts=st.lists(st.integers(0, 250), max_size=12))
+@example(cuts=list(range(250)))
+@example(cuts=[])
+def test_a_forced_output_is_calls_alone_and_gives_them_as_they_come(form, text, calls, complete, cuts) -> None:  # type: ignore[no-untyped-def]
+    parser = ToolCallParser(form, frozenset({"add", "wait"}), forced=True)
+    found: list[tuple[str, str]] = []
+    for piece, last in pieces(text, cuts):
+        content, parts = parser.feed(piece, last)
+        assert not content
+        for number, name, arguments in parts:
+            assert bool(name) == (number == len(found)), "the name comes first, and once"
+            found[number:] = [(name, arguments) if name else (found[number][0], found[number][1] + arguments)]
+    assert found == calls
+    assert parser.is_complete == complete
+
+
+def pieces(text: str, cuts: list[int]) -> list[tuple[str, bool]]:
+    """The text, cut into pieces, and whether each is the last."""
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    ends = list(itertools.pairwise(bounds))
+    return [(text[start:end], index == len(ends) - 1) for index, (start, end) in enumerate(ends)]
 
 
 def test_families_are_told_by_their_template() -> None:

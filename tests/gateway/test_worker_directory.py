@@ -50,8 +50,7 @@ async def test_a_worker_that_cannot_be_reached_is_tried_with_every_heartbeat(
     assert [worker.worker_id for worker in service.gateway.registry.ready()] == ["p0"]
 
 
-async def test_a_new_incarnation_replaces_the_old_and_is_paired_again(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_new_incarnation_replaces_the_old_and_is_paired_again(service: Service) -> None:
     old = service.fleet["d0"]
     service.make("d0", epoch="2")
     await service.beat("d0")
@@ -62,8 +61,7 @@ async def test_a_new_incarnation_replaces_the_old_and_is_paired_again(start_serv
     assert [point for point, _ in service.fleet["d0"].requests] == ["receive"]
 
 
-async def test_a_broken_connection_is_opened_again(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_broken_connection_is_opened_again(service: Service) -> None:
     service.fleet["p0"].crash()
     await settle()
     status = await service.stub.GetStatus(pb.GetStatusRequest())
@@ -187,8 +185,7 @@ async def test_nonsense_on_the_registry_is_refused(start_service: StartService, 
     assert service.gateway.registry.workers == ()
 
 
-async def test_a_superseded_incarnation_is_told_to_end(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_superseded_incarnation_is_told_to_end(service: Service) -> None:
     assert not (await service.beat("d0")).superseded
     service.make("d0", epoch="2", life="d0/2")
     await service.beat("d0")
@@ -264,8 +261,7 @@ async def test_a_retiring_worker_finishes_first(start_service: StartService) -> 
     assert (await service.beat("d0")).superseded
 
 
-async def test_requests_of_a_worker_that_retires_too_slowly_continue_elsewhere(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_requests_of_a_worker_that_retires_too_slowly_continue_elsewhere(service: Service) -> None:
     service.fleet["d0"].hangs = {"decode_more"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4)))
     await service.until(lambda: service.fleet["d0"].held)
@@ -317,8 +313,7 @@ async def test_workers_get_the_role_that_the_service_wants(start_service: StartS
     assert {w.worker_id: w.role for w in status.workers} == {"p0": "decode", "d0": "decode", "d1": "prefill"}
 
 
-async def test_a_worker_of_another_service_is_told_to_end(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_worker_of_another_service_is_told_to_end(service: Service) -> None:
     service.make("d7", service="another")
     assert (await service.beat("d7")).superseded
     await settle()

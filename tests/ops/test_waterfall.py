@@ -13,6 +13,7 @@ from ops.waterfall import picture
 from ops.waterfall.bars import COLORS, WHAT, bars, human_bytes, longest, proof, reused
 from ops.waterfall.picture import save_waterfalls
 from ops.waterfall.terminal import overview, waterfall
+from pdserve.core.request import FailedAttempt
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Breakdown, Figure
 from tests.ops.made_up import made_up
 
@@ -41,10 +42,11 @@ def test_each_bar_begins_where_the_one_before_ended() -> None:
 
 
 def test_the_terminal_shows_both_figures_residue_and_proof() -> None:
-    generation = made_up(prompt_tokens=70)
+    generation = replace(made_up(prompt_tokens=70), failures=(FailedAttempt("decode-1", "WorkerLost", "it is gone"),))
     text = printed(waterfall(generation))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
+    assert "tried again: decode-1: WorkerLost: it is gone" in text
     assert "req-1 · 70 + 3 tokens · pd · prefill-0 → decode-0" in lines[0]
     assert any(line.split()[:2] == ["ttft", f"{generation.ttft_ms:.2f}"] for line in lines)
     assert any(line.split()[:2] == ["ttft_decode", f"{generation.ttft_decode_ms:.2f}"] for line in lines)

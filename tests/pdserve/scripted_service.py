@@ -148,7 +148,8 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
                 ),
                 events=events,
                 clocks=[pb.Clock(worker=name, offset_s=0.0, error_s=0.0001) for name in ("prefill-0", "decode-0")],
-                attempts=1,
+                attempts=2,
+                failures=[pb.FailedAttempt(worker="decode-1", error="WorkerLost", text="it is gone")],
                 token_ids=ids,
             )
         )

@@ -45,7 +45,8 @@ ISSUE_KEYS = [
     *("block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped"),
     *("prefill_cached_tokens", "prefix_fetch"),
     *("ttft_ms", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms", "transfer"),
-    *("prompt_tokens", "attempts", "placements", "resumes", "tpot_ms", "total_ms", "tokens", "events", "clocks"),
+    *("prompt_tokens", "attempts", "placements", "failures", "resumes"),
+    *("tpot_ms", "total_ms", "tokens", "events", "clocks"),
 ]
 
 
@@ -62,6 +63,7 @@ def check_generation(generation: Generation) -> None:
     assert generation.prompt_tokens == 20
     assert generation.kv_bytes == generation.kv_bytes_expected == 2 * BLOCK_SIZE * KV_BYTES_PER_TOKEN
     assert generation.kv_blocks_sent == 2
+    assert [str(failed) for failed in generation.failures] == ["decode-1: WorkerLost: it is gone"]
     assert generation.transfer.checksum == "xxh3-64 verified"
     assert generation.clock_error_ms == max(b.clock_error_ms for b in generation.breakdowns.values()) > 0
     assert generation.ttft_decode_ms is not None

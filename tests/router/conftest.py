@@ -48,11 +48,11 @@ class Cluster:
         client: str = "",
         holder: str = "",
         priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> RequestRecord:
         """A request as the gateway hands it to the router."""
-        request = Request(
-            name, prompt, SamplingParams(max_tokens=max_tokens, seed=1), mode, salt=salt, priority=priority
-        )
+        sampling = SamplingParams(max_tokens=max_tokens, seed=1, prompt_logprobs=prompt_logprobs)
+        request = Request(name, prompt, sampling, mode, salt=salt, priority=priority)
         record = RequestRecord(
             request, Deadline(self.clock.now() + timeout_s, self.clock), client=client, holder=holder
         )

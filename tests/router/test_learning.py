@@ -52,6 +52,13 @@ async def test_it_learns_colocated_requests_of_the_worker_they_ran_on(make_clust
     assert costs.handoff == {}
 
 
+async def test_prompts_whose_logprobs_are_computed_teach_nothing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    await serve(cluster, MIN_SAMPLES, Mode.PD, max_tokens=8, prompt_logprobs=1)
+    costs = cluster.registry.cost_model.refit()
+    assert (costs.requests, costs.prefill) == (0, {})
+
+
 async def test_waiting_for_room_is_not_the_hand_offs_cost(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     cluster.fleet["d0"].delay_s = {"room": 0.5, "decode": 0.02}

@@ -513,3 +513,17 @@ async def test_the_timeline_of_a_retry_still_adds_up(
         assert abs(breakdown.unattributed_ms) < 0.01, breakdown
         assert all(length_ms > -0.01 for name, length_ms in breakdown.stages_ms.items() if name != "unattributed")
     cluster.check_idle()
+
+
+@pytest.mark.parametrize(("role", "point", "again"), [("p", "prefill", 2), ("d", "decode_more", None)])
+async def test_logprobs_of_a_prompt_are_computed_until_they_are_known(
+    make_cluster: MakeCluster, role: str, point: Point, again: int | None
+) -> None:
+    cluster = failing(make_cluster, role, point, WorkerLost("gone"), "prefill")
+    record = cluster.record(prompt_logprobs=2)
+    assert await cluster.tokens(record) == ALL
+    assert [len(each.top) for each in record.prompt_logprobs] == [2] * 4
+    requests = [request for worker in cluster.fleet.values() for call, request in worker.requests if call == "push"]
+    requests.sort(key=lambda request: request.num_tokens)
+    assert [request.sampling.prompt_logprobs for request in requests] == [2, again]
+    assert record.failures == [(f"{role}0", "WorkerLost", "gone")]

@@ -91,6 +91,7 @@ async def test_each_attempts_placement_is_kept_and_logged_with_its_reason(
     assert first.startswith("prefill on p0: the only one free; decode on d0: cost 2, the least of 2: ")
     assert "decode on d1: the only one free, 1 avoided" in second
     assert f"request r: attempt 2: {second}" in caplog.messages
+    assert record.failures == [("d0, p0", "TransferTimeout", "late")]
 
 
 async def test_token_1_is_held_until_decode_can_go_on(make_cluster: MakeCluster) -> None:

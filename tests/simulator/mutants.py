@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "a retry forgets the tokens so far",
         "router/request_record.py",
-        "return self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)",
-        "return self.request.attempt(attempt_id, (), self.deadline.left_s)",
+        "request = self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)",
+        "request = self.request.attempt(attempt_id, (), self.deadline.left_s)",
     ),
     Mutant(
         "all attempts of a request have the same id",

@@ -117,4 +117,4 @@ def shared_http(service_of_module: Http) -> Http:
 @pytest.fixture
 async def http(start_http: StartHttp) -> Http:
     """A service of one pair."""
-    return await start_http("p0", "d0")
+    return await start_http("p0", "d0", router=PATIENT)

@@ -33,18 +33,18 @@ BEARER = {"authorization": f"Bearer {GOOD}"}
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    return save(
-        tmp_path / "tokens",
-        entry("good", GOOD),
-        entry("other", OTHER),
-        entry("expired", EXPIRED, expires="2020-01-01"),
-    )
+def start(start_http: StartHttp, tmp_path: Path) -> StartHttp:
+    """Starts services with a file of these tokens."""
+
+    async def begin(*entries: Any, **options: Any) -> Http:
+        return await start_http("p0", "d0", gateway={"tokens": str(save(tmp_path / "tokens", *entries))}, **options)
+
+    return begin
 
 
 @pytest.fixture
-async def http(start_http: StartHttp, tokens: Path) -> Http:
-    return await start_http("p0", "d0", gateway={"tokens": str(tokens)})
+async def http(start: StartHttp) -> Http:
+    return await start(entry("good", GOOD), entry("other", OTHER), entry("expired", EXPIRED, expires="2020-01-01"))
 
 
 def target(http: Http) -> str:
@@ -179,22 +179,8 @@ async def test_refusals_are_counted(http: Http) -> None:
     assert 'pdserve_requests_failed_total{reason="Unauthenticated"} 3.0' in text
 
 
-async def test_another_file_is_taken_while_the_service_runs(http: Http, tokens: Path) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1}
-    save(tokens, entry("new", "new-token"))
-    for token, status in ((GOOD, 401), ("new-token", 200)):
-        headers = {"authorization": f"Bearer {token}"}
-        assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == status
-    tokens.write_text("tokens: [")  # noqa: ASYNC240
-    headers = {"authorization": "Bearer new-token"}
-    assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == 200
-    save(tokens)
-    assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == 401
-
-
-async def limited(start_http: StartHttp, tmp_path: Path, **limits: int) -> Http:
-    path = save(tmp_path / "limited", entry("good", GOOD, limits=limits), entry("other", OTHER))
-    return await start_http("p0", "d0", gateway={"tokens": str(path)})
+async def limited(start: StartHttp, **limits: int) -> Http:
+    return await start(entry("good", GOOD, limits=limits), entry("other", OTHER))
 
 
 async def complete(http: Http, token: str = GOOD, **body: Any) -> httpx2.Response:
@@ -202,8 +188,8 @@ async def complete(http: Http, token: str = GOOD, **body: Any) -> httpx2.Respons
     return await http.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, **body}, headers=headers)
 
 
-async def test_requests_per_minute_count_over_both_apis(start_http: StartHttp, tmp_path: Path) -> None:
-    http = await limited(start_http, tmp_path, requests_per_minute=3)
+async def test_requests_per_minute_count_over_both_apis(start: StartHttp) -> None:
+    http = await limited(start, requests_per_minute=3)
     async with AsyncClient(target(http), token=GOOD) as client:
         assert (await complete(http)).status_code == 200
         await client.generate(PROMPT, max_tokens=2).result()
@@ -222,8 +208,8 @@ async def test_requests_per_minute_count_over_both_apis(start_http: StartHttp, t
     assert (await complete(http, OTHER)).status_code == 200
 
 
-async def test_tokens_per_minute_are_those_of_prompts_and_outputs(start_http: StartHttp, tmp_path: Path) -> None:
-    http = await limited(start_http, tmp_path, tokens_per_minute=60)
+async def test_tokens_per_minute_are_those_of_prompts_and_outputs(start: StartHttp) -> None:
+    http = await limited(start, tokens_per_minute=60)
     assert (await complete(http, max_tokens=7)).status_code == 200
     answer = await complete(http, prompt=list(range(1, 50)), max_tokens=10)  # 10 + 59: known when it is too late
     assert answer.status_code == 200
@@ -233,8 +219,8 @@ async def test_tokens_per_minute_are_those_of_prompts_and_outputs(start_http: St
     assert answer.json()["error"]["message"].startswith("tokens_per_minute: ")
 
 
-async def test_streams_are_counted_while_they_run(start_http: StartHttp, tmp_path: Path) -> None:
-    http = await limited(start_http, tmp_path, concurrent=2)
+async def test_streams_are_counted_while_they_run(start: StartHttp) -> None:
+    http = await limited(start, concurrent=2)
     http.service.fleet["d0"].hangs = {"decode"}
     async with AsyncClient(target(http), token=GOOD) as client:
         streams = [client.generate(PROMPT, max_tokens=4) for _ in range(2)]
@@ -257,8 +243,8 @@ async def test_streams_are_counted_while_they_run(start_http: StartHttp, tmp_pat
         streams[1].cancel()
 
 
-async def test_outputs_of_one_call_count_each(start_http: StartHttp, tmp_path: Path) -> None:
-    http = await limited(start_http, tmp_path, concurrent=4, requests_per_minute=6)
+async def test_outputs_of_one_call_count_each(start: StartHttp) -> None:
+    http = await limited(start, concurrent=4, requests_per_minute=6)
     assert (await complete(http, n=4)).status_code == 200
     answer = await complete(http, n=5)
     assert answer.status_code == 400, "it would never fit"
@@ -284,25 +270,20 @@ async def test_callers_do_not_find_each_others_kv(http: Http) -> None:
     assert len(set(salts)) == 6
 
 
-async def test_callers_share_kv_if_the_file_says_so(start_http: StartHttp, tmp_path: Path) -> None:
-    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER), shared_cache=True)
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
-    for token, salt in ((GOOD, "s"), (OTHER, "s"), (GOOD, "t")):
-        await complete(http, token, cache_salt=salt)
-    first, second, other = [request.salt for _, request in http.service.fleet["p0"].requests]
-    assert first == second != other
-
-
 @pytest.mark.parametrize("with_tokens", [True, False])
 async def test_salts_cannot_be_made_without_the_key_of_the_service(
-    start_http: StartHttp, tokens: Path, with_tokens: bool
+    start_http: StartHttp, start: StartHttp, with_tokens: bool
 ) -> None:
     """The digests of cached blocks begin with the salt. Names and salts can be guessed, so workers get a hash of them
     under a key, which all gateways of a service have."""
-    settings = {"gateway": {"tokens": str(tokens)}} if with_tokens else {}
     salts: list[str] = []
     for cache_key in (b"first", b"first", b"second"):
-        http = await start_http("p0", "d0", cache_key=cache_key, **settings)
+        begin = (
+            start(entry("good", GOOD), cache_key=cache_key)
+            if with_tokens
+            else start_http("p0", "d0", cache_key=cache_key)
+        )
+        http = await begin
         assert (await complete(http, cache_salt="s")).status_code == 200
         salts += {request.salt for _, request in http.service.fleet["p0"].requests}
     same, again, other = salts
@@ -310,10 +291,9 @@ async def test_salts_cannot_be_made_without_the_key_of_the_service(
     assert not {"s", "good", "good/s"} & set(salts)
 
 
-async def test_callers_neither_see_nor_block_each_other(start_http: StartHttp, tmp_path: Path) -> None:
+async def test_callers_neither_see_nor_block_each_other(start: StartHttp) -> None:
     """An id that another caller uses is free, and the live page shows a caller its own requests."""
-    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER), entry("op", "op-token", operator=True))
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
+    http = await start(entry("good", GOOD), entry("other", OTHER), entry("op", "op-token", operator=True))
     for token in (GOOD, OTHER):
         assert (await complete(http, token, request_id=f"done-{token}", max_tokens=2)).status_code == 200
     http.service.fleet["d0"].hangs = {"decode"}
@@ -347,9 +327,9 @@ async def test_callers_neither_see_nor_block_each_other(start_http: StartHttp, t
     await http.service.until(lambda: http.service.is_idle)
 
 
-async def test_tokens_to_resume_after_are_charged(start_http: StartHttp, tmp_path: Path) -> None:
+async def test_tokens_to_resume_after_are_charged(start: StartHttp) -> None:
     """They are prefilled like those of the prompt."""
-    http = await limited(start_http, tmp_path, tokens_per_minute=30)
+    http = await limited(start, tokens_per_minute=30)
     stub: Any = inference_pb2_grpc.InferenceStub(http.service.channel)
 
     async def messages(resume: list[int]) -> int:
@@ -365,11 +345,8 @@ async def test_tokens_to_resume_after_are_charged(start_http: StartHttp, tmp_pat
         await messages([4])
 
 
-async def test_a_context_that_is_prefilled_again_for_a_slow_reader_is_charged(
-    start_http: StartHttp, tmp_path: Path
-) -> None:
-    path = save(tmp_path / "tokens", entry("good", GOOD, limits={"tokens_per_minute": 60}))
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)}, router={"max_unread_tokens": 4})
+async def test_a_context_that_is_prefilled_again_for_a_slow_reader_is_charged(start: StartHttp) -> None:
+    http = await start(entry("good", GOOD, limits={"tokens_per_minute": 60}), router={"max_unread_tokens": 4})
     inference = http.service.gateway._inference
     caller = inference.identify(f"Bearer {GOOD}")
     submission = Submission(prompt=PROMPT, sampling=SamplingParams(max_tokens=40, temperature=0.0))
@@ -387,20 +364,9 @@ async def test_a_context_that_is_prefilled_again_for_a_slow_reader_is_charged(
     assert again < charged <= len(PROMPT) + 40 + again
 
 
-async def test_a_priority_before_others_needs_a_token_that_allows_it(start_http: StartHttp, tmp_path: Path) -> None:
-    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER, limits={"min_priority": -5}))
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
-    answer = await complete(http, GOOD, priority=-1)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
-    assert (await complete(http, GOOD, priority=0)).status_code == 200
-    assert (await complete(http, OTHER, priority=-5)).status_code == 200
-    assert (await complete(http, OTHER, priority=-6)).status_code == 400
-
-
-async def test_calls_beyond_a_limit_pause_nobody(start_http: StartHttp, tmp_path: Path) -> None:
+async def test_calls_beyond_a_limit_pause_nobody(start: StartHttp) -> None:
     """Arrivals in quick succession hold the outputs of running requests. Only calls that are let in count as such."""
-    path = save(tmp_path / "tokens", entry("good", GOOD, limits={"concurrent": 4}), entry("other", OTHER))
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
+    http = await start(entry("good", GOOD, limits={"concurrent": 4}), entry("other", OTHER))
     inference, router = http.service.gateway._inference, http.service.gateway.router
     held = {}
     for token in (GOOD, OTHER):
@@ -420,23 +386,29 @@ async def test_calls_beyond_a_limit_pause_nobody(start_http: StartHttp, tmp_path
     assert held == {GOOD: False, OTHER: True}
 
 
-async def test_bearers_of_tokens_take_turns_and_priorities_go_before(start_http: StartHttp, tmp_path: Path) -> None:
-    """Also for requests that name a user: they are those of one bearer."""
-    path = save(tmp_path / "tokens", entry("good", GOOD, limits={"min_priority": -1}), entry("other", OTHER))
-    http = await start_http("p0", "d0", gateway={"tokens": str(path)}, router={"prefill_backlog_tokens": 1})
+async def order_of(http: Http, *calls: tuple[str, dict[str, Any]]) -> list[str]:
+    """The order in which calls (tokens and options) are served that come, one after the other, while the first runs."""
     http.service.fleet["p0"].delay_s = {"prefill": 1.0}
     router = http.service.gateway.router
-    calls: list[tuple[str, dict[str, Any]]] = [
-        (GOOD, {"user": "a"}), (GOOD, {"user": "b"}), (GOOD, {"user": "c"}), (GOOD, {}), (OTHER, {}),
-        (GOOD, {"priority": -1}),
-    ]  # fmt: skip
-    tasks = []
+    tasks: list[asyncio.Task[httpx2.Response]] = []
     for number, (token, options) in enumerate(calls):
-        tasks.append(asyncio.create_task(complete(http, token, request_id=str(number), max_tokens=2, **options)))
+        tasks.append(asyncio.create_task(complete(http, token, request_id=str(number), **options)))
         await http.service.until(lambda: router.queued + router.running == len(tasks))
     http.service.fleet["p0"].delay_s = {}
-    assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 6
-    order = [request.request_id for _, request in http.service.fleet["p0"].requests]
+    assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+    return [request.request_id for _, request in http.service.fleet["p0"].requests]
+
+
+async def test_bearers_of_tokens_take_turns_and_priorities_go_before(start: StartHttp) -> None:
+    """Also for requests that name a user: they are those of one bearer."""
+    http = await start(
+        entry("good", GOOD, limits={"min_priority": -1}), entry("other", OTHER), router={"prefill_backlog_tokens": 1}
+    )
+    order = await order_of(
+        http,
+        *((GOOD, {"user": "a"}), (GOOD, {"user": "b"}), (GOOD, {"user": "c"}), (GOOD, {}), (OTHER, {})),
+        (GOOD, {"priority": -1}),
+    )
     assert order == ["0", "5", "1", "4", "2", "3"]
     assert http.service.fleet["d0"].requests[1][1].priority == -1
     answer = await complete(http, OTHER, priority=-1)
@@ -451,16 +423,8 @@ async def test_bearers_of_tokens_take_turns_and_priorities_go_before(start_http:
 
 async def test_without_tokens_users_take_turns(start_http: StartHttp) -> None:
     http = await start_http("p0", "d0", router={"prefill_backlog_tokens": 1})
-    http.service.fleet["p0"].delay_s = {"prefill": 1.0}
-    router = http.service.gateway.router
-    tasks = []
-    for number, user in enumerate(["a", "a", "a", "b", None]):  # without one: those of the same host
-        options = {} if user is None else {"user": user}
-        tasks.append(asyncio.create_task(http.complete(prompt=PROMPT, max_tokens=2, request_id=str(number), **options)))
-        await http.service.until(lambda: router.queued + router.running == len(tasks))
-    http.service.fleet["p0"].delay_s = {}
-    await asyncio.gather(*tasks)
-    assert [request.request_id for _, request in http.service.fleet["p0"].requests] == ["0", "1", "3", "4", "2"]
+    users = ["a", "a", "a", "b", None]  # without one: those of the same host
+    assert await order_of(http, *((GOOD, {"user": user}) for user in users)) == ["0", "1", "3", "4", "2"]
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1:7000", "head", "http://head", "dns:///localhost:7000"])

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.failures import STATUSES, statuses_of
-from pdserve.core.errors import PdserveError
 from tests.gateway.http_api.conftest import Http, shared
-from tests.gateway.test_statuses import family
 
 PATH = "/v1/completions"
 
@@ -27,29 +24,20 @@ PATH = "/v1/completions"
         ({"prompt": [[1], [-1]]}, "prompt.1.0"),
         ({"prompt": [1.5]}, "prompt.0"),
         ({"prompt": [2**32]}, "prompt.0"),
-        ({"prompt": [1000]}, "prompt"),
-        ({"prompt": [1] * 300}, "prompt"),
         ({"prompt": "x", "tokens": 5}, "tokens"),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 300}, "max_tokens"),
-        ({"prompt": "x", "temperature": -1}, "temperature"),
         ({"prompt": "x", "temperature": True}, "temperature"),
-        ({"prompt": "x", "top_p": 0}, "top_p"),
         ({"prompt": "x", "top_k": -2}, "top_k"),
         ({"prompt": "x", "seed": -1}, "seed"),
         ({"prompt": "x", "n": 0}, "n"),
         ({"prompt": ["x"] * 65, "n": 2}, "n"),
-        ({"prompt": "x", "stop": [""]}, "stop"),
         ({"prompt": "x", "stop": [5]}, "stop.0"),
         ({"prompt": "x", "stop": ["x"] * 17}, "stop"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a"),
-        ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
-        ({"prompt": "x", "logit_bias": {"1000": 1}}, "logit_bias"),
-        ({"prompt": "x", "logprobs": 21}, "logprobs"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "x", "echo": True, "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "min_tokens": 3}, "min_tokens"),
@@ -148,9 +136,3 @@ async def test_tokens_of_text_and_back(shared_http: Http) -> None:
         ("/detokenize", {"tokens": [999_999]}),
     ):
         assert (await shared_http.post(path, **body)).status_code == 400
-
-
-def test_every_error_of_the_tree_has_a_status() -> None:
-    answered = {statuses_of(kind("x"))[1] for kind in family(PdserveError)}
-    assert answered | {429} == {status for _, status in STATUSES.values()}
-    assert statuses_of(ValueError("x"))[1] == 500

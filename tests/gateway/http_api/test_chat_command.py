@@ -7,11 +7,8 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
 from tests.command_line import PDSERVE
-from tests.gateway.fuzzing import PATIENT
-from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.http_api.conftest import Http
 from tests.local_cluster import ROOT, free_port
 
 ON_A_TERMINAL = (
@@ -19,12 +16,6 @@ ON_A_TERMINAL = (
     "-c",
     "import os, pty, sys; os._exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))",
 )
-
-
-@pytest.fixture
-async def http(start_http: StartHttp) -> Http:
-    """A service whose fake workers, which send no heartbeats, are not missed while the command starts."""
-    return await start_http("p0", "d0", router=PATIENT)
 
 
 class Terminal:

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
 
-from pdserve.core.errors import WorkerLost
+from gateway import arrival
+from gateway.validation import MAX_PROMPT_LOGPROBS
+from pdserve.core.errors import TransferError, WorkerLost
 from pdserve.pb import inference_pb2 as pb
 from tests.gateway.http_api.conftest import Http, StartHttp
 
@@ -86,6 +89,38 @@ async def test_echo(http: Http) -> None:
     assert text == echoed["choices"][0]["text"]
 
 
+async def test_an_echo_with_log_probabilities(http: Http) -> None:
+    body: dict[str, Any] = {"prompt": "the quick 日", "echo": True, "logprobs": 2, "ignore_eos": True}
+    choice = (await http.complete(**body, max_tokens=1))["choices"][0]
+    told, count = choice["logprobs"], len(choice["logprobs"]["tokens"]) - 1
+    assert "".join(told["tokens"][:count]).startswith("the quick ")
+    assert choice["text"][told["text_offset"][count] :] == choice["text"].removeprefix("the quick 日")
+    assert told["token_logprobs"] == [None, *[pytest.approx(math.log(1 / 1000))] * (count - 1), None]
+    assert [None if top is None else len(top) for top in told["top_logprobs"]] == [None, *[2] * (count - 1), None]
+    alone = await http.complete(**body, max_tokens=0, return_token_ids=True, n=2)
+    for choice in alone["choices"]:
+        assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("the quick 日", [], "length")
+        assert choice["logprobs"] == {name: values[:count] for name, values in told.items()}
+    assert alone["usage"]["completion_tokens"] == 0
+    for max_tokens in (0, 3):
+        events = await http.events(PATH, **body, max_tokens=max_tokens)
+        first, *others = [json.loads(event)["choices"][0] for event in events[:-1]]
+        assert first["text"].startswith("the quick 日")
+        assert {name: values[:count] for name, values in first["logprobs"].items()} == alone["choices"][0]["logprobs"]
+        assert len(others) == max(0, max_tokens - 1)
+
+
+async def test_log_probabilities_of_prompts_are_bounded(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all prompts of a call."""
+    monkeypatch.setattr(arrival, "MAX_PROMPT_LOGPROBS", 12)
+    body = {"prompt": [[5, 6], [7, 8]], "echo": True, "max_tokens": 0}
+    assert (await http.post(PATH, **body, logprobs=2)).status_code == 200
+    for more in ({"logprobs": 3}, {"logprobs": 2, "n": 2}):
+        refused = await http.post(PATH, **body, **more)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt"), refused.text
+    assert MAX_PROMPT_LOGPROBS * 20 < 2**22, "an answer is within the bound that gRPC has for clients by default"
+
+
 async def test_stop_strings(http: Http) -> None:
     text = (await http.complete(prompt="the quick", max_tokens=6, ignore_eos=True))["choices"][0]["text"]
     answer = await http.complete(prompt="the quick", max_tokens=6, ignore_eos=True, stop=text[3:5])
@@ -94,6 +129,7 @@ async def test_stop_strings(http: Http) -> None:
 
 
 async def test_the_account_of_a_request_comes_when_it_is_asked_for(http: Http) -> None:
+    http.service.fleet["p0"].fail("prefill", TransferError("late"))
     answer = await http.complete(
         prompt=[60] * 9, max_tokens=3, ignore_eos=True, request_id="mine", pdserve={"mode": "pd", "breakdown": True}
     )
@@ -102,6 +138,8 @@ async def test_the_account_of_a_request_comes_when_it_is_asked_for(http: Http) -
     assert (account["mode"], account["prefill_worker"], account["decode_worker"]) == ("pd", "p0", "d0")
     assert account["transfer"]["kv_bytes"] == account["transfer"]["kv_bytes_expected"] > 0
     assert account["gateway_ttft_ms"]["prefill"] >= 0
+    assert account["failures"] == [{"worker": "d0, p0", "error": "TransferError", "text": "late"}]
+    assert len(account["placements"]) == account["attempts"] == 2
     assert {"received", "finished"} <= {event["kind"] for event in account["events"]}
     alone = await http.complete(prompt=[60], max_tokens=2, pdserve={"mode": "colocated", "breakdown": True})
     assert alone["pdserve"]["mode"] == "colocated"
@@ -120,15 +158,6 @@ async def test_the_request_id_comes_from_body_or_header_and_goes_back(http: Http
     bad = await http.post(PATH, **body, request_id="a\r\nset-cookie: x")
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "request_id")
     assert "set-cookie" not in bad.headers
-
-
-async def test_a_duplicate_id_is_a_conflict(http: Http) -> None:
-    http.service.fleet["d0"].delay_s["decode_step"] = 0.3
-    first = asyncio.create_task(http.complete(prompt=[60], max_tokens=4, request_id="one", ignore_eos=True))
-    await http.service.until(lambda: http.service.gateway.router.running == 1)
-    second = await http.post(PATH, prompt=[60], request_id="one")
-    assert (second.status_code, second.json()["error"]["code"]) == (409, "DuplicateRequest")
-    await first
 
 
 async def test_a_call_that_repeats_a_running_one_takes_it_over(http: Http) -> None:
@@ -180,25 +209,6 @@ async def test_before_there_are_workers(start_http: StartHttp) -> None:
     for path in ("/health", "/healthz"):
         health = await http.client.get(path)
         assert (health.status_code, health.json()["error"]["code"]) == (503, "NotReady")
-
-
-async def test_a_full_queue_says_when_to_come_back(start_http: StartHttp) -> None:
-    http = await start_http("p0", "d0", router={"max_queue": 1, "prefill_backlog_tokens": 1})
-    http.service.fleet["p0"].hangs.add("prefill")
-    calls = []
-    while (router := http.service.gateway.router).queued < 1:
-        calls.append(asyncio.create_task(http.post(PATH, prompt=[60] * 5)))
-        running = router.running + router.queued
-        for _ in range(100):
-            if router.running + router.queued > running:
-                break
-            await asyncio.sleep(0.01)
-    refused = await http.post(PATH, prompt=[60])
-    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
-    assert int(refused.headers["retry-after"]) >= 1
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -95,7 +95,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LOOK_S", 0.05)
     monkeypatch.setattr(server, "RECEIVE_S", 0.3)
     monkeypatch.setattr(server, "IDLE_S", 0.6)
-    monkeypatch.setattr("gateway.http_api.exchange.SEND_FAILURE_S", 0.3)
+    monkeypatch.setattr("gateway.failures.SEND_FAILURE_S", 0.3)
 
 
 @pytest.mark.parametrize(
@@ -255,18 +255,13 @@ async def test_a_client_that_leaves_with_requests_in_the_pipe(http: Http) -> Non
     await check_alive(http.service)
 
 
-async def test_more_requests_than_the_pipe_takes(http: Http) -> None:
+@pytest.mark.parametrize("data", [post(BODY) * (server.MAX_PIPELINED + 2), post(BODY) + b"garbage\r\n\r\n"])
+async def test_more_than_the_pipe_takes_and_what_is_no_http_behind_a_request(http: Http, data: bytes) -> None:
     http.service.fleet["d0"].hangs.add("decode_step")
-    assert await sent(http, post(BODY) * (server.MAX_PIPELINED + 2)) == b""
+    assert await sent(http, data) == b"", "no answer that could pass for the request's"
     await http.service.until(lambda: http.service.gateway.router.running == 0 and http.service.is_idle)
     http.service.fleet["d0"].hangs.clear()
     await check_alive(http.service)
-
-
-async def test_what_is_no_http_behind_a_request(http: Http) -> None:
-    http.service.fleet["d0"].hangs.add("decode_step")
-    assert await sent(http, post(BODY) + b"garbage\r\n\r\n") == b"", "no answer that could pass for the request's"
-    await http.service.until(lambda: http.service.gateway.router.running == 0 and http.service.is_idle)
 
 
 @pytest.mark.parametrize("data", [post(BODY), post(BODY)[:-5], post(BODY)[:30], b"", post({**BODY, "stream": True})])

@@ -21,8 +21,17 @@ from pydantic import ValidationError
 from gateway.http_api import requests
 from gateway.http_api.requests import invalid_body
 from pdserve.core.errors import InvalidRequest
-from tests.gateway.fuzzing import ANSWER_S, CONCURRENCY, PATIENT, SEED, Draws, check_alive, ends_soon, short_and_soak
-from tests.gateway.http_api.conftest import Http, StartHttp, shared
+from tests.gateway.fuzzing import (
+    ANSWER_S,
+    CONCURRENCY,
+    SAMPLING,
+    SEED,
+    Draws,
+    check_alive,
+    ends_soon,
+    short_and_soak,
+)
+from tests.gateway.http_api.conftest import Http, shared
 from tests.gateway.mutations import JsonMutator
 
 log = logging.getLogger(__name__)
@@ -30,10 +39,8 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[3]
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
-SAMPLING = {
-    "max_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2**62, "stop": ["fox", "日本"],
-    "stop_token_ids": [3, 999], "ignore_eos": True, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1.5,
-    "frequency_penalty": 0.5, "logit_bias": {"5": -100, "7": 2.5}, "n": 2, "user": "me", "metadata": {"a": "b"},
+FULL = {
+    **SAMPLING, "logit_bias": {"5": -100, "7": 2.5}, "n": 2, "user": "me", "metadata": {"a": "b"},
     "cache_salt": "tenant", "pdserve": {"mode": "pd", "timeout_s": 25.0, "breakdown": True},
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -44,18 +51,23 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": CALLS},
     {"role": "tool", "content": "1"},
 ]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}}
 SAMPLES: dict[str, list[dict[str, Any]]] = {
     COMPLETIONS: [
         {"prompt": "the quick brown fox", "max_tokens": 4, "model": "fake"},
         {"prompt": [5, 6, 300, 999], "stream": True, "stream_options": {"include_usage": True}},
-        {"prompt": ["größer 😀", "b"], "logprobs": 3, "suffix": "", "best_of": 2, **SAMPLING},
+        {"prompt": ["größer 😀", "b"], "logprobs": 3, "suffix": "", "best_of": 2, **FULL},
         {"prompt": [[1, 2], [3]], "echo": True, "request_id": "same", "return_token_ids": True},
+        {"prompt": "x", "echo": True, "logprobs": 2, "max_tokens": 0, "structured_outputs": {"regex": "[a-c]+"}},
+        {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "max_completion_tokens": 4},
     ],
     CHAT: [
         {"messages": MESSAGES[:2], "max_tokens": 4},
-        {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto", "logprobs": True, "top_logprobs": 2, **SAMPLING},
+        {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto", "logprobs": True, "top_logprobs": 2, **FULL},
         {"messages": MESSAGES[:2], "stream": True, "chat_template_kwargs": {"a": [1]}},
         {"messages": MESSAGES[1:2], "response_format": {"type": "text"}},
+        {"messages": MESSAGES[1:2], "response_format": SCHEMA, "max_tokens": 4},
+        {"messages": MESSAGES[1:2], "tools": TOOLS, "tool_choice": "required", "max_tokens": 4},
     ],
     TOKENIZE: [
         {"prompt": "the quick", "add_special_tokens": False, "return_token_strs": True},
@@ -87,8 +99,7 @@ def check_answer(answer: httpx2.Response, data: bytes) -> None:
 
 
 @short_and_soak
-async def test_damaged_bodies(start_http: StartHttp, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_damaged_bodies(http: Http, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
     ends_soon(http.service)
     found: Counter[int] = Counter()
     mutators = {path: JsonMutator(samples, SEED) for path, samples in SAMPLES.items()}
@@ -116,9 +127,8 @@ async def test_damaged_bodies(start_http: StartHttp, draws: Draws, caplog: pytes
 
 @short_and_soak
 async def test_what_schemathesis_draws_from_the_document(
-    start_http: StartHttp, draws: Draws, caplog: pytest.LogCaptureFixture
+    http: Http, draws: Draws, caplog: pytest.LogCaptureFixture
 ) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
     ends_soon(http.service)
     served = http.service.gateway._http
     assert served is not None
@@ -188,7 +198,19 @@ prompts = st.fixed_dictionaries({
     "prompt": text | st.lists(text, min_size=1, max_size=3) | st.lists(token_ids, min_size=1, max_size=60)
     | st.lists(st.lists(token_ids, min_size=1, max_size=20), min_size=1, max_size=3)
 })  # fmt: skip
-log_probabilities = st.sampled_from([{}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20}, {"echo": True}])
+log_probabilities = st.sampled_from([{}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20}, {"echo": True},
+    {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 0, "max_tokens": 0}])  # fmt: skip
+structures = st.sampled_from([
+    {}, {}, {"structured_outputs": None}, {"response_format": None}, {"response_format": {"type": "text"}},
+    {"response_format": {"type": "json_object"}}, {"response_format": SCHEMA},
+    *({"structured_outputs": {kind: value}} for kind, value in (
+        ("json", {}), ("json", "{}"), ("json_object", True), ("regex", "[a-z]"), ("choice", ["é", "b"]),
+        ("grammar", 'start: "a"'),
+    )),
+])  # fmt: skip
+forced_calls = st.sampled_from([
+    {"tools": TOOLS, "tool_choice": choice} for choice in ("required", {"type": "function", "function": {"name": "f"}})
+])  # fmt: skip
 messages = st.lists(
     st.fixed_dictionaries(
         {
@@ -205,12 +227,12 @@ messages = st.lists(
 chats_of_messages = st.fixed_dictionaries({"messages": messages})
 chat_options = st.sampled_from([
     {}, {"tools": None}, {"logprobs": False}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20},
-    {"tool_choice": "none"}, {"response_format": {"type": "text"}}, {"add_generation_prompt": False},
+    {"tool_choice": "none"}, {"add_generation_prompt": False},
 ])  # fmt: skip
 
 
-completions = st.tuples(prompts, sampling, streams, log_probabilities)
-chats = st.tuples(chats_of_messages, sampling, streams, chat_options)
+completions = st.tuples(prompts, sampling, streams, log_probabilities, structures)
+chats = st.tuples(chats_of_messages, sampling, streams, chat_options, structures | forced_calls)
 
 
 def draw_built(url: str, count: int) -> None:
@@ -221,6 +243,12 @@ def draw_built(url: str, count: int) -> None:
 
         def check(path: str, answer: str, parts: tuple[dict[str, Any], ...]) -> None:
             body = {name: value for part in parts for name, value in part.items()}
+            if any(body.get(name) for name in ("structured_outputs", "response_format", "tools")):
+                body.pop("ignore_eos", None)  # these exclude what could leave no token
+                biases = body.get("logit_bias") or {}
+                body["logit_bias"] = {key: bias for key, bias in biases.items() if abs(bias) < 100}
+            if "max_tokens" in body:
+                body.pop("max_completion_tokens", None)
             whole, chunk = (
                 Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components})
                 for name in (answer, f"{answer}Chunk")
@@ -250,8 +278,7 @@ def draw_built(url: str, count: int) -> None:
 
 
 @short_and_soak
-async def test_built_requests(start_http: StartHttp, draws: Draws) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_built_requests(http: Http, draws: Draws) -> None:
     ends_soon(http.service)
     await asyncio.to_thread(draw_built, http.url, draws.built_http)
     await check_alive(http.service)

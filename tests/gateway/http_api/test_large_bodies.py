@@ -154,27 +154,11 @@ UNITS = (
 )  # fmt: skip
 
 
-def drawn_unit(draw: random.Random, depth: int = 4) -> bytes:
-    """A random small JSON value."""
-    kind = draw.randrange(6) if depth else draw.randrange(3)
-    if kind == 0:
-        return str(draw.choice((0, 7, 4095, 2**31, 10**30, 0.5))).encode()
-    if kind == 1:
-        return json.dumps(draw.choice(("", "x", "é", 'a"b\\', "[{"))).encode()
-    if kind == 2:
-        return draw.choice((b"null", b"true", b"[]", b"{}"))
-    inner = [drawn_unit(draw, depth - 1) for _ in range(draw.randint(1, 3))]
-    if kind == 3:
-        return b'{"k":' + b',"l":'.join(inner[:2]) + b"}"
-    return b"[" + b",".join(inner) + b"]"
-
-
 def shapes(size: int, per_place: int) -> Iterator[tuple[str, str, bytes]]:
     """Bodies of ``size`` bytes: what each is, its path, and its data. ``per_place``: kinds of values in each place."""
     draw = random.Random(7)
     for place, (path, before, after) in PLACES.items():
-        units = [b"[0]", *UNITS, *(drawn_unit(draw) for _ in UNITS)]
-        for unit in units[:1] + draw.sample(units[1:], per_place - 1):
+        for unit in [b"[0]", *draw.sample(UNITS, per_place - 1)]:
             escaped = unit.replace(b"\\", b"\\\\").replace(b'"', b'\\"') if place == "arguments" else unit
             yield f"{unit[:40]!r} in {place}", path, repeated(before, escaped, after, size)
     fields = size // 10
@@ -399,8 +383,7 @@ async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_sen
     await check_alive(http.service)
 
 
-async def test_one_client_has_half_of_the_room_for_bodies(start_http: StartHttp) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_one_client_has_half_of_the_room_for_bodies(http: Http) -> None:
     inference = http.service.gateway._inference
     of_one = MIN_ROOM_BYTES // 2 // (MIN_MESSAGE_BYTES - FREE_BYTES)
     large = announced(MIN_MESSAGE_BYTES)
@@ -417,8 +400,7 @@ async def test_one_client_has_half_of_the_room_for_bodies(start_http: StartHttp)
     await check_alive(http.service)
 
 
-async def test_the_sum_of_bodies_is_bounded(start_http: StartHttp) -> None:
-    http = await start_http("p0", "d0", router=PATIENT)
+async def test_the_sum_of_bodies_is_bounded(http: Http) -> None:
     of_one = MIN_ROOM_BYTES // 2 // (MIN_MESSAGE_BYTES - FREE_BYTES)
     large, small = announced(MIN_MESSAGE_BYTES), announced(FREE_BYTES)
     chunks = CHUNKED + 30 * (b"%x\r\n%s\r\n" % (2**15, b" " * 2**15))

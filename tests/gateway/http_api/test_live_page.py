@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.core.errors import TransferError
 from tests.gateway.http_api.conftest import Http, StartHttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,6 +32,7 @@ async def used(http: Http) -> None:
 async def test_what_it_shows(start_http: StartHttp) -> None:
     http = await start_http("d0", "d1", "p0", router={"heartbeat_timeout_s": 60})
     await http.service.until(lambda: http.service.peers_of("p0") == {"d0", "d1"})
+    http.service.fleet["p0"].fail("prefill", TransferError(SECRET))
     await used(http)
     answer = await http.client.get("/live.json")
     view = answer.json()
@@ -45,6 +47,8 @@ async def test_what_it_shows(start_http: StartHttp) -> None:
     assert (running["id"], running["max_tokens"]) == ("second", 9)
     (finished,) = view["finished"]
     assert finished["id"] == "first"
+    (failure,) = finished["failures"]
+    assert failure.endswith("p0: TransferError")
     assert sum(finished["stages_ms"].values()) == pytest.approx(finished["total_ms"])
     assert SECRET not in answer.text
     assert "127.0.0.1" not in answer.text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.http_api.conftest import Http
 
 REQUESTS = 4
 TIMEOUT_S = 240
@@ -20,12 +20,6 @@ TIMEOUT_S = 240
 def needs(command: str) -> pytest.MarkDecorator:
     reason = f"{command} is not on the PATH (pip install {command} in an environment of its own)"
     return pytest.mark.skipif(shutil.which(command) is None, reason=reason)
-
-
-@pytest.fixture
-async def patient(start_http: StartHttp) -> Http:
-    """A service whose fake workers, which send no heartbeats, are not missed while a load generator starts."""
-    return await start_http("p0", "d0", router={"heartbeat_timeout_s": 3600})
 
 
 def report(folder: Path, pattern: str) -> Any:
@@ -46,10 +40,10 @@ async def run(*command: str, folder: Path) -> str:
 @needs("vllm")
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-async def test_vllm_bench_serve(patient: Http, chat_folder: Path, tmp_path: Path, backend: str) -> None:
+async def test_vllm_bench_serve(http: Http, chat_folder: Path, tmp_path: Path, backend: str) -> None:
     path = "/v1/completions" if backend == "openai" else "/v1/chat/completions"
     await run(
-        "vllm", "bench", "serve", "--backend", backend, "--base-url", patient.url, "--endpoint", path,
+        "vllm", "bench", "serve", "--backend", backend, "--base-url", http.url, "--endpoint", path,
         "--model", "fake",
         "--tokenizer", str(chat_folder), "--dataset-name", "random", "--random-input-len", "8",
         "--random-output-len", "5", "--num-prompts", str(REQUESTS), "--ignore-eos", "--save-result",
@@ -63,9 +57,9 @@ async def test_vllm_bench_serve(patient: Http, chat_folder: Path, tmp_path: Path
 
 @needs("guidellm")
 @pytest.mark.timeout(TIMEOUT_S + 30)
-async def test_guidellm(patient: Http, chat_folder: Path, tmp_path: Path) -> None:
+async def test_guidellm(http: Http, chat_folder: Path, tmp_path: Path) -> None:
     await run(
-        "guidellm", "run", "--backend", f"kind=openai_http,target={patient.url},model=fake",
+        "guidellm", "run", "--backend", f"kind=openai_http,target={http.url},model=fake",
         "--tokenizer", f"kind=huggingface_auto,model={chat_folder}", "--profile", "kind=synchronous",
         "--constraint", f"kind=max_requests,count={REQUESTS}", "--disable-console",
         "--data", "kind=synthetic_text,prompt_tokens=8,output_tokens=5",
@@ -78,9 +72,9 @@ async def test_guidellm(patient: Http, chat_folder: Path, tmp_path: Path) -> Non
 
 @needs("aiperf")
 @pytest.mark.timeout(TIMEOUT_S + 30)
-async def test_aiperf(patient: Http, chat_folder: Path, tmp_path: Path) -> None:
+async def test_aiperf(http: Http, chat_folder: Path, tmp_path: Path) -> None:
     await run(
-        "aiperf", "profile", "--url", patient.url, "--model", "fake", "--tokenizer", str(chat_folder),
+        "aiperf", "profile", "--url", http.url, "--model", "fake", "--tokenizer", str(chat_folder),
         "--endpoint-type", "completions", "--streaming", "--concurrency", "1", "--request-count", str(REQUESTS),
         "--synthetic-input-tokens-mean", "8", "--output-tokens-mean", "5", "--extra-inputs", "ignore_eos:true",
         "--artifact-dir", str(tmp_path), "--ui", "none", folder=tmp_path,

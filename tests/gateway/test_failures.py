@@ -1,4 +1,4 @@
-"""The details of failed gRPC calls, as a client's library reads them."""
+"""What failed calls answer: statuses, and the details of gRPC calls as a client's library reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from gateway.failures import MAX_MESSAGE_BYTES, grpc_failure
+from gateway.failures import MAX_MESSAGE_BYTES, grpc_failure, statuses_of
 from pdserve.core.errors import (
     CapacityExceeded,
     DuplicateRequest,
@@ -23,10 +23,51 @@ from pdserve.core.errors import (
 from pdserve.pb import inference_pb2 as pb
 
 if TYPE_CHECKING:
+    from tests.fake_worker import Point
     from tests.gateway.conftest import Service, StartService
 
 PROMPT = pb.TokenIds(ids=[5, 6, 7])
 DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+
+
+STATUS_OF = {
+    "PdserveError": ("INTERNAL", 500),
+    "ConfigError": ("FAILED_PRECONDITION", 503),
+    "ModelError": ("FAILED_PRECONDITION", 503),
+    "LaunchError": ("FAILED_PRECONDITION", 503),
+    "InvalidRequest": ("INVALID_ARGUMENT", 400),
+    "DuplicateRequest": ("INVALID_ARGUMENT", 409),
+    "UnknownModel": ("INVALID_ARGUMENT", 404),
+    "HostNotAllowed": ("INVALID_ARGUMENT", 403),
+    "UnsupportedMediaType": ("INVALID_ARGUMENT", 415),
+    "BodyTooLarge": ("INVALID_ARGUMENT", 413),
+    "BodyIncomplete": ("INVALID_ARGUMENT", 408),
+    "Unauthenticated": ("UNAUTHENTICATED", 401),
+    "CapacityExceeded": ("RESOURCE_EXHAUSTED", 400),
+    "NotReady": ("UNAVAILABLE", 503),
+    "DeadlineExceeded": ("DEADLINE_EXCEEDED", 504),
+    "RequestAborted": ("CANCELLED", 499),
+    "WorkerLost": ("UNAVAILABLE", 503),
+    "TransferError": ("UNAVAILABLE", 503),
+    "TransferTimeout": ("UNAVAILABLE", 503),
+    "PeerLost": ("UNAVAILABLE", 503),
+    "LayoutMismatch": ("FAILED_PRECONDITION", 503),
+    "TransferRefused": ("UNAVAILABLE", 503),
+    "ChecksumMismatch": ("UNAVAILABLE", 503),
+}
+
+
+def family(root: type[PdserveError]) -> list[type[PdserveError]]:
+    # Only the tree's own: tests elsewhere may have made classes of theirs.
+    children = [child for child in root.__subclasses__() if child.__module__ == "pdserve.core.errors"]
+    return [root, *(member for child in children for member in family(child))]
+
+
+def test_every_error_has_the_statuses_that_it_should() -> None:
+    found = {kind.__name__: statuses_of(kind("x")) for kind in family(PdserveError)}
+    assert {name: (code.name, status) for name, (code, status) in found.items()} == STATUS_OF
+    assert statuses_of(CapacityExceeded("x", retry_after_s=1.0)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 429)
+    assert statuses_of(ValueError("x")) == (grpc.StatusCode.INTERNAL, 500)
 
 
 async def details_of(service: Service, **fields: Any) -> tuple[grpc.aio.AioRpcError, dict[str, Any]]:
@@ -53,8 +94,7 @@ async def details_of(service: Service, **fields: Any) -> tuple[grpc.aio.AioRpcEr
         ({"mode": 77}, "mode"),
     ],
 )
-async def test_a_wrong_field_is_named(start_service: StartService, fields: dict[str, Any], field: str) -> None:
-    service = await start_service("p0", "d0")
+async def test_a_wrong_field_is_named(service: Service, fields: dict[str, Any], field: str) -> None:
     error, details = await details_of(service, **{"token_ids": PROMPT, **fields})
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert set(details) == {"ErrorInfo", "BadRequest"}
@@ -84,19 +124,13 @@ async def test_a_full_queue_says_when_to_come_back(start_service: StartService) 
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_other_failures_have_their_class(start_service: StartService) -> None:
+@pytest.mark.parametrize("point", ["decode", "decode_more"])
+async def test_other_failures_have_their_class_also_after_tokens(start_service: StartService, point: Point) -> None:
     service = await start_service("p0", "d0", router={"max_attempts": 1})
-    service.fleet["d0"].fail("decode", WorkerLost("gone: for good"))
+    service.fleet["d0"].fail(point, WorkerLost("gone: for good"))
     error, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "gone: for good")
     assert set(details) == {"ErrorInfo"}
-    assert details["ErrorInfo"].reason == "WorkerLost"
-
-
-async def test_a_failure_after_tokens_has_details_too(start_service: StartService) -> None:
-    service = await start_service("p0", "d0", router={"max_attempts": 1})
-    service.fleet["d0"].fail("decode_more", WorkerLost("gone"))
-    _, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
     assert details["ErrorInfo"].reason == "WorkerLost"
 
 
