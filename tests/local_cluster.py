@@ -232,15 +232,14 @@ class LocalCluster:
             return client.status()
 
     def wait_idle(self, timeout_s: float = 60.0, target: str = "") -> ServiceStatus:
-        """The status of the gateway at ``target`` (default: the first one) once no block is in use; the last one if
-        that does not happen in time."""
+        """The status of the gateway at ``target`` (default: the first one) once no block is in use;
+        AssertionError if that does not happen in time."""
         deadline_s = time.monotonic() + timeout_s
         with Client(target or self.target, token=self._token) as client:
-            while True:
-                status = client.status()
-                if leaked_blocks(status) == 0 or time.monotonic() > deadline_s:
-                    return status
+            while leaked_blocks(status := client.status()):
+                assert time.monotonic() < deadline_s, status
                 time.sleep(0.1)
+            return status
 
     def up_to_date(self) -> ServiceStatus:
         """The idle service's status, with each worker's second heartbeat from now: the first may have left before."""

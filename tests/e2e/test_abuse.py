@@ -1,23 +1,32 @@
-"""One client's fault costs no other client a request: real gateway, workers, engines and clients, on the embedded
-model."""
+"""One client's fault, or its end, costs no other client a request: real gateway, workers, engines and clients, on the
+embedded model."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import json
+import logging
+import random
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from pdserve import AsyncClient, Client
-from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
 from pdserve.pb import inference_pb2 as pb
-from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
+from tests.e2e import crowd
+from tests.load import Load
+from tests.local_cluster import ROOT, LocalCluster, leaked_blocks, local_cluster
+
+log = logging.getLogger(__name__)
 
 SETTINGS: dict[str, Any] = {
     "model": {"path": "tiny", "dtype": "float32"},
@@ -37,53 +46,9 @@ def cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def expected(cluster: LocalCluster) -> tuple[int, ...]:
-    with Client(cluster.target) as client:
-        tokens = client.generate(PROMPT, **DRAWN).result().token_ids
-        assert len(set(tokens)) > TOKENS / 2
-        return tokens
-
-
-class Innocents(threading.Thread):
-    """Clients that stream one answer after another until `stop`, each on a connection of its own. Every answer has to
-    be right, at its first attempt."""
-
-    def __init__(self, target: str, count: int = 4) -> None:
-        super().__init__()
-        self.results: list[Generation] = []
-        self.errors: list[BaseException] = []
-        self._target = target
-        self._count = count
-        self._over = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        asyncio.run(self._run())
-
-    async def _run(self) -> None:
-        await asyncio.gather(*(self._stream() for _ in range(self._count)))
-
-    async def _stream(self) -> None:
-        async with AsyncClient(self._target) as client:
-            while True:
-                try:
-                    stream = client.generate(PROMPT, **DRAWN, timeout_s=100)
-                    self.results.append(await stream.result())
-                except Exception as error:  # noqa: BLE001 - the test looks at all of them
-                    self.errors.append(error)
-                    return
-                if self._over.is_set():
-                    return
-
-    def stop(self, expected: tuple[int, ...]) -> None:
-        """End them."""
-        self._over.set()
-        self.join(100)
-        assert not self.errors
-        assert len(self.results) >= self._count
-        assert [result.token_ids for result in self.results] == [expected] * len(self.results)
-        assert {result.attempts for result in self.results} == {1}
+def innocents(target: str, clients: int = 4) -> Load:
+    """Clients that stream one answer after another; each has to be right at its first attempt."""
+    return Load(target, [PROMPT], clients=clients, **DRAWN)
 
 
 def raw_call(target: str, data: bytes, timeout_s: float = 30.0) -> tuple[grpc.StatusCode, str]:
@@ -96,10 +61,14 @@ def raw_call(target: str, data: bytes, timeout_s: float = 30.0) -> tuple[grpc.St
     return error.code(), error.details()
 
 
-def test_requests_that_are_too_long_or_malformed_or_reset_disturb_no_other(
-    cluster: LocalCluster, expected: tuple[int, ...]
-) -> None:
-    innocents = Innocents(cluster.target)
+def test_requests_that_are_too_long_or_malformed_or_reset_disturb_no_other(cluster: LocalCluster) -> None:
+    with innocents(cluster.target) as load:
+        misbehave(cluster)
+    assert load.check() == 1
+    cluster.wait_idle()
+
+
+def misbehave(cluster: LocalCluster) -> None:
     for text in ("word " * 50_000, "\u4e2d" * 100_000):
         code, details = raw_call(cluster.target, pb.GenerateRequest(text=text).SerializeToString())
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -125,8 +94,6 @@ def test_requests_that_are_too_long_or_malformed_or_reset_disturb_no_other(
         for _ in range(5):
             for call in [generate(data) for _ in range(200)]:
                 call.cancel()
-    innocents.stop(expected)
-    assert leaked_blocks(cluster.wait_idle()) == 0
 
 
 def holds_nothing(status: ServiceStatus) -> bool:
@@ -134,7 +101,7 @@ def holds_nothing(status: ServiceStatus) -> bool:
 
 
 def test_a_client_that_stops_reading_holds_nothing_and_gets_everything_when_it_reads_on(
-    cluster: LocalCluster, expected: tuple[int, ...]
+    cluster: LocalCluster,
 ) -> None:
     """It is paused long before its deadline. One that does not read on ends by the service's own deadline."""
     sampling = pb.Sampling(max_tokens=1500, ignore_eos=True, logprobs=20)
@@ -155,8 +122,9 @@ def test_a_client_that_stops_reading_holds_nothing_and_gets_everything_when_it_r
             messages = [next(call)]
             until(holds_nothing)
             assert client.status().running == 1
-            innocents = Innocents(cluster.target, 2)
-            innocents.stop(expected)
+            with innocents(cluster.target, 2) as load:
+                pass
+            assert load.check() == 1
             if reads_on:
                 events = [pb.GenerateResponse.FromString(message) for message in (*messages, *call)]
                 assert events[-1].completion.attempts > 1, "it was paused"
@@ -166,7 +134,7 @@ def test_a_client_that_stops_reading_holds_nothing_and_gets_everything_when_it_r
         # Greedily: a drawn token may differ where two ways of computing its context round differently.
         again = client.generate(PROMPT, mode="pd", timeout_s=250, max_tokens=1500, ignore_eos=True)
         assert again.result().token_ids == tokens
-    assert leaked_blocks(cluster.wait_idle()) == 0
+    cluster.wait_idle()
 
 
 async def burst(target: str, count: int, prompt_tokens: int) -> tuple[int, list[Exception]]:
@@ -192,4 +160,77 @@ def test_a_burst_is_answered_up_to_the_queue_and_refused_beyond_it(cluster: Loca
     assert answered >= 200
     assert {type(error) for error in errors} == {CapacityExceeded}, {str(error) for error in errors}
     assert all("requests are waiting (router.max_queue)" in str(error) for error in errors)
-    assert leaked_blocks(cluster.wait_idle()) == 0
+    cluster.wait_idle()
+
+
+LEFT_S = 60.0
+"""How long what a killed client had asked for may hold anything."""
+STREAMS_EACH = 20
+
+
+def held_by(cluster: LocalCluster) -> dict[str, tuple[int, int]]:
+    """Open files and threads of each process."""
+    processes = {name: psutil.Process(popen.pid) for name, popen in cluster.processes.items()}
+    return {name: (process.num_fds(), process.num_threads()) for name, process in processes.items()}
+
+
+def run(cluster: LocalCluster, processes: int) -> Counter[str]:
+    """A crowd, of which one process is killed while its streams are in all states; what became of the other streams."""
+    with Client(cluster.target) as one:
+        alone = one.generate(crowd.PROMPT, max_tokens=crowd.TOKENS, ignore_eos=True, mode="colocated").result()
+    before = held_by(cluster)
+    command = [sys.executable, "-m", "tests.e2e.crowd", cluster.target, str(STREAMS_EACH)]
+    clients = [
+        subprocess.Popen([*command, str(seed)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for seed in range(processes)
+    ]
+    try:
+        victim = random.Random(9).choice(clients)
+        assert victim.stdout is not None
+        victim.stdout.readline()
+        victim.kill()
+        outcomes = Counter[str]()
+        for client in clients:
+            out, _ = client.communicate(timeout=crowd.TIMEOUT_S)
+            if client is not victim:
+                assert client.returncode == 0
+                outcomes.update(json.loads(out.splitlines()[-1]))
+    finally:
+        for client in clients:
+            client.kill()
+            client.communicate()
+    status = cluster.wait_idle(LEFT_S)
+    assert (status.queued, status.running) == (0, 0)
+    deadline_s = time.monotonic() + LEFT_S
+    # A few files or threads may be a pool's, not one for each stream.
+    while grown := {
+        name: (before[name], held)
+        for name, held in held_by(cluster).items()
+        if any(now > then + 8 for then, now in zip(before[name], held, strict=True))
+    }:
+        assert time.monotonic() < deadline_s, grown
+        time.sleep(0.2)
+    answered = outcomes.pop(str(list(alone.token_ids)))
+    assert answered + outcomes["cancelled"] == STREAMS_EACH * (processes - 1), outcomes
+    return outcomes
+
+
+def test_a_small_crowd(cluster: LocalCluster) -> None:
+    """Many streams at once, of which some are cancelled at random moments, while a client's process is killed."""
+    assert run(cluster, processes=2)["cancelled"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1_200)
+def test_a_thousand_streams() -> None:
+    with local_cluster({**SETTINGS, "router": {"max_queue": 1_024}}) as cluster:
+        before_mb: dict[str, int] = {}
+        for number in range(3):  # what each one leaves would add up
+            outcomes = run(cluster, processes=50)
+            memory_mb = {
+                name: psutil.Process(popen.pid).memory_info().rss >> 20 for name, popen in cluster.processes.items()
+            }
+            log.info("crowd %d: %s, memory in MiB %s", number, dict(outcomes), memory_mb)
+            grown_mb = {name: memory_mb[name] - before_mb[name] for name in before_mb}  # none at first: it warms up
+            assert all(mb <= 24 for mb in grown_mb.values()), grown_mb
+            before_mb = memory_mb

@@ -1,89 +1,117 @@
-"""`pdserve up --gateways 2`: the commands know both gateways, workers are added and removed at both, and one that is
-killed comes back."""
+"""`pdserve up` with two gateways: the commands know both, workers are added and removed at both, one that is killed
+comes back, and on a host that other programs keep busy nothing is killed and nothing is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pytest
 
 from pdserve import Client
-from tests.e2e.conftest import Cli
-from tests.local_cluster import ROOT, free_ports
+from tests.e2e.conftest import Cli, wait_for
+from tests.load import Load
+from tests.local_cluster import free_ports
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
-WAIT_S = 90.0
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    return Cli({**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200"})
-
-
-@pytest.fixture
-def port(cli: Cli) -> Iterator[int]:
-    port = free_ports(2)
-    yield port
-    cli.run("down", "--target", f"127.0.0.1:{port}", "--now")
+pytestmark = [pytest.mark.ray, pytest.mark.cluster, pytest.mark.timeout(400)]
+LOOPS = 8
+BUSY_S = 30.0
+"""Five times `engine.hang_timeout_s`."""
+CONFIG = "gateway: {replicas: 2}\nengine: {num_blocks: 64}\nmodel: {path: tiny, dtype: float32}\n"
 
 
-@pytest.mark.cluster
-def test_two_gateways_of_one_service(cli: Cli, port: int, tmp_path: Path) -> None:
-    config = tmp_path / "pdserve.yaml"
-    config.write_text("gateway: {host: 127.0.0.1, replicas: 2}\nengine: {num_blocks: 64}\n")
-    up = cli.run("up", "-c", str(config), "--model", "tiny", "--oversubscribe", "--port", str(port), "--detach")
-    assert up.returncode == 0, up.stderr
+@dataclass(frozen=True)
+class Replicas:
+    """The service, and its gateways' targets."""
+
+    cli: Cli
+    targets: list[str]
+
+    def gateways(self, target: str) -> list[dict[str, Any]]:
+        """What `pdserve status` tells of them."""
+        found = json.loads(self.cli.done("status", "--target", target, "--json").stdout)["gateways"]
+        assert [(each["target"], each["state"]) for each in found] == [(each, "ready") for each in self.targets]
+        return list(found)
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    folder = tmp_path_factory.mktemp("state")
+    cli, port, config = Cli.of(folder), free_ports(2), folder / "pdserve.yaml"
+    config.write_text(CONFIG)
     targets = [f"127.0.0.1:{port + number}" for number in range(2)]
-    assert ",".join(targets) in up.stderr
+    try:
+        up = cli.done("up", "-c", str(config), "--oversubscribe", "--port", str(port), "--detach")
+        assert ",".join(targets) in up.stderr
+        yield Replicas(cli, targets)
+        cli.done("down", "--target", targets[1])
+        for target in targets:
+            with Client(target) as gone:
+                assert not gone.ready(1.0)
+    finally:
+        cli.run("down", "--target", targets[0], "--now")
 
-    def status(target: str) -> dict[str, Any]:
-        answer = cli.run("status", "--target", target, "--json")
-        assert answer.returncode == 0, answer.stderr
-        found: dict[str, Any] = json.loads(answer.stdout)
-        return found
 
+def test_commands_know_both(replicas: Replicas) -> None:
+    cli, targets = replicas.cli, replicas.targets
     for target in targets:
-        gateways = status(target)["gateways"]
-        assert isinstance(gateways, list)
-        assert [(each["target"], each["state"]) for each in gateways] == [(each, "ready") for each in targets]
+        replicas.gateways(target)
     assert f"{targets[1]}  ready" in cli.run("status", "--target", targets[0]).stdout
     assert ",".join(targets) in cli.run("list").stdout
     names = [log["name"] for log in json.loads(cli.run("logs", "--target", targets[1], "--json").stdout)["logs"]]
     assert {"gateway", "gateway-1"} <= set(names)
 
-    with Client(targets) as client:
-        expected = [client.generate("Once", max_tokens=4).result().token_ids for _ in range(2)]
-        assert expected[0] == expected[1]
 
-        # Both know a worker that joins, and neither one that has left.
-        scale = cli.run("scale", "--target", targets[0], "--prefill", "2", "--oversubscribe")
-        assert scale.returncode == 0, scale.stderr
-        for count in (2, 1):
-            for target in targets:
-                with Client(target) as each:
-                    workers = [worker for worker in each.status().workers if worker.role == "prefill"]
-                    assert [worker.state for worker in workers] == ["ready"] * count
-            if count == 2:
-                assert cli.run("scale", "--target", targets[1], "--prefill", "1").returncode == 0
+def test_both_know_a_worker_that_joins_and_neither_one_that_has_left(replicas: Replicas) -> None:
+    for at, count in ((0, 2), (1, 1)):
+        scale = ("scale", "--target", replicas.targets[at], "--prefill", str(count))
+        replicas.cli.done(*scale, *(["--oversubscribe"] if count == 2 else []))
+        for target in replicas.targets:
+            with Client(target) as each:
+                workers = [worker for worker in each.status().workers if worker.role == "prefill"]
+            assert [worker.state for worker in workers] == ["ready"] * count
 
-        # One that is killed is started again, and knows all workers.
-        psutil.Process(gateways[1]["pid"]).kill()
-        assert client.generate("Once", max_tokens=4).result().token_ids == expected[0]
-        assert client.generate("Once", max_tokens=4).result().token_ids == expected[0]
-        deadline_s = time.monotonic() + WAIT_S
-        with Client(targets[1]) as second:
-            while not (second.ready(1.0) and len(second.status().workers) == 2):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.2)
-            assert second.generate("Once", max_tokens=4).result().token_ids == expected[0]
-    down = cli.run("down", "--target", targets[1])
-    assert down.returncode == 0, down.stderr
-    for target in targets:
-        with Client(target) as gone:
-            assert not gone.ready(1.0)
+
+def test_one_that_is_killed_is_started_again_and_knows_all_workers(replicas: Replicas) -> None:
+    with Client(replicas.targets) as client, Client(replicas.targets[1]) as second:
+        expected = client.generate("Once", max_tokens=4).result().token_ids
+        psutil.Process(replicas.gateways(replicas.targets[0])[1]["pid"]).kill()
+        for _ in range(2):
+            assert client.generate("Once", max_tokens=4).result().token_ids == expected
+        second.wait_ready(90.0)
+        wait_for(replicas.targets[1], "all workers", lambda status: len(status.workers) == 2)
+        assert second.generate("Once", max_tokens=4).result().token_ids == expected
+
+
+@contextlib.contextmanager
+def busy_loops() -> Iterator[None]:
+    """Programs at the niceness of this one, each of which would use a whole core."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOOPS)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+def test_a_busy_host(replicas: Replicas) -> None:
+    port = int(replicas.targets[0].rpartition(":")[2])
+
+    def processes() -> dict[str, tuple[int, int]]:
+        with Client(replicas.cli.noted(port).operator) as client:
+            return {worker.worker_id: (worker.pid, worker.engine_pid) for worker in client.status(60.0).workers}
+
+    before = processes()
+    with Load(",".join(replicas.targets), [tuple(range(5, 205))], max_tokens=32, mode="pd") as load, busy_loops():
+        time.sleep(BUSY_S)
+    assert load.check() == 1
+    assert processes() == before, "a worker or an engine was started again"

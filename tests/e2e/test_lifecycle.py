@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +20,11 @@ from ops.launch.leftovers import clear_leftovers, wait_ended
 from ops.launch.state import ServiceState
 from pdserve import Client
 from pdserve.core.errors import NotReady
-from tests.e2e.conftest import Cli
-from tests.local_cluster import ROOT, free_port
+from tests.e2e.conftest import Cli, alive
+from tests.local_cluster import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 WAIT_S = 90.0
-NOTICE_S = 10.0
 ORPHANS_S = 30.0
 """How long processes may live after their supervisor; some seconds on a machine that has nothing else to do."""
 
@@ -34,38 +33,43 @@ class Host:
     """What a user's services are on this host, in a state folder of its own. What still runs in the end is killed."""
 
     def __init__(self, folder: Path) -> None:
-        self.cli = Cli({**os.environ, "XDG_STATE_HOME": str(folder), "PYTHONPATH": str(ROOT), "COLUMNS": "200"})
+        self.cli = Cli.of(folder)
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
         self.config = folder / "pdserve.yaml"
-        self.config.write_text("gateway: {host: 127.0.0.1}\nengine: {hang_timeout_s: 60, num_blocks: 64}\n")
-        self._states = folder / "pdserve"
+        self.config.write_text("engine: {hang_timeout_s: 60, num_blocks: 64}\n")
         self._sessions: set[int] = set()
 
-    def begin_up(self, *arguments: str) -> subprocess.Popen[str]:
+    def begin_up(self) -> subprocess.Popen[str]:
         """`pdserve up --detach` that is on its way."""
-        code = "from ops.cli.main import main; main()"
-        command = [sys.executable, "-c", code, "up", "-c", str(self.config), "--port", str(self.port), "--detach"]
+        return self.begin("up", "-c", str(self.config), "--port", str(self.port), "--detach")
+
+    def begin(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command that is on its way."""
         return subprocess.Popen(
-            [*command, *arguments], env=self.cli.env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            self.cli.command(*arguments),
+            env=self.cli.env,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
-    def up(self, *arguments: str) -> ServiceState:
+    def up(self) -> ServiceState:
         """The service once it is ready."""
-        with self.begin_up(*arguments) as up:
+        with self.begin_up() as up:
             _, told = up.communicate(timeout=WAIT_S)
         assert up.returncode == 0, told
         return self.state()
 
     def state(self) -> ServiceState:
         """What is noted of the service."""
-        state = ServiceState.load(self._states / f"{self.port}.json")
+        state = self.cli.noted(self.port)
         self._sessions.add(state.pid)  # a detached service is a session of its own, whatever becomes of its processes
         return state
 
     def noted(self) -> list[ServiceState]:
         """All services that are noted still."""
-        return [ServiceState.load(path) for path in self._states.glob("*.json")]
+        return [ServiceState.load(path) for path in self.cli.notes.glob("*.json")]
 
     def until(self, what: str, condition: Callable[[], bool]) -> None:
         """Return once it holds."""
@@ -76,7 +80,7 @@ class Host:
 
     def starting(self) -> ServiceState | None:
         """What is noted of a service that has begun to start its Ray."""
-        if not (self._states / f"{self.port}.json").exists():
+        if not (self.cli.notes / f"{self.port}.json").exists():
             return None
         state = self.state()
         return state if state.phase == "starting" and Path(state.ray_folder, "ray", "session_latest").exists() else None
@@ -85,12 +89,10 @@ class Host:
         """All that any service of this test has running."""
         found = []
         for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) in self._sessions and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(process.pid) in self._sessions:
                     found.append(process)
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
-        return found
+        return alive(found)
 
     def check_gone(self, *states: ServiceState) -> None:
         """AssertionError if anything is left of these services."""
@@ -115,7 +117,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 @pytest.mark.cluster
 def test_up_that_is_told_to_stop_leaves_nothing(host: Host) -> None:
     """Told by SIGTERM to the command while Ray comes up, and by `down` while workers are placed, which never ends."""
-    host.config.write_text("gateway: {host: 127.0.0.1}\ncluster: {autoscale: true, prefill_resources: {nothing: 1}}\n")
+    host.config.write_text("cluster: {autoscale: true, prefill_resources: {nothing: 1}}\n")
     states = []
     for tell in ("SIGTERM", "down"):
         with host.begin_up() as up:
@@ -128,8 +130,7 @@ def test_up_that_is_told_to_stop_leaves_nothing(host: Host) -> None:
                 assert [(each["port"], each["pid"], each["state"]) for each in listed] == [
                     (host.port, state.pid, "starting")
                 ]
-                down = host.cli.run("down", "--target", host.target)
-                assert down.returncode == 0, down.stderr
+                host.cli.done("down", "--target", host.target)
                 host.check_gone(*states)
             else:
                 up.terminate()
@@ -150,9 +151,7 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
     # Without its raylet no worker would be started again. It is noticed, and all comes up anew, on the same port.
     raylet = next(process for process in host.processes() if process.name() == "raylet")
     raylet.kill()
-    killed_s = time.monotonic()
     host.until("the loss is noticed", lambda: host.state().phase == "restarting")
-    assert time.monotonic() - killed_s < NOTICE_S
     host.until("ready again", lambda: host.state().phase == "ready")
     second = host.state()
     assert (second.pid, second.port) == (first.pid, first.port)
@@ -185,15 +184,7 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
             stream = client.generate([5] * 20, max_tokens=50, ignore_eos=True, mode="pd", timeout_s=120)
             result = threads.submit(stream.result)  # a stream begins when its first token is asked for
             host.until("the request is in progress", lambda: client.status().running == 1)
-            arguments = ["down", "--target", host.target, "--drain", "60"]
-            code = f"from ops.cli.main import main; main({arguments})"
-            down = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=host.cli.env,
-                stderr=subprocess.PIPE,
-                text=True,
-                stdin=subprocess.DEVNULL,
-            )
+            down = host.begin("down", "--target", host.target, "--drain", "60")
             host.until("it is about to end", lambda: host.state().phase == "stopping")
             host.until("the gateway drains", lambda: not client.status().ready)
             with pytest.raises(NotReady, match="is being stopped"):

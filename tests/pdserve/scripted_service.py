@@ -77,7 +77,7 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
 
             context.add_callback(ended)  # before the token: nothing after it runs if the client leaves at once
             yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
-            gone.wait(30)
+            gone.wait(120)  # longer than any test waits for the end
             return
         yield from self._answer(request, events)
 

@@ -22,6 +22,7 @@ from pdserve.core.errors import (
 )
 from tests.pdserve.http2_server import Connection, HTTP2Server
 from tests.pdserve.scripted_service import ScriptedService
+from tests.pdserve.test_client import refused
 
 REFUSED_STREAM, CANCEL, ENHANCE_YOUR_CALM = 7, 8, 11
 
@@ -44,15 +45,10 @@ async def test_a_server_that_resets_streams(
     answer: Callable[[Connection, int], None], kind: type[PdserveError], remedy: str
 ) -> None:
     with HTTP2Server(answer) as server:
-        with Client(server.target) as client, pytest.raises(kind, match=remedy) as sync_error:
-            await asyncio.to_thread(client.generate("x", timeout_s=10).result)
-        async with AsyncClient(server.target) as async_client:
-            with pytest.raises(kind, match=remedy) as async_error:
-                await async_client.generate("x", timeout_s=10).result()
-    for error in (sync_error.value, async_error.value):
-        assert type(error) is kind
-        assert server.target in str(error)
-        assert "nothing answers" not in str(error)  # something did
+        error = str(await refused(server.target, "x", kind, timeout_s=10))
+    assert remedy in error
+    assert server.target in error
+    assert "nothing answers" not in error  # something did
 
 
 @pytest.fixture
@@ -140,15 +136,8 @@ async def test_a_refusal_tells_when_to_come_back(
     milliseconds: str,
     retry_after_s: float | None,
 ) -> None:
-    prompt = f"refuse {code} {named} {milliseconds} the queue is full"
-    with Client(service.target) as client, pytest.raises(kind) as sync_error:
-        client.generate(prompt).result()
-    async with AsyncClient(service.target) as async_client:
-        with pytest.raises(kind) as async_error:
-            await async_client.generate(prompt).result()
-    errors = (sync_error.value, async_error.value)
-    assert [e.retry_after_s for e in errors if isinstance(e, CapacityExceeded | NotReady)] == [retry_after_s] * 2
-    assert str(sync_error.value) == str(async_error.value) == "the queue is full"
+    error = await refused(service.target, f"refuse {code} {named} {milliseconds} the queue is full", kind)
+    assert (error.retry_after_s, str(error)) == (retry_after_s, "the queue is full")
 
 
 def test_no_other_error_has_a_time_to_come_back(service: ScriptedService) -> None:

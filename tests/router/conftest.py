@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Links, Role, WorkerLoad
 from router import retries
+from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
-from router.request_record import Deadline, RequestRecord
+from router.request_record import Deadline, RequestRecord, RoutingResult
 from router.router import Router
 from router.view import WaitMode
 from tests.fake_worker import FakeWorker, fake_info, fake_links
@@ -60,19 +62,38 @@ class Cluster:
         record.timeline.record(EventKind.TOKENIZED, "gateway", self.clock.now())
         return record
 
-    async def tokens(self, record: RequestRecord) -> list[int]:
-        """All tokens of a request; each is checked to be delivered as it is recorded."""
+    async def served(self, record: RequestRecord, count: int = 0) -> RoutingResult:
+        """The result of a request, once it has all its tokens (or ``count``): each is the one before plus one, and is
+        delivered as it is recorded."""
         got: list[int] = []
         async with aclosing(self.router.generate(record)) as generation:
             async for token in generation:
                 got.append(token.token_id)
                 assert record.output_token_ids == got
-        return got
+        first = record.request.prompt_token_ids[-1] + 1
+        assert got == list(range(first, first + (count or record.request.sampling.max_tokens)))
+        return generation.result
+
+    async def watched(self, record: RequestRecord) -> tuple[list[float], RoutingResult]:
+        """When each token came, in milliseconds from now, and the result. Tokens count as written at once."""
+        begin_s, emitted = self.clock.now(), [EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED]
+        times: list[float] = []
+        async with aclosing(self.router.generate(record)) as generation:
+            async for _ in generation:
+                times.append((self.clock.now() - begin_s) * 1e3)
+                if len(times) <= 2:
+                    record.timeline.record(emitted[len(times) - 1], "gateway", self.clock.now())
+        return times, generation.result
+
+    def worker(self, worker_id: str) -> RegisteredWorker:
+        """A worker as the registry has it."""
+        worker = self.registry.get(worker_id)
+        assert worker is not None
+        return worker
 
     def beat(self, worker_id: str, links: Links | None = None) -> None:
         """A heartbeat that changes nothing but the links, if they are given."""
-        worker = self.registry.get(worker_id)
-        assert worker is not None
+        worker = self.worker(worker_id)
         links = {**worker.linked, **worker.failed} if links is None else links
         assert self.registry.heartbeat(worker_id, worker.load, worker.info, links)
 
@@ -85,6 +106,13 @@ class Cluster:
         async with asyncio.timeout(10.0):
             while not holds():  # noqa: ASYNC110 - fakes tell nobody what they hold
                 await asyncio.sleep(0.001)
+
+    async def finish(self, *tasks: asyncio.Task[Any]) -> None:
+        """Cancel requests; everything has to be given back."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.check_idle()
 
     def check_idle(self) -> None:
         """Everything given back: load accounts at zero, nothing held by any worker."""

@@ -18,8 +18,6 @@ from router.cost_model import (
     Estimate,
     Served,
     fit,
-    link_kind,
-    worker_kind,
 )
 
 P, D, LINK = "prefill cpu", "decode cpu", "within a host"
@@ -72,7 +70,7 @@ def test_it_starts_empty_and_predicts_nothing_before_there_is_enough() -> None:
     assert model.handoffs == MIN_SAMPLES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), noise=st.sampled_from([0.0, 0.1, 0.3]), outliers=st.sampled_from([0.0, 0.1]))
 def test_it_recovers_planted_costs_under_noise_and_outliers(seed: int, noise: float, outliers: float) -> None:
     """... within three times the margin, apart from the mean of skewed noise."""
@@ -91,7 +89,7 @@ def test_it_recovers_planted_costs_under_noise_and_outliers(seed: int, noise: fl
         check(costs.decode[D].at(1, decoding), 5e-3 + 5e-4 * decoding)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(st.tuples(st.just(1.0), st.floats(0, 1e9), st.floats(0, 1e5)), st.floats(1e-6, 1e3)),
@@ -152,10 +150,6 @@ def test_a_prompt_before_another_counts_as_one_of_its_tokens_until_that_is_measu
     assert behind.margin_s >= 0.19
 
 
-def test_equal_measurements_give_equal_lines() -> None:
-    assert learned(100, 0.3, 0.1) == learned(100, 0.3, 0.1)
-
-
 def test_its_memory_is_bounded() -> None:
     rng, model = random.Random(11), CostModel()
     tracemalloc.start()
@@ -182,9 +176,3 @@ def test_it_says_what_it_knows_in_words() -> None:
         "hand-off within a host: 1 ms + 0.4 ms/MB (from 400 requests)",
         "decode on a decode cpu worker: 5.5 ms/token alone, 9 ms/token at 8 running (from 400 requests)",
     ]
-
-
-def test_kinds() -> None:
-    assert worker_kind("decode", "cuda:1") == "decode cuda"
-    assert link_kind("a", "a") == "within a host"
-    assert link_kind("a", "b") == "between hosts"

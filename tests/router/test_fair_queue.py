@@ -54,17 +54,6 @@ class Line:
         self.queue.left(waiting)
 
 
-async def test_one_request_does_not_wait_for_a_thousand_of_another_client() -> None:
-    line = Line()
-    for _ in range(1_000):
-        line.add("many")
-    for _ in range(100):
-        line.serve()
-    line.add("one")
-    assert "one" in [line.serve().client for _ in range(2)]
-    assert set(line.serve_all()) == {"many"}
-
-
 async def test_clients_get_equal_tokens_not_equal_requests() -> None:
     line = Line()
     for _ in range(400):
@@ -75,12 +64,6 @@ async def test_clients_get_equal_tokens_not_equal_requests() -> None:
         waiting = line.serve()
         got[waiting.client] += waiting.tokens
     assert abs(got["short"] - got["long"]) <= 100, got
-
-
-async def test_requests_of_one_client_keep_their_order_and_a_client_alone_waits_for_none() -> None:
-    line = Line()
-    orders = [line.add("a", random.Random(i).randint(1, 50)).order for i in range(50)]
-    assert [line.serve().order for _ in orders] == orders
 
 
 async def test_idle_clients_save_up_nothing_and_owe_what_they_got() -> None:
@@ -104,18 +87,6 @@ async def test_idle_clients_save_up_nothing_and_owe_what_they_got() -> None:
         if waiting.client == "greedy":
             line.add("greedy", 50)
     assert abs(got["a"] - got["greedy"]) <= 60, got
-
-
-async def test_lower_priorities_come_first_and_retries_before_their_own() -> None:
-    line = Line()
-    line.add("a", priority=1)
-    line.add("b")
-    line.add("c", priority=-7)
-    line.add("d")
-    assert line.serve().client == "c"
-    line.add("r", order=0)
-    line.add("s", priority=1, order=0)
-    assert line.serve_all() == ["r", "b", "d", "s", "a"]
 
 
 async def test_modes_share_turns() -> None:

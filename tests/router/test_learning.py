@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 PREFILL, DECODE, LINK = "prefill cpu", "decode cpu", "within a host"
 
 
+def notes(cluster: Cluster) -> list[Served]:
+    """What the router gives the cost model from now on."""
+    noted: list[Served] = []
+    cluster.registry.cost_model.note = noted.append  # type: ignore[assignment, method-assign]
+    return noted
+
+
 async def serve(cluster: Cluster, count: int, mode: Mode, **request: int) -> None:
     for index in range(count):
-        await cluster.tokens(cluster.record(mode=mode, name=f"r{index}", **request))  # type: ignore[arg-type]
+        await cluster.served(cluster.record(mode=mode, name=f"r{index}", **request))  # type: ignore[arg-type]
 
 
 async def test_it_learns_each_part_of_a_hand_off(make_cluster: MakeCluster) -> None:
@@ -69,9 +76,7 @@ async def test_waiting_for_room_is_not_the_hand_offs_cost(make_cluster: MakeClus
 
 async def test_cached_tokens_are_not_computed(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    model = cluster.registry.cost_model
-    noted: list[Served] = []
-    model.note = noted.append  # type: ignore[assignment, method-assign]
+    noted = notes(cluster)
     cluster.fleet["p0"].cached_tokens = 4
     await serve(cluster, 1, Mode.PD)
     assert [served.uncached_tokens for served in noted] == [1]
@@ -79,13 +84,12 @@ async def test_cached_tokens_are_not_computed(make_cluster: MakeCluster) -> None
 
 async def test_what_waits_before_a_prompt_and_what_decodes_beside_it_is_counted(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=0)
-    noted: list[Served] = []
-    cluster.registry.cost_model.note = noted.append  # type: ignore[assignment, method-assign]
+    noted = notes(cluster)
     cluster.fleet["d0"].delay_s = {"run": 0.1, "run_more": 0.01}
 
     async def one(name: str, at_s: float, tokens: int) -> None:
         await asyncio.sleep(at_s)
-        await cluster.tokens(cluster.record((1,) * tokens, name=name, mode=Mode.COLOCATED, max_tokens=21))
+        await cluster.served(cluster.record((1,) * tokens, name=name, mode=Mode.COLOCATED, max_tokens=21))
 
     await asyncio.gather(one("a", 0.0, 5), one("b", 0.05, 7), one("c", 0.21, 9))
     assert [(s.uncached_tokens, s.tokens_ahead, s.decoding_beside) for s in noted] == [(5, 0, 0), (7, 5, 0), (9, 0, 2)]
@@ -96,8 +100,7 @@ async def test_what_waits_before_a_prompt_and_what_decodes_beside_it_is_counted(
 
 async def test_a_retry_teaches_nothing(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    noted: list[Served] = []
-    cluster.registry.cost_model.note = noted.append  # type: ignore[assignment, method-assign]
+    noted = notes(cluster)
     cluster.fleet["d0"].fail("decode", TransferTimeout("planted"))
     await serve(cluster, 1, Mode.PD)
     assert noted == []

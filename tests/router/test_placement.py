@@ -278,18 +278,6 @@ def test_what_no_worker_could_hold_is_never_placed(mode: WaitMode) -> None:
     assert isinstance(place(needs(mode), view(worker("p0", live=False, ready=False, max_tokens=1))), Wait)
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "least_tokens"])
-def test_equal_workers_take_turns_and_one_that_comes_back_is_next(policy: str) -> None:
-    last_used = dict.fromkeys(["p0", "p1", "p2"], 0)
-    order = []
-    for turn in range(1, 9):
-        there = [worker(name, last_used=used) for name, used in last_used.items() if name != "p1" or not 4 <= turn <= 6]
-        prefill, _ = placed(place(needs(), view(*there, worker("d0"), policy=policy)))
-        last_used[prefill] = turn
-        order.append(prefill)
-    assert order == ["p0", "p1", "p2", "p0", "p2", "p0", "p1", "p2"]
-
-
 # --- whatever the cluster --------------------------------------------------------------------------------------------
 
 

@@ -45,17 +45,6 @@ def test_every_name_of_the_configuration_has_a_policy_and_no_other_exists() -> N
     assert set(POLICIES) == set(get_args(RoutingPolicy))
 
 
-def test_round_robin_takes_the_one_chosen_longest_ago_whatever_its_load() -> None:
-    workers = [worker("p0", last_used=3), worker("p1", 99, last_used=1), worker("p2", last_used=2)]
-    assert choose("round_robin", workers) == ("p1", "its turn among 3")
-
-
-def test_least_tokens_takes_the_one_with_the_fewest_and_among_equals_the_one_chosen_longest_ago() -> None:
-    workers = [worker("p0", 9), worker("p1", 7), worker("p2", 8)]
-    assert choose("least_tokens", workers) == ("p1", "7 outstanding tokens, the fewest of 3")
-    assert choose("least_tokens", [worker("p0", last_used=2), worker("p1", last_used=1)])[0] == "p1"
-
-
 def test_random_draws_evenly_and_each_role_by_itself() -> None:
     workers = [worker(f"p{number}") for number in range(4)]
     assert choose("random", workers)[1] == "drawn from 4"

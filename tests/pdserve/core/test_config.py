@@ -31,13 +31,6 @@ def test_nothing_at_all_gives_the_defaults(tmp_path: Path) -> None:
     assert (config.gateway.port, config.engine.block_size) == (50_051, None)
 
 
-def test_the_file_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path, "engine:\n  num_blocks: 17\nrouter:\n  patience_s: 2.5\n")
-    config = PdserveConfig.load(str(path))
-    assert config.engine.num_blocks == 17
-    assert config.router.patience_s == 2.5
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_with_all_keys_commented_out_means_its_defaults(tmp_path: Path, section: str) -> None:
     path = write(tmp_path, f"{section}:\n  # nothing\n")
@@ -52,11 +45,6 @@ def test_overrides_win_over_the_file_and_none_is_no_override(tmp_path: Path) -> 
     )
     assert (config.engine.num_blocks, config.engine.block_size) == (4, 8)
     assert config.router.policy == "round_robin"
-
-
-def test_dumped_and_parsed_it_is_the_same() -> None:
-    config = PdserveConfig.load(None, {"engine.num_blocks": 4, "model.name": "m"})
-    assert PdserveConfig.parse(config.model_dump()) == config
 
 
 @pytest.mark.parametrize(
@@ -121,10 +109,9 @@ def test_other_chunk_tokens_are_refused(tmp_path: Path, text: str) -> None:
         PdserveConfig.load(write(tmp_path, f"engine: {{chunk_tokens: {text}}}\n"))
 
 
-@pytest.mark.parametrize("key", ["num_blocks", "max_num_seqs"])
-def test_it_cannot_be_changed(key: str) -> None:
+def test_it_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        setattr(PdserveConfig().engine, key, 3)
+        PdserveConfig().engine.num_blocks = 3  # type: ignore[misc]
 
 
 def test_every_field_is_documented() -> None:

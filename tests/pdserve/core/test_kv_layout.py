@@ -34,11 +34,6 @@ def test_known_sizes() -> None:
     assert KVLayout.uniform("h", "float32", 64, 30, 3, 64).token_bytes == 46_080
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3)])
-def test_blocks_for(tokens: int, blocks: int) -> None:
-    assert LLAMA_3_8B.blocks_for(tokens) == blocks
-
-
 def test_expected_bytes_are_whole_blocks_less_the_skipped() -> None:
     assert LLAMA_3_8B.expected_bytes(65) == 2 * LLAMA_3_8B.block_bytes
     assert LLAMA_3_8B.expected_bytes(65, blocks_skipped=1) == LLAMA_3_8B.block_bytes

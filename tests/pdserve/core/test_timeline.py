@@ -159,14 +159,6 @@ def test_measured_offsets_are_taken_out_of_what_crosses_hosts(offset_p_s: float,
     assert stages(subject, TTFT_DECODE) == pytest.approx(TTFT_DECODE_MS, abs=1e-6)
 
 
-def test_an_offset_has_the_sign_it_says() -> None:
-    subject = timeline(offset_p_s=3.0)
-    assert stages(subject, TTFT_DECODE)["kv_exposed"] == pytest.approx(20.0 - 3000.0)
-    subject.clocks["p0"] = ClockOffset(3.0, 0.0)
-    assert subject.gateway_time(K.TOKEN_1_SAMPLED) == pytest.approx(0.057)
-    assert stages(subject, TTFT_DECODE)["kv_exposed"] == pytest.approx(20.0)
-
-
 def test_the_clock_error_bounds_the_stage_that_two_clocks_put_wrong() -> None:
     """Offsets measured wrong by all of their errors, in opposite directions: the worst there is."""
     subject = timeline()
