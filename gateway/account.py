@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.inference import Completion
 from pdserve.core.timeline import Figure
-from router.request_record import RoutingResult
+from router.session import RoutingResult
 
 _PROOF = (
     "transport", "kv_bytes", "kv_bytes_retried", "blocks_skipped", "messages", "checksum", "wire_ms",
@@ -30,7 +30,7 @@ def account_of(completion: Completion) -> dict[str, Any]:
         "prompt_tokens": len(record.request.prompt_token_ids),
         "output_tokens": len(record.output_token_ids),
         "prefill_cached_tokens": result.prefill_cached_tokens,
-        "attempts": result.attempts,
+        "attempts": record.attempts,
         "placements": list(record.placements),
         "failures": [failed._asdict() for failed in record.failures],
         "transfer": _transfer(completion),

@@ -9,7 +9,7 @@ from typing import Any
 from gateway.callers import Caller
 from gateway.validation import MAX_PROMPT_LOGPROBS, Submission
 from pdserve.core.errors import DuplicateRequest, InvalidRequest
-from router.request_record import Deadline
+from router.deadline import Deadline
 
 MAX_USER_CHARACTERS = 256  # of a user's name, as far as it tells users apart
 

@@ -38,8 +38,9 @@ from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, Breakdown, EventKind, Figure
-from router.request_record import Deadline, RequestRecord, RoutingResult
+from router.deadline import Deadline
 from router.router import Router
+from router.session import RoutingResult, Session
 from runtime.logs import bind_request
 
 _RESUMED_AT_ONCE = 256
@@ -53,7 +54,7 @@ class OutputToken:
     """A token of the output of ``record``. ``text`` is what it adds. ``logprobs`` belong to the token itself, even if
     its text is held back or trimmed. After the ``last`` one comes the completion."""
 
-    record: RequestRecord
+    record: Session
     token_id: int
     text: str
     index: int
@@ -63,12 +64,16 @@ class OutputToken:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request: its record, where it ran, its whole output, and why that ended."""
+    """A finished request: its session, its whole output, and why that ended."""
 
-    record: RequestRecord
-    result: RoutingResult
+    record: Session
     output: OutputText
     finish_reason: FinishReason
+
+    @property
+    def result(self) -> RoutingResult:
+        """Where it ran, and what that has shown."""
+        return self.record.result
 
     @property
     def mode(self) -> str:
@@ -94,7 +99,7 @@ class Completion:
 class Observer:
     """Is told of every request, for metrics or traces. Must not raise."""
 
-    def first(self, record: RequestRecord, seconds: float) -> None:
+    def first(self, record: Session, seconds: float) -> None:
         """Token 1 of a request came ``seconds`` after its call."""
 
     def gap(self, seconds: float, index: int) -> None:
@@ -139,7 +144,7 @@ class Inference:
         self._clock = clock
         self._cache_key = cache_key
         self._observers = tuple(observers)
-        self.running: dict[tuple[str, str], RequestRecord] = {}
+        self.running: dict[tuple[str, str], Session] = {}
         """Requests whose prompt has been read and that have not ended, by their caller's name and their id, the oldest
         first."""
         self._claims: dict[tuple[str, str], Claim] = {}
@@ -240,7 +245,7 @@ class Inference:
                 self._being_read[client] -= 1
                 if not self._being_read[client]:
                     del self._being_read[client]
-            record = RequestRecord(
+            record = Session(
                 request,
                 arrival.deadline,
                 client=arrival.client(submission.user),
@@ -254,7 +259,7 @@ class Inference:
             if (ended := await self._resume(record, text)) is not None:
                 if request.sampling.prompt_logprobs is not None:
                     await self._compute_prompt(record)
-                yield self._completion(Completion(record, RoutingResult(), text, ended), arrival)
+                yield self._completion(Completion(record, text, ended), arrival)
                 return
             async with aclosing(self._tokens(record, text, arrival)) as outputs:
                 async for output in outputs:
@@ -317,7 +322,7 @@ class Inference:
             session_id=submission.session_id,
         )
 
-    async def _resume(self, record: RequestRecord, output: OutputText) -> FinishReason | None:
+    async def _resume(self, record: Session, output: OutputText) -> FinishReason | None:
         """Give ``output`` the tokens that the client of a resumed request already has. Returns why the request ended
         with them, if it did: its stream broke before the completion."""
         for count, token_id in enumerate(record.output_token_ids, 1):
@@ -334,26 +339,25 @@ class Inference:
             output.end()
         return ended
 
-    async def _compute_prompt(self, record: RequestRecord) -> None:
+    async def _compute_prompt(self, record: Session) -> None:
         """Compute the log-probabilities of a prompt whose output is complete."""
         sampling = msgspec.structs.replace(record.request.sampling, max_tokens=1)
         request = msgspec.structs.replace(record.request, sampling=sampling, output_token_ids=())
-        alone = RequestRecord(request, record.deadline, client=record.client, holder=record.holder)
+        alone = Session(request, record.deadline, client=record.client, holder=record.holder)
         async with aclosing(self._router.generate(alone)) as tokens:
             async for _ in tokens:
                 record.prompt_logprobs = alone.prompt_logprobs
 
     async def _tokens(
-        self, record: RequestRecord, output: OutputText, arrival: Arrival
+        self, record: Session, output: OutputText, arrival: Arrival
     ) -> AsyncGenerator[OutputToken | Completion, None]:
         timeline, now = record.timeline, self._clock.now
         finish_reason = FinishReason.ERROR
         timeline.record(EventKind.TOKENIZED, GATEWAY, now())
-        generation = self._router.generate(record)
-        async with aclosing(generation):
+        async with aclosing(self._router.generate(record)) as tokens:
             index = resumed = len(record.output_token_ids)
             before_s = 0.0
-            async for token in generation:
+            async for token in tokens:
                 arrival.caller.quota.spend(1 + record.recomputed_tokens)
                 was_paused, record.recomputed_tokens = bool(record.recomputed_tokens), 0
                 text = output.add(token.token_id)
@@ -376,9 +380,9 @@ class Inference:
                 yield OutputToken(record, token.token_id, text, index, last, token.logprobs)
                 index += 1
                 if output.stopped and token.finish_reason is None:
-                    await generation.stop()
+                    record.stopped = True
                     break
-        yield self._completion(Completion(record, generation.result, output, finish_reason), arrival)
+        yield self._completion(Completion(record, output, finish_reason), arrival)
 
     def _completion(self, completion: Completion, arrival: Arrival) -> Completion:
         """``completion``, of which the observers are told."""

@@ -17,7 +17,7 @@ from gateway.callers import Caller
 from gateway.inference import Completion, Inference, Observer
 from pdserve.core.timeline import Figure
 from pdserve.pb import inference_pb2 as pb
-from router.request_record import RequestRecord
+from router.session import Session
 
 FINISHED = 12
 """Finished requests of each caller that are kept, and finished requests that are shown."""
@@ -34,7 +34,7 @@ class LastRequests(Observer):
         self._finished: dict[str, deque[tuple[int, dict[str, Any]]]] = {}  # by caller, with their place among all
         self._count = itertools.count()
 
-    def first(self, record: RequestRecord, seconds: float) -> None:
+    def first(self, record: Session, seconds: float) -> None:
         """Count it."""
         self.counts["first_tokens"] += 1
         self.counts["ttft_s"] += seconds

@@ -13,7 +13,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.config import SloConfig
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
-from router.request_record import RequestRecord
+from router.session import Session
 from router.view import WorkerView
 
 
@@ -21,7 +21,7 @@ class LoadMeter(Observer):
     """Observes requests, and the workers at each `look`. ``running`` gives the requests
     that have not ended."""
 
-    def __init__(self, objectives: SloConfig, clock: Clock, running: Callable[[], Iterable[RequestRecord]]) -> None:
+    def __init__(self, objectives: SloConfig, clock: Clock, running: Callable[[], Iterable[Session]]) -> None:
         self._clock = clock
         self._running = running
         self._ttft = _bounds_s(objectives.ttft_ms)
@@ -32,7 +32,7 @@ class LoadMeter(Observer):
             samples={role: RoleSamples() for role in Role},
         )
 
-    def first(self, record: RequestRecord, seconds: float) -> None:
+    def first(self, record: Session, seconds: float) -> None:
         """Count the first token of a request."""
         self._load.first_tokens += 1
         self._load.prompt_tokens += len(record.request.prompt_token_ids)

@@ -8,8 +8,8 @@ import random
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
-from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
+from pdserve.core.config import RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, WorkerLost
 from pdserve.core.handoff import PrefixFetch, PrefixSource, prefix_transfer_id
 from pdserve.core.request import Mode
@@ -17,12 +17,13 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, Event, EventKind
 from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
-from router.cost_model import Served, link_kind, worker_kind
+from router.cost_model import Served
 from router.handles import WorkerHandle
+from router.measure import Measure
 from router.prefix_fetch import SOURCE_TIMEOUT_S
 from router.registered_worker import RegisteredWorker, Share
 from router.registry import Assignment, WorkerRegistry
-from router.request_record import RequestRecord, RoutedToken, RoutingResult
+from router.session import RoutedToken, RoutingResult, Session
 from router.worker_stream import Arrival, WorkerStream
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 2.0  # after this, the blocks of a worker that does not answer are freed by their leases
 PROOF_TIMEOUT_S = 10.0
 """How long to wait for the proof of a hand-off after the last token."""
-MIN_ITL_TOKENS = 4  # with fewer, the time per token is not taken as measured
 
 # A retry after token 1 gets token 2 from a prefill, whose events replace those of decode.
 _AS_TOKEN_2 = {
@@ -48,28 +48,24 @@ class Attempt:
 
     def __init__(
         self,
-        record: RequestRecord,
+        session: Session,
         assignment: Assignment,
-        result: RoutingResult,
         registry: WorkerRegistry,
+        config: RouterConfig,
         clock: Clock,
-        max_unread: int,
         arrivals: Arrivals,
-        hold_first_token: bool = False,
-        chance: random.Random = SYSTEM,
+        chance: random.Random,
     ) -> None:
         self.failed: set[str] = set()
-        self._record = record
-        self._request = record.next_attempt(chance)
+        self._session, self._deadline = session, session.deadline
+        self._request = session.next_attempt(chance)
         self._assignment = assignment
-        self._result = result
         self._registry = registry
+        self._config = config
         self._clock = clock
-        self._deadline = record.deadline
-        self._max_unread = max_unread
         self._arrivals = arrivals
-        self._hold_first_token = hold_first_token
-        self._delivered_before = len(record.output_token_ids)
+        self._hold_first_token = config.first_token == "decode"
+        self._delivered_before = len(session.output_token_ids)
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
         self._aborts: set[asyncio.Task[None]] = set()
@@ -78,22 +74,17 @@ class Attempt:
         self._placed_s = clock.now()
         self._complete = False
         self._dispatched = self._decoded = False
-        self._ahead = self._beside = self._decoding = 0
-        self._last_s = 0.0
         self._prefix: PrefixSending | None = None
-        # As they were placed: a worker may take another role meanwhile.
-        both = (assignment.prefill, assignment.decode or assignment.prefill)
-        self._prefill_on, self._decode_on = [worker_kind(s.worker.role, s.worker.info.device) for s in both]
+        self._measure = Measure(assignment)
 
     async def __aenter__(self) -> Attempt:
-        prefill = self._assignment.prefill.worker
-        result = self._result
-        colocated = self._assignment.decode is None
-        result.mode = Mode.COLOCATED if colocated else Mode.PD
-        result.prefill_worker, result.decode_worker = prefill.worker_id, prefill.worker_id if colocated else ""
-        result.proof, result.kv_bytes_expected, result.prefill_cached_tokens = None, 0, 0
-        result.prefix_fetch, result.prefix_bytes_expected = None, 0
-        result.block_size, result.attempts = prefill.info.layout.block_size, self._record.attempts
+        prefill, is_pair = self._assignment.prefill.worker, self._assignment.decode is not None
+        self._session.result = RoutingResult(
+            Mode.PD if is_pair else Mode.COLOCATED,
+            prefill.worker_id,
+            "" if is_pair else prefill.worker_id,
+            prefill.info.layout.block_size,
+        )
         self._note(EventKind.PAIR_CHOSEN)
         return self
 
@@ -147,13 +138,13 @@ class Attempt:
     @property
     def gave_tokens(self) -> bool:
         """Whether the request has tokens from this attempt."""
-        return len(self._record.output_token_ids) > self._delivered_before
+        return len(self._session.output_token_ids) > self._delivered_before
 
     def call_off(self) -> None:
         """Note that no more tokens are wanted. If decode has given no token, its hand-off is cancelled, so that no KV
         bytes are expected."""
         if not self._decoded:
-            self._result.kv_bytes_expected = 0
+            self._session.result.kv_bytes_expected = 0
 
     @property
     def hands_off(self) -> bool:
@@ -163,50 +154,9 @@ class Attempt:
     def served(self) -> Served | None:
         """What the attempt has measured, for the cost model; None if it is a retry, gave no token, or also computed
         log-probabilities of its prompt. Call it after the last token."""
-        timeline, result, count = self._record.timeline, self._result, len(self._record.output_token_ids)
-        tells_prompt = self._request.sampling.prompt_logprobs is not None
-        if self._delivered_before or tells_prompt or not timeline.has(EventKind.TOKEN_1_SAMPLED):
+        if self._delivered_before or self._request.sampling.prompt_logprobs is not None:
             return None
-
-        def span_s(start: EventKind, end: EventKind) -> float:
-            both = timeline.has(start) and timeline.has(end)
-            return max(0.0, timeline.gateway_time(end) - timeline.gateway_time(start)) if both else -1.0
-
-        prefill = self._assignment.prefill.worker
-        decode = prefill if self._assignment.decode is None else self._assignment.decode.worker
-        handoff_s = span_s(EventKind.TOKEN_1_SAMPLED, EventKind.DECODE_SCHEDULED)
-        if handoff_s >= 0:
-            handoff_s = max(0.0, handoff_s - timeline.room_wait_ms / 1e3)
-        prefill_s = span_s(EventKind.PREFILL_RECEIVED, EventKind.TOKEN_1_SAMPLED)
-        fetch, planned = result.prefix_fetch, self._assignment.fetch
-        fetch_link = ""
-        if fetch is not None:
-            prefill_s = max(0.0, prefill_s - fetch.duration_ms / 1e3)
-            source = self._registry.get(fetch.source)
-            if fetch.proof is not None and fetch.tokens and source is not None and planned and planned.is_usual:
-                fetch_link = link_kind(prefill.info.node, source.info.node)
-        itl_s = -1.0
-        if count >= MIN_ITL_TOKENS and timeline.has(EventKind.TOKEN_2_ARRIVED):
-            itl_s = (self._last_s - timeline.gateway_time(EventKind.TOKEN_2_ARRIVED)) / (count - 2)
-        return Served(
-            prefill_on=self._prefill_on,
-            uncached_tokens=self._request.num_tokens - result.prefill_cached_tokens,
-            tokens_ahead=self._ahead,
-            decoding_beside=self._beside,
-            prefill_s=prefill_s,
-            decode_on=self._decode_on,
-            link=link_kind(prefill.info.node, decode.info.node) if result.proof is not None else "",
-            kv_bytes=result.proof.kv_bytes if result.proof is not None else 0,
-            handoff_s=handoff_s,
-            # The mean of the second and the last token.
-            decoding=(self._decoding + decode.decoding_here + 1) / 2,
-            itl_s=itl_s,
-            outputs_share=count / self._record.request.sampling.max_tokens,
-            prompt_tokens=self._request.num_tokens,
-            fetch_link=fetch_link,
-            fetch_bytes=fetch.proof.kv_bytes if fetch is not None and fetch.proof is not None else 0,
-            fetch_s=fetch.duration_ms / 1e3 if fetch is not None else -1.0,
-        )
+        return self._measure.served(self._session, self._request.num_tokens, self._registry)
 
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens of this attempt. Raises the error that ends it, after adding workers to `failed`."""
@@ -228,8 +178,8 @@ class Attempt:
 
     async def _on_pair(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
         share, decode, request = self._assignment.prefill, decode_share.worker, self._request
-        self._result.decode_worker = decode.worker_id
-        self._result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
+        self._session.result.decode_worker = decode.worker_id
+        self._session.result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
         self._send(share.worker, decode)
         self._dispatched = True
         # Both at once: prefill computes while decode allocates blocks and announces them.
@@ -330,16 +280,15 @@ class Attempt:
             self._registry.spawn(_abort(prefix.source.handle, prefix.attempt_id))
 
     def _note_fetch(self, fetch: PrefixFetch, worker: RegisteredWorker) -> None:
-        self._result.prefix_fetch = fetch
-        self._result.prefix_bytes_expected = worker.info.layout.expected_bytes(fetch.tokens)
+        self._session.result.prefix_fetch = fetch
+        self._session.result.prefix_bytes_expected = worker.info.layout.expected_bytes(fetch.tokens)
         if fetch.failure:
             log.warning("request %s: a prefix is computed: %s", self._request.request_id, fetch.failure)
             self._registry.fetch_failed(worker, fetch.source)
 
     def _send(self, *workers: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)
-        self._ahead = max(0, workers[0].prompt_tokens - self._assignment.prefill.prompt_tokens)
-        self._beside = workers[0].decoding
+        self._measure.sent()
         self._contacted += workers
 
     def _open(self, share: Share) -> WorkerStream:
@@ -355,7 +304,7 @@ class Attempt:
             share.worker,
             self._clock,
             self._arrivals,
-            max_unread=self._max_unread,
+            max_unread=self._config.max_unread_tokens,
             on_arrival=arrived,
             on_change=self._changed,
             on_stall=self._leave,
@@ -387,24 +336,24 @@ class Attempt:
 
     def _note(self, kind: EventKind) -> None:
         if self._delivered_before == 0:
-            self._record.timeline.record(kind, GATEWAY, self._clock.now())
+            self._session.timeline.record(kind, GATEWAY, self._clock.now())
 
     def _deliver(self, arrival: Arrival, worker: RegisteredWorker) -> RoutedToken | None:
-        """Merge an output into record and result. Returns its token, if it has one."""
-        output, record = arrival.output, self._record
+        """Merge an output into the session. Returns its token, if it has one."""
+        output, session, result = arrival.output, self._session, self._session.result
         if (proof := output.proof) is not None:
             layout = worker.info.layout
-            self._result.proof = proof
-            self._result.kv_bytes_expected = layout.expected_bytes(self._request.num_tokens, proof.blocks_skipped)
+            result.proof = proof
+            result.kv_bytes_expected = layout.expected_bytes(self._request.num_tokens, proof.blocks_skipped)
         if output.prompt_logprobs:
-            record.prompt_logprobs = output.prompt_logprobs
+            session.prompt_logprobs = output.prompt_logprobs
         if output.prefix_fetch is not None:
             self._note_fetch(output.prefix_fetch, worker)
         if output.cached_tokens:  # the prompt of a retry includes the outputs so far
-            self._result.prefill_cached_tokens = min(output.cached_tokens, len(record.request.prompt_token_ids))
-        if worker.worker_id == self._result.decode_worker:
+            result.prefill_cached_tokens = min(output.cached_tokens, len(session.request.prompt_token_ids))
+        if worker.worker_id == result.decode_worker:
             self._decoded = True
-        index = len(record.output_token_ids)
+        index = len(session.output_token_ids)
         if self._delivered_before == 0 and index <= 1:
             self._merge(output.events, worker)
         elif self._delivered_before == index == 1:
@@ -415,16 +364,15 @@ class Attempt:
         self._end_prefix()
         if index <= 1:
             kind = EventKind.TOKEN_1_ARRIVED if index == 0 else EventKind.TOKEN_2_ARRIVED
-            record.timeline.record(kind, GATEWAY, arrival.time_s)
-            self._decoding = worker.decoding_here
-        self._last_s = arrival.time_s
-        record.output_token_ids.append(output.token_id)
+            session.timeline.record(kind, GATEWAY, arrival.time_s)
+        self._measure.token(index, worker, arrival.time_s)
+        session.output_token_ids.append(output.token_id)
         return RoutedToken(output.token_id, output.finish_reason, output.logprobs, arrival.time_s)
 
     def _merge(self, events: tuple[Event, ...], worker: RegisteredWorker) -> None:
         if events:
-            self._record.timeline.extend(events)
-            self._record.timeline.clocks[worker.worker_id] = worker.handle.clock
+            self._session.timeline.extend(events)
+            self._session.timeline.clocks[worker.worker_id] = worker.handle.clock
 
 
 class PrefixSending:

@@ -129,7 +129,11 @@ def _capacity_error(needs: Needs, mode: Mode, view: ClusterView) -> CapacityExce
 
 def _place_one(needs: Needs, view: ClusterView, because: str) -> Placed | Wait:
     able = [worker for worker in view.workers if worker.ready and needs.tokens <= worker.max_tokens]
-    free = [worker for worker in able if view.is_free(worker, ahead=needs.ahead) and not worker.is_full_for(ahead=needs.ahead)]
+    free = [
+        worker
+        for worker in able
+        if view.is_free(worker, ahead=needs.ahead) and not worker.is_full_for(ahead=needs.ahead)
+    ]
     if not free:
         error = unavailable(Mode.COLOCATED, view)
         return Wait(f"{because}; {_first_clause(error) if error else _backlog(able, view)}", error)

@@ -17,15 +17,16 @@ from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, to_wire
-from pdserve.core.request import REQUEST_TRANSITIONS, FailedAttempt, Mode, RequestStatus
+from pdserve.core.request import FailedAttempt, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.arrivals import Arrivals
 from router.attempt import Attempt
+from router.deadline import Deadline
 from router.fair_queue import Waiting, is_below_share
 from router.registry import Assignment, WorkerRegistry
-from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.retries import Failures, RetryBudget
+from router.session import RoutedToken, Session
 from router.view import Needs, WaitMode
 from router.waiting_line import WaitingLine
 from router.worker_stream import ReaderStalled
@@ -127,178 +128,129 @@ class Router:
             self._refit_s = now_s
             model.refit()
 
-    def generate(self, record: RequestRecord) -> Generation:
-        """Return the tokens of a request as an async iterator, which starts the request when the first is read.
+    async def generate(self, session: Session) -> AsyncGenerator[RoutedToken, None]:
+        """The tokens of a request. Closing the generator (use ``contextlib.aclosing``) or cancelling its reader aborts
+        the request on its workers.
 
-        Iterating raises `NotReady` or `LayoutMismatch` (no worker can take it), `CapacityExceeded` (the queue is full,
-        or the request does not fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` after the last attempt.
+        Raises `NotReady` or `LayoutMismatch` (no worker can take it), `CapacityExceeded` (the queue is full, or the
+        request does not fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` after the last attempt.
         """
-        return Generation(record, self)
-
-
-class Generation:
-    """The tokens of a request as an async iterator (use ``contextlib.aclosing``), and its `result`.
-
-    Closing the iterator, or cancelling its reader, aborts the request on its workers.
-    """
-
-    def __init__(self, record: RequestRecord, router: Router) -> None:
-        self.record = record
-        self.result = RoutingResult()
-        self._router = router
-        self._order = next(router._orders)
-        self._mode: WaitMode = router.auto_mode if record.request.mode is Mode.AUTO else record.request.mode
-        self._stopped = False
-        self._attempt: Attempt | None = None
-        self._tokens = self._generate()
-
-    def __aiter__(self) -> AsyncGenerator[RoutedToken, None]:
-        return self._tokens
-
-    async def aclose(self) -> None:
-        """Abort the request if it has not ended."""
-        await self._tokens.aclose()
-
-    async def stop(self) -> None:
-        """End the request as finished, because the client needs no more tokens."""
-        self._stopped = True
-        if self._attempt is not None:
-            self._attempt.call_off()
-            self._router._learn(self._attempt)
-        await self.aclose()
-
-    async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
-        record, router = self.record, self._router
-        request_id = record.request.request_id
-        router._active[record.holder] += 1
-        router._budget.note_request()
+        request_id, order = session.request.request_id, next(self._orders)
+        mode: WaitMode = self.auto_mode if session.request.mode is Mode.AUTO else session.request.mode
+        self._active[session.holder] += 1
+        self._budget.note_request()
         try:
-            failures = Failures(router._config.max_attempts)
+            failures = Failures(self._config.max_attempts)
             while True:
-                assignment = await self._place(failures)
-                record.transition(RequestStatus.RUNNING)
-                record.attempts += 1
-                attempt = self._attempt = Attempt(
-                    record,
-                    assignment,
-                    self.result,
-                    router.registry,
-                    router._clock,
-                    router._config.max_unread_tokens,
-                    router._arrivals,
-                    router._config.first_token == "decode",
-                    chance=router.chance,
+                assignment = await self._place(session, mode, order, failures)
+                session.transition(RequestStatus.RUNNING)
+                session.attempts += 1
+                attempt = Attempt(
+                    session, assignment, self.registry, self._config, self._clock, self._arrivals, self.chance
                 )
                 bind_request(request_id, attempt.attempt_id)
                 try:
                     async with attempt, aclosing(attempt.tokens()) as tokens:
                         async for token in tokens:
                             if token.finish_reason is not None:
-                                record.transition(RequestStatus.FINISHED)
-                            yield token
-                    router._learn(attempt)
+                                session.transition(RequestStatus.FINISHED)
+                            try:
+                                yield token
+                            except GeneratorExit:
+                                if session.stopped:
+                                    attempt.call_off()
+                                    self._learn(attempt)
+                                raise
+                    self._learn(attempt)
                     return
                 except ReaderStalled as stalled:
                     log.info("request %s: paused until its client reads: %s", request_id, stalled)
                     failures.reset()
-                    record.recomputed_tokens += record.num_tokens
+                    session.recomputed_tokens += session.num_tokens
                 except PdserveError as error:
                     # A worker that refuses the request has not failed its hand-off.
                     handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
-                    if handoff_failed and router._on_kv_failure == "fail":
+                    if handoff_failed and self._on_kv_failure == "fail":
                         raise
                     if (final := failures.add(error, attempt, assignment)) is not None:
                         raise final from error
-                    log.warning("request %s: attempt %d failed: %s", request_id, record.attempts, error)
-                    record.failures.append(FailedAttempt(", ".join(sorted(attempt.failed)), *to_wire(error)))
-                    del record.failures[:-MAX_PLACEMENTS]
-                    if handoff_failed and router._on_kv_failure == "recompute":
-                        self._mode = Mode.COLOCATED
-                    elif isinstance(error, TransferError) and failures.is_last:
-                        self._mode = Mode.COLOCATED  # needs no KV transfer
-                record.transition(RequestStatus.QUEUED)
-                self._forget_attempt()
+                    log.warning("request %s: attempt %d failed: %s", request_id, session.attempts, error)
+                    session.failures.append(FailedAttempt(", ".join(sorted(attempt.failed)), *to_wire(error)))
+                    del session.failures[:-MAX_PLACEMENTS]
+                    needs_no_transfer = isinstance(error, TransferError) and failures.is_last
+                    if needs_no_transfer or (handoff_failed and self._on_kv_failure == "recompute"):
+                        mode = Mode.COLOCATED
+                session.transition(RequestStatus.QUEUED)
+                _forget_attempt(session)
                 if failures.in_a_row:
-                    await self._pause(failures)
+                    await self._pause(session.deadline, failures)
         except (asyncio.CancelledError, GeneratorExit):
-            self._end(RequestStatus.FINISHED if self._stopped else RequestStatus.ABORTED)
+            session.end(RequestStatus.FINISHED if session.stopped else RequestStatus.ABORTED)
             raise
         except BaseException:
-            self._end(RequestStatus.FAILED)
+            session.end(RequestStatus.FAILED)
             raise
         finally:
-            router._active[record.holder] -= 1
-            if not router._active[record.holder]:
-                del router._active[record.holder]
+            self._active[session.holder] -= 1
+            if not self._active[session.holder]:
+                del self._active[session.holder]
 
-    async def _pause(self, failures: Failures) -> None:
+    async def _pause(self, deadline: Deadline, failures: Failures) -> None:
         """Wait before a retry, then until the retry budget allows one."""
-        router, deadline = self._router, self.record.deadline
-        doing = "waiting for a retry"
-        await deadline.sleep(failures.pause_s * router.chance.uniform(0.5, 1.5), doing)
-        while not router._budget.take():
-            await deadline.sleep(
-                router._budget.wait_s() + router.chance.uniform(0.01, 0.1), f"{doing}: too many others are retried"
-            )
+        doing, budget, uniform = "waiting for a retry", self._budget, self.chance.uniform
+        await deadline.sleep(failures.pause_s * uniform(0.5, 1.5), doing)
+        while not budget.take():
+            await deadline.sleep(budget.wait_s() + uniform(0.01, 0.1), f"{doing}: too many others are retried")
 
-    async def _place(self, failures: Failures) -> Assignment:
-        record, deadline = self.record, self.record.deadline
+    async def _place(self, session: Session, mode: WaitMode, order: int, failures: Failures) -> Assignment:
+        """Wait for free workers."""
+        deadline, request = session.deadline, session.request
         needs = Needs(
-            self._mode,
-            record.num_tokens,
-            record.tokens_left,
+            mode,
+            session.num_tokens,
+            session.tokens_left,
             failures.avoid,
             failures.prefer,
-            ticket=next(self._router._tickets),
-            session=record.request.session_id,
-            min_output_tokens=_min_output_tokens(record),
-            ahead=is_below_share(self._router._active, record.holder),
+            ticket=next(self._tickets),
+            session=request.session_id,
+            min_output_tokens=session.min_output_tokens,
+            ahead=is_below_share(self._active, session.holder),
         )
         waiting = Waiting(
-            self._order,
+            order,
             needs,
-            record.client,
-            record.holder,
-            record.request.priority,
-            patient=record.attempts > 0,
+            session.client,
+            session.holder,
+            request.priority,
+            patient=session.attempts > 0,
             retry=failures.in_a_row > 0,
-            prompt=self._router.registry.prompt(record.request, record.token_ids),
+            prompt=self.registry.prompt(request, session.token_ids),
         )
-        if not record.attempts:
-            self._router._line.check_deadline(waiting, deadline.left_s)
+        if not session.attempts:
+            self._line.check_deadline(waiting, deadline.left_s)
         try:
-            assignment = await deadline.bound(self._router._line.wait(waiting), "waiting for a free worker")
+            assignment = await deadline.bound(self._line.wait(waiting), "waiting for a free worker")
         except DeadlineExceeded as error:
-            missing = self._router.registry.unavailable(self._mode)
+            missing = self.registry.unavailable(mode)
             raise error if missing is None else DeadlineExceeded(f"{error}; {missing}") from None
-        if self._router._arrivals.is_burst:
+        if self._arrivals.is_burst:
             try:
-                await deadline.bound(self._router._arrivals.settled(), "waiting while other requests were accepted")
+                await deadline.bound(self._arrivals.settled(), "waiting while other requests were accepted")
             except BaseException:
                 assignment.end()
                 raise
         # Its workers, too, let it come before others if it has aged, or its client has few.
-        if (waiting.priority, needs.ahead) != (record.request.priority, record.request.ahead):
-            priority = min(waiting.priority, record.request.priority)
-            record.request = msgspec.structs.replace(record.request, priority=priority, ahead=needs.ahead)
-        record.placements.append(assignment.reason)
-        del record.placements[:-MAX_PLACEMENTS]
-        log.debug("request %s: attempt %d: %s", record.request.request_id, record.attempts + 1, assignment.reason)
+        priority = min(waiting.priority, request.priority)
+        if (priority, needs.ahead) != (request.priority, request.ahead):
+            session.request = msgspec.structs.replace(request, priority=priority, ahead=needs.ahead)
+        session.placements.append(assignment.reason)
+        del session.placements[:-MAX_PLACEMENTS]
+        log.debug("request %s: attempt %d: %s", request.request_id, session.attempts + 1, assignment.reason)
         return assignment
 
-    def _forget_attempt(self) -> None:
-        """Remove the events of tokens that were not delivered."""
-        delivered = len(self.record.output_token_ids)
-        if delivered <= 1:
-            self.record.timeline.forget(_TOKEN_2 if delivered else _ALL_ATTEMPT)
 
-    def _end(self, status: RequestStatus) -> None:
-        if status in REQUEST_TRANSITIONS[self.record.status]:
-            self.record.transition(status)
-
-
-def _min_output_tokens(record: RequestRecord) -> int:
-    """The fewest tokens that a request still generates."""
-    sampling = record.request.sampling
-    ends_early = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids
-    return 1 if ends_early else record.tokens_left
+def _forget_attempt(session: Session) -> None:
+    """Remove the events of tokens that were not delivered."""
+    delivered = len(session.output_token_ids)
+    if delivered <= 1:
+        session.timeline.forget(_TOKEN_2 if delivered else _ALL_ATTEMPT)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-
 from kv_transfer.base import NOTHING, KVLink, KVTransport, Message, check_sizes
 from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.memory import Memory
@@ -22,7 +21,6 @@ from simulator.network import Connection, Network, Process
 NAME = "simulated"
 PIECES = 3
 """A payload is written in so many pieces, between which other threads run."""
-
 
 
 CheckWrite = Callable[[Sequence[Region]], None]
@@ -49,8 +47,8 @@ class Wires(NamedTuple):
 
 
 class WorldTransport(KVTransport):
-    """The transport of a worker's ``process``. With ``one_sided``, payloads are read when they are fetched, and not when
-    they are sent."""
+    """The transport of a worker's ``process``. With ``one_sided``, payloads are read when they are fetched, and not
+    when they are sent."""
 
     name = NAME
 
@@ -215,5 +213,3 @@ def _running() -> WorldLoop:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, WorldLoop), "a world runs it"
     return loop
-
-

@@ -56,7 +56,7 @@ class Callback:
                 self._call(*self._args)
             else:
                 self._context.run(self._call, *self._args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as asyncio does
             self.loop.call_exception_handler({"message": f"{self._call}", "exception": error})
 
 
@@ -227,7 +227,7 @@ class WorldLoop(asyncio.AbstractEventLoop):
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is the future's
             future.set_exception(error)
         return future
 

@@ -1,5 +1,5 @@
-"""Processes on hosts, and the connections between them: messages arrive in order after a delay; a connection breaks when
-one of its ends dies, or when no message could cross it for too long."""
+"""Processes on hosts, and the connections between them: messages arrive in order after a delay; a connection breaks
+when one of its ends dies, or when no message could cross it for too long."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request that a client sends ``at_s`` seconds after the service is ready. It leaves after ``leaves_after`` tokens
-    or ``leaves_s`` seconds (None: it stays), and waits ``read_s`` before it reads each token."""
+    """A request that a client sends ``at_s`` seconds after the service is ready. It leaves after ``leaves_after``
+    tokens or ``leaves_s`` seconds (None: it stays), and waits ``read_s`` before it reads each token."""
 
     at_s: float
     asked: Asked
@@ -161,7 +161,9 @@ def _fault(draw: random.Random, roles: dict[str, Role], gateways: int) -> Fault:
     lasting = draw.choice([0.05, 0.5, 2.0, 6.0])
     match kind:
         case "partition":
-            others = [f"host-{name}" for name in (*sorted(roles), *(f"gateway-{i}" for i in range(gateways)), "clients")]
+            others = [
+                f"host-{name}" for name in (*sorted(roles), *(f"gateway-{i}" for i in range(gateways)), "clients")
+            ]
             here = draw.choice(others)
             return Fault(at_s, kind, here, lasting, draw.choice([each for each in others if each != here]))
         case "kill_gateway":

@@ -296,13 +296,25 @@ class WorldGateway:
             self.registry.expect_workers(list(Mode) if both else [Mode.COLOCATED])
         auto: Mode = Mode.AUTO if both else Mode.COLOCATED
         self.router = Router(
-            self.registry, config.router, world, auto, config.transfer.on_kv_failure, chance  # type: ignore[arg-type]
+            self.registry,
+            config.router,
+            world,
+            auto,
+            config.transfer.on_kv_failure,
+            chance,  # type: ignore[arg-type]
         )
         self.directory = WorkerDirectory(self.registry, self._connect, "world", chance)
         self.directory.expect(self._members, self._version)
         report = StatusReport(self.registry, self.router, world, "simulated", "0", lambda: True)
         self.inference = Inference(
-            self.router, None, report.limits, None, world, 60.0, b"key", chance=chance  # type: ignore[arg-type]
+            self.router,
+            None,
+            report.limits,
+            None,
+            world,
+            60.0,
+            b"key",
+            chance=chance,  # type: ignore[arg-type]
         )
         self._network.servers[self.name] = self.process, self.loop, self.directory.serve
         self._network.servers[f"{self.name}/api"] = self.process, self.loop, self._serve

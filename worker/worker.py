@@ -38,13 +38,13 @@ from pdserve.core.worker import Role, SharedCores, WorkerInfo, WorkerLoad
 from runtime.plane_tls import PlaneTls, plane_tls
 from runtime.secret import ServiceSecret
 from worker import messages
-from worker.cores import shared_cores
 from worker.authentication import Wire
+from worker.cores import shared_cores
 from worker.heartbeat import Heartbeat, registry_wire
 from worker.incarnation import Incarnation
 from worker.links import LinkKeeper
-from worker.request_table import Handler, RequestTable, ServedRequest
 from worker.ports import WorkerPorts
+from worker.request_table import Handler, RequestTable, ServedRequest
 from worker.server import ControlServer, Outbox
 from worker.spec import WorkerSpec
 

@@ -15,7 +15,7 @@ from gateway.tokenizer import Tokenizer
 from gateway.tool_calls import ToolCallParser
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
-from router.request_record import RequestRecord
+from router.session import Session
 
 Object = dict[str, Any]
 
@@ -52,7 +52,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _choice(
-        self, index: int, record: RequestRecord, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
+        self, index: int, record: Session, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
     ) -> Object:
         """What the choice of output ``index`` says of ``text`` and its ``tokens``: those of the whole output, or of
         this ``part`` of a stream."""
@@ -129,7 +129,7 @@ class CompletionAnswer(Answer):
         self._echoes = echoes
 
     def _choice(
-        self, index: int, record: RequestRecord, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
+        self, index: int, record: Session, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
     ) -> Object:
         """Text and log-probabilities."""
         told = [(token.token_id, token.text, token.logprobs) for token in tokens]
@@ -172,7 +172,7 @@ class ChatAnswer(Answer):
         self._parsers: dict[str, ToolCallParser] = {}  # by request
 
     def _choice(
-        self, index: int, record: RequestRecord, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
+        self, index: int, record: Session, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
     ) -> Object:
         """A message, or what a token adds to it: text, and parts of tool calls. And log-probabilities."""
         logprobs = None

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 
 from gateway.shared_threads import SharedThreads
 from pdserve.core.errors import BodyTooLarge, CapacityExceeded, InvalidRequest, UnsupportedMediaType
-from router.request_record import Deadline
+from router.deadline import Deadline
 
 IN_THREAD_BYTES = 8 * 2**10
 """Larger bodies are parsed in a thread, one after the other, of each client one in line."""

@@ -15,10 +15,11 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Links, Role, WorkerLoad
 from router import retries
+from router.deadline import Deadline
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
-from router.request_record import Deadline, RequestRecord, RoutingResult
 from router.router import Router
+from router.session import RoutingResult, Session
 from router.view import WaitMode
 from tests.fake_worker import FakeWorker, fake_info, fake_links
 from tests.virtual_time import LoopClock, VirtualTimeLoop
@@ -51,18 +52,16 @@ class Cluster:
         holder: str = "",
         priority: int = 0,
         prompt_logprobs: int | None = None,
-    ) -> RequestRecord:
+    ) -> Session:
         """A request as the gateway hands it to the router."""
         sampling = SamplingParams(max_tokens=max_tokens, seed=1, prompt_logprobs=prompt_logprobs)
         request = Request(name, prompt, sampling, mode, salt=salt, priority=priority)
-        record = RequestRecord(
-            request, Deadline(self.clock.now() + timeout_s, self.clock), client=client, holder=holder
-        )
+        record = Session(request, Deadline(self.clock.now() + timeout_s, self.clock), client=client, holder=holder)
         record.timeline.record(EventKind.RECEIVED, "gateway", self.clock.now())
         record.timeline.record(EventKind.TOKENIZED, "gateway", self.clock.now())
         return record
 
-    async def served(self, record: RequestRecord, count: int = 0) -> RoutingResult:
+    async def served(self, record: Session, count: int = 0) -> RoutingResult:
         """The result of a request, once it has all its tokens (or ``count``): each is the one before plus one, and is
         delivered as it is recorded."""
         got: list[int] = []
@@ -72,9 +71,9 @@ class Cluster:
                 assert record.output_token_ids == got
         first = record.request.prompt_token_ids[-1] + 1
         assert got == list(range(first, first + (count or record.request.sampling.max_tokens)))
-        return generation.result
+        return record.result
 
-    async def watched(self, record: RequestRecord) -> tuple[list[float], RoutingResult]:
+    async def watched(self, record: Session) -> tuple[list[float], RoutingResult]:
         """When each token came, in milliseconds from now, and the result. Tokens count as written at once."""
         begin_s, emitted = self.clock.now(), [EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED]
         times: list[float] = []
@@ -83,7 +82,7 @@ class Cluster:
                 times.append((self.clock.now() - begin_s) * 1e3)
                 if len(times) <= 2:
                     record.timeline.record(emitted[len(times) - 1], "gateway", self.clock.now())
-        return times, generation.result
+        return times, record.result
 
     def worker(self, worker_id: str) -> RegisteredWorker:
         """A worker as the registry has it."""

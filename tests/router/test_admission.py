@@ -19,7 +19,7 @@ from router.view import Needs
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from router.request_record import RoutedToken
+    from router.session import RoutedToken
     from tests.router.conftest import Cluster, MakeCluster
 
 SERVICE_S = 0.1

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.core.errors import DeadlineExceeded
-from router.request_record import Deadline
+from router.deadline import Deadline
 from tests.virtual_time import LoopClock
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.timeline import Figure
 from router import retries
 from router.attempt import ABORT_TIMEOUT_S, PROOF_TIMEOUT_S
-from router.request_record import Deadline
+from router.deadline import Deadline
 from router.retries import MIN_RETRIES
 from tests.fake_worker import Point, fake_links
 
@@ -64,7 +65,7 @@ async def test_a_failure_anywhere_costs_the_client_nothing(
     cluster = failing(make_cluster, bad, point, error, first)
     record = cluster.record()
     result = await cluster.served(record)
-    assert (record.status, record.attempts, result.attempts) == (RequestStatus.FINISHED, 2, 2)
+    assert (record.status, record.attempts) == (RequestStatus.FINISHED, 2)
     assert bad not in (result.prefill_worker, result.decode_worker), "the retry avoids the worker that failed"
     assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
     assert result.proof is not None
@@ -110,8 +111,9 @@ async def test_what_fails_before_or_after_the_hand_off_is_tried_again_in_any_cas
     make_cluster: MakeCluster, policy: str, bad: str, point: Point, error: PdserveError, first: Point
 ) -> None:
     cluster = failing(make_cluster, bad, point, error, first, on_kv_failure=policy)
-    result = await cluster.served(cluster.record())
-    assert (result.mode, result.attempts) == (Mode.PD, 2)
+    record = cluster.record()
+    result = await cluster.served(record)
+    assert (result.mode, record.attempts) == (Mode.PD, 2)
     cluster.check_idle()
 
 
@@ -161,13 +163,14 @@ async def test_a_continuation_of_one_token_needs_no_hand_off(make_cluster: MakeC
 async def test_a_continuation_stopped_at_its_first_token_expects_no_hand_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(decode=2)
     cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
-    generation = cluster.router.generate(cluster.record())
-    async for _ in generation:
-        if generation.record.attempts == 2:
-            break
-    await generation.stop()
-    assert generation.record.output_token_ids == [6, 7]
-    assert (generation.result.proof, generation.result.kv_bytes_expected) == (None, 0)
+    record = cluster.record()
+    async with aclosing(cluster.router.generate(record)) as tokens:
+        async for _ in tokens:
+            if record.attempts == 2:
+                record.stopped = True
+                break
+    assert record.output_token_ids == [6, 7]
+    assert (record.result.proof, record.result.kv_bytes_expected) == (None, 0)
     cluster.check_idle()
 
 
@@ -210,7 +213,7 @@ async def test_attempts_are_bounded_and_the_last_one_needs_no_transfer(make_clus
     record = cluster.record()
     if serves:
         result = await cluster.served(record)
-        assert (result.mode, result.attempts, result.kv_bytes_expected) == (Mode.COLOCATED, 3, 0)
+        assert (result.mode, record.attempts, result.kv_bytes_expected) == (Mode.COLOCATED, 3, 0)
     else:
         for worker in cluster.fleet.values():
             worker.fail("run", NotReady("three"))
@@ -450,13 +453,13 @@ async def test_the_timeline_of_a_retry_still_adds_up(
     cluster.check_idle()
 
 
-@pytest.mark.parametrize(("role", "point", "again"), [("p", "prefill", 2), ("d", "decode_more", None)])
+@pytest.mark.parametrize(("bad", "point", "again"), [("p0", "prefill", 2), ("d0", "decode_more", None)])
 async def test_logprobs_of_a_prompt_are_computed_until_they_are_known(
-    make_cluster: MakeCluster, role: str, point: Point, again: int | None
+    make_cluster: MakeCluster, bad: str, point: Point, again: int | None
 ) -> None:
-    cluster = failing(make_cluster, role, point, WorkerLost("gone"), "prefill")
+    cluster = failing(make_cluster, bad, point, WorkerLost("gone"), "prefill")
     record = cluster.record(prompt_logprobs=2)
-    assert await cluster.tokens(record) == ALL
+    await cluster.served(record)
     assert [len(each.top) for each in record.prompt_logprobs] == [2] * 4
     requests = [request for worker in cluster.fleet.values() for call, request in worker.requests if call == "push"]
     requests.sort(key=lambda request: request.num_tokens)

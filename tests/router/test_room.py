@@ -177,10 +177,11 @@ async def test_what_must_travel_is_all_until_decode_has_said_what_it_held_alread
         whole, kv_bytes=(2 - skipped) * BLOCK_BYTES, blocks_received=2 - skipped, blocks_skipped=skipped
     )
     monkeypatch.setattr(decode, "_proof", lambda prompt_tokens: sent)
-    async with aclosing(cluster.router.generate(cluster.record())) as generation:
-        expected = [generation.result.kv_bytes_expected async for _ in generation]
+    record = cluster.record()
+    async with aclosing(cluster.router.generate(record)) as tokens:
+        expected = [record.result.kv_bytes_expected async for _ in tokens]
     assert expected == [2 * BLOCK_BYTES] + [(2 - skipped) * BLOCK_BYTES] * 3
-    assert generation.result.proof == sent
+    assert record.result.proof == sent
     cluster.check_idle()
 
 
@@ -203,8 +204,8 @@ async def test_a_last_token_1_does_not_wait_for_room_and_its_proof_not_for_ever(
     assert [late async for late in tokens] == []
     assert cluster.clock.now() - begin_s <= PROOF_TIMEOUT_S + 0.01
     assert (record.status, record.attempts) == (RequestStatus.FINISHED, 1)
-    assert generation.result.proof is None
-    assert generation.result.kv_bytes_expected == 2 * BLOCK_BYTES, "a hand-off that failed is not hidden"
+    assert record.result.proof is None
+    assert record.result.kv_bytes_expected == 2 * BLOCK_BYTES, "a hand-off that failed is not hidden"
     assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
     cluster.check_idle()
 

@@ -30,11 +30,11 @@ async def test_pd_prefills_here_decodes_there_and_proves_it(make_cluster: MakeCl
     tokens = [token async for token in generation]
     assert [token.token_id for token in tokens] == [6, 7, 8, 9]
     assert [token.finish_reason for token in tokens] == [None, None, None, FinishReason.LENGTH]
-    result = generation.result
+    result = record.result
     assert (result.mode, result.prefill_worker, result.decode_worker) == (Mode.PD, "p0", "d0")
     assert result.proof is not None
     assert result.proof.kv_bytes == result.kv_bytes_expected == KV_BYTES
-    assert (result.block_size, result.attempts, record.attempts) == (4, 1, 1)
+    assert (result.block_size, record.attempts) == (4, 1)
     assert record.status is RequestStatus.FINISHED
     ((call, pushed),) = cluster.fleet["p0"].requests
     assert (call, pushed.max_tokens, pushed.token_ids) == ("push", 4, (1, 2, 3, 4, 5))
@@ -290,9 +290,10 @@ async def test_closing_between_tokens_aborts_and_stopping_finishes(
     async for _ in generation:
         if len(record.output_token_ids) == tokens:
             break
-    await (generation.stop() if stop else generation.aclose())
+    record.stopped = stop
+    await generation.aclose()
     assert record.status is (RequestStatus.FINISHED if stop else RequestStatus.ABORTED)
-    result = generation.result
+    result = record.result
     moved = 0 if result.proof is None else result.proof.kv_bytes
     assert moved == (KV_BYTES if (mode, tokens) == (Mode.PD, 3) else 0)
     assert result.kv_bytes_expected == (KV_BYTES if (mode, tokens, stop) == (Mode.PD, 1, False) else moved)

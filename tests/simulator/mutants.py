@@ -1,5 +1,6 @@
-"""Faults planted in the product, each of which drops, doubles or reorders one step. Seeds of the simulated world must find
-every one: ``python -m tests.simulator.mutants [NAME …]`` says after how many."""
+"""Faults planted in the product, each of which drops, doubles or reorders one step. Seeds of the simulated world must
+find every one: ``python -m tests.simulator.mutants [NAME …]`` says after how many."""
+# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -118,13 +119,13 @@ MUTANTS = (
     ),
     Mutant(
         "a retry forgets the tokens so far",
-        "router/request_record.py",
+        "router/session.py",
         "request = self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)",
         "request = self.request.attempt(attempt_id, (), self.deadline.left_s)",
     ),
     Mutant(
         "all attempts of a request have the same id",
-        "router/request_record.py",
+        "router/session.py",
         'attempt_id = f"{self.request.request_id}#{chance.randbytes(4).hex()}"',
         'attempt_id = f"{self.request.request_id}#1"',
     ),
@@ -232,8 +233,7 @@ def seeds_until_found(mutant: Mutant, max_seeds: int = MAX_SEEDS) -> tuple[int, 
         environment = {**os.environ, "PYTHONPATH": name, "PYTHONHASHSEED": "0"}
         command = [sys.executable, "-P", "-c", _RUN, str(max_seeds)]
         done = subprocess.run(command, env=environment, cwd=name, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return 1, f"it crashed: {done.stderr.strip().splitlines()[-1]}"
+        assert not done.returncode, f"{mutant.name}: {done.stderr}"
         seed, violation = json.loads(done.stdout.splitlines()[-1])
         return seed + 1, violation
 

@@ -1,5 +1,5 @@
-"""A client within its share beside one that floods the service, in virtual time: nothing but the order of requests decides
-how long it waits."""
+"""A client within its share beside one that floods the service, in virtual time: nothing but the order of requests
+decides how long it waits."""
 
 from __future__ import annotations
 
