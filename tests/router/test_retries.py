@@ -464,4 +464,4 @@ async def test_logprobs_of_a_prompt_are_computed_until_they_are_known(
     requests = [request for worker in cluster.fleet.values() for call, request in worker.requests if call == "push"]
     requests.sort(key=lambda request: request.num_tokens)
     assert [request.sampling.prompt_logprobs for request in requests] == [2, again]
-    assert record.failures == [(f"{role}0", "WorkerLost", "gone")]
+    assert record.failures == [(bad, "WorkerLost", "gone")]
