@@ -191,7 +191,7 @@ class WorldLoop(asyncio.AbstractEventLoop):
         self.add(soon)
         return soon
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -211,7 +211,7 @@ class WorldLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return WorldFuture(loop=self)
 
-    def create_task(  # type: ignore[override]
+    def create_task(
         self,
         coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
         *,
@@ -220,9 +220,7 @@ class WorldLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[T]:
         return WorldTask(coro, loop=self, name=name, context=context)
 
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Any, func: Callable[[*Ts], T], *args: *Ts
-    ) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Threads that compute take no time."""
         future: asyncio.Future[T] = self.create_future()
         try:

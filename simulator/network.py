@@ -33,7 +33,7 @@ class Process:
 
     def loop(self, name: str) -> WorldLoop:
         """A new thread."""
-        loop = WorldLoop(self.world, f"{self.name}/{name}")
+        loop = WorldLoop(self.world, f"{self.name}/{name}")  # type: ignore[abstract]  # what the product calls
         self.loops.append(loop)
         return loop
 

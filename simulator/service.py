@@ -13,7 +13,7 @@ import msgspec
 import decode_worker.receive
 import prefill_worker.push
 from engine.scheduling.scheduler import SchedulerConfig
-from gateway.callers import Caller, Quota
+from gateway.callers import Caller, Callers, Quota
 from gateway.inference import Completion, Inference
 from gateway.status_report import StatusReport
 from gateway.token_file import TokenLimits
@@ -301,7 +301,7 @@ class WorldGateway:
             world,
             auto,
             config.transfer.on_kv_failure,
-            chance,  # type: ignore[arg-type]
+            chance,
         )
         self.directory = WorkerDirectory(self.registry, self._connect, "world", chance)
         self.directory.expect(self._members, self._version)
@@ -310,11 +310,11 @@ class WorldGateway:
             self.router,
             None,
             report.limits,
-            None,
+            Callers(None, world),
             world,
             60.0,
             b"key",
-            chance=chance,  # type: ignore[arg-type]
+            chance=chance,
         )
         self._network.servers[self.name] = self.process, self.loop, self.directory.serve
         self._network.servers[f"{self.name}/api"] = self.process, self.loop, self._serve

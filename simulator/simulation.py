@@ -83,17 +83,20 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
     gc.freeze()  # `_forget_tasks` need not look at what was there before
     try:
         with _logged(trace) as lines:
-            simulation = _Simulation(plan, lines)
-            simulation.run()
-            world = simulation.world
-            return Result(plan, simulation.outcomes, simulation.violations, list(lines), world.now_s, world.turns)
+            return _run(plan, lines)
     finally:
-        simulation = world = None
         _forget_tasks()
         gc.unfreeze()
         asyncio._set_running_loop(None)
         if gc_was_on:
             gc.enable()
+
+
+def _run(plan: Plan, lines: list[str]) -> Result:
+    simulation = _Simulation(plan, lines)
+    simulation.run()
+    world = simulation.world
+    return Result(plan, simulation.outcomes, simulation.violations, list(lines), world.now_s, world.turns)
 
 
 class _Simulation:
