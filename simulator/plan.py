@@ -19,7 +19,8 @@ TENANTS = ("a", "b", "c")
 
 FaultKind = Literal["kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip", "replace"]
 _KINDS: tuple[FaultKind, ...] = (
-    "kill", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway", "flip", "replace",
+    "kill", "kill", "kill_engine", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway",
+    "flip", "replace",
 )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ class Plan:
         requests = tuple(_request(draw, number, settings) for number in range(num_requests))
         faults: tuple[Fault, ...] = ()
         if not quiet:
-            faults = tuple(sorted((_fault(draw, roles, gateways) for _ in range(draw.randint(1, 6))), key=_when))
+            faults = tuple(sorted((_fault(draw, roles, gateways) for _ in range(draw.randint(1, 8))), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults)
 
@@ -129,8 +130,8 @@ def _when(fault: Fault) -> float:
 def _request(draw: random.Random, number: int, settings: WorkerSettings) -> ClientRequest:
     room = settings.num_blocks * settings.block_size
     tenant = draw.choice(TENANTS)
-    shared = random.Random(f"{tenant}/{draw.randrange(3)}")  # some prompts of a tenant begin alike
-    head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice([0, 8, 24, 48]))]
+    shared = random.Random(f"{tenant}/{draw.randrange(2)}")  # some prompts of a tenant begin alike
+    head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice([0, 24, 48, 48]))]
     tail = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.randint(1, 24))]
     prompt = (*head, *tail)[: room // 2]
     leaves_after = draw.randint(1, 6) if draw.random() < 0.08 else None

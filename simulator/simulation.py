@@ -168,6 +168,8 @@ class _Simulation:
             self.violate(str(violation))
         if not self.violations:
             self._check_outcomes()
+            if not self.plan.faults:
+                self._check_quiet()
 
     def _until(self, condition: Any, for_s: float, least_s: float = 0.0) -> bool:
         least, limit = self.world.now_s + least_s, self.world.now_s + for_s
@@ -458,6 +460,18 @@ class _Simulation:
                 continue
             if not self.plan.faults and outcome.end not in ("CapacityExceeded", "DeadlineExceeded"):
                 self.violate(f"{name}: {outcome.end} without any fault: {outcome.why}")
+
+    def _check_quiet(self) -> None:
+        """Without faults, no worker has failed a request, and none has refused a message about KV."""
+        for gateway in self.gateways.values():
+            for worker in gateway.registry.workers:
+                if worker.breaker.total:
+                    self.violate(f"{worker.worker_id} has failed requests without any fault: {worker.breaker.total}")
+        for worker_id, each in self.workers.items():
+            if each.worker is not None and each.worker.incarnation.kv.refused:
+                self.violate(
+                    f"{worker_id} has refused messages without any fault: {each.worker.incarnation.kv.refused}"
+                )
 
     def _at_rest(self) -> str:
         """What is still held; empty if nothing is."""
