@@ -190,7 +190,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _flip(path: Path, offset: int) -> None:
+def flip(path: Path, offset: int) -> None:
     """Change one bit of a file in place, and set its times back."""
     status = path.stat()
     with path.open("r+b") as file:
@@ -221,11 +221,11 @@ def test_the_hash_changes_with_any_byte_of_any_file(shards: Path) -> None:
         size = path.stat().st_size
         assert size > 5e6
         for offset in (0, 8, size - 1, *_middles(path), *(draw.randrange(size) for _ in range(8))):
-            _flip(path, offset)
+            flip(path, offset)
             num_flips += 1
             seen.add(source.model_hash())
             assert len(seen) == 1 + num_flips, (path.name, offset)
-            _flip(path, offset)
+            flip(path, offset)
             assert source.model_hash() in seen
             assert len(seen) == 1 + num_flips
 
@@ -247,7 +247,7 @@ def _replace(path: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], None]] = {
-    "written": lambda path: _flip(path, 3_000_000),
+    "written": lambda path: flip(path, 3_000_000),
     "replaced": _replace,
     "deleted": Path.unlink,
 }

@@ -147,7 +147,7 @@ def lone_runs(runner: ModelRunner) -> dict[Plan, Told]:
     return {}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=CONFIGS, plans=PLANS, kind=KINDS, run_ahead=st.booleans())
 def test_tokens_are_those_of_the_lone_run(
     runner: ModelRunner,
