@@ -267,7 +267,7 @@ async def test_what_is_read_is_hashed_whatever_the_configuration_says(make_ends:
     ends.start("r", [1, 2, 3], send=[7, 8, 9])
     received = await ends.both("r")
     assert received.proof.checksum == "xxh3-64 verified"
-    assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [7, 8, 9])
+    ends.check_moved([7, 8, 9], [1, 2, 3])
 
 
 def test_without_nixl_it_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
             else:
                 assert (await receiving).proof.checksum == "off"
                 await ends.sender.wait("r")
-                assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [7, 8, 9])
+                ends.check_moved([7, 8, 9], [1, 2, 3])
     finally:
         relay.close()
 

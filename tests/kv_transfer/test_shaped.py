@@ -157,7 +157,7 @@ async def test_a_hand_off_is_whole_and_leases_hold(make_ends: MakeEnds) -> None:
     async with asyncio.timeout(20):
         await ends.both("r")
     everything = list(range(64))
-    assert ends.blocks_of(ends.source, everything) == ends.blocks_of(ends.target, everything)
+    ends.check_moved(everything, everything)
 
 
 async def test_an_aborted_hand_off_leaves_its_blocks_alone(make_ends: MakeEnds) -> None:
@@ -166,10 +166,10 @@ async def test_an_aborted_hand_off_leaves_its_blocks_alone(make_ends: MakeEnds) 
     await asyncio.sleep(0.02)
     async with asyncio.timeout(10):
         await ends.receiver.abort("r")
-        there = ends.blocks_of(ends.target, list(range(64)))
+        there = ends.target.bytes_of(list(range(64)))
         await ends.sender.abort("r")
     await asyncio.sleep(0.1)
-    assert ends.blocks_of(ends.target, list(range(64))) == there
+    assert ends.target.bytes_of(list(range(64))) == there
 
 
 def test_pieces_are_the_payload() -> None:
