@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +24,12 @@ from tests.host_pool import HostPool
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.loopback import create_transport
 from tests.planted.kv_receiver import DelayedReceiver
-from tests.virtual_time import LoopClock, VirtualTimeLoop
+from tests.virtual_time import LoopClock, pytest_asyncio_loop_factories
+
+__all__ = ["pytest_asyncio_loop_factories"]
 
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
 NUM_BLOCKS = 64
-IN_VIRTUAL_TIME = pytest.mark.asyncio(loop_factories=["virtual_time"])
-"""Sleeps and time limits of the test take no time, and are exact. For ends in this process, without sockets."""
-
-
-def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop of a test: the usual one, unless its mark says otherwise."""
-    marker = item.get_closest_marker("asyncio")
-    is_virtual = marker is not None and "loop_factories" in marker.kwargs
-    return {"virtual_time": VirtualTimeLoop} if is_virtual else {"real_time": asyncio.new_event_loop}
 
 
 @dataclass

@@ -37,10 +37,11 @@ from runtime.secret import ServiceSecret, Side, new_nonce
 from runtime.stream_proof import MEET
 from tests.host_pool import HostPool, inline
 from tests.http2_flood import PeakMemory, flood
-from tests.kv_transfer.conftest import IN_VIRTUAL_TIME, receiver_of, sender_of
+from tests.kv_transfer.conftest import receiver_of, sender_of
 from tests.kv_transfer.end import End, until
 from tests.kv_transfer.relay import Relay
 from tests.loopback import SECRET, create_transport
+from tests.virtual_time import IN_VIRTUAL_TIME
 
 importlib.import_module("kv_transfer.transports.torch_groups")  # here, where no timeout runs: it takes seconds
 

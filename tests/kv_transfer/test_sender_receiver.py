@@ -26,8 +26,9 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
-from tests.kv_transfer.conftest import IN_VIRTUAL_TIME, LAYOUT, Ends, MakeEnds, until
+from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds, until
 from tests.kv_transfer.status import Status, status_of
+from tests.virtual_time import IN_VIRTUAL_TIME
 
 pytestmark = IN_VIRTUAL_TIME
 BLOCK = LAYOUT.block_bytes

@@ -17,8 +17,9 @@ from pdserve.core.config import PdserveConfig, TransferConfig
 from pdserve.core.errors import ConfigError, PeerLost
 from pdserve.core.kv_layout import Region
 from tests.host_pool import inline
-from tests.kv_transfer.conftest import IN_VIRTUAL_TIME, MakeEnds
+from tests.kv_transfer.conftest import MakeEnds
 from tests.loopback import LoopbackTransport
+from tests.virtual_time import IN_VIRTUAL_TIME
 
 MEMORY_BYTES = 16 * 2**20
 

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-import decode_worker.receive
 import prefill_worker.push
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.worker import Role, WorkerInfo
@@ -24,7 +23,6 @@ from tests.certificates import Certificates, service_tls, tls_of
 from tests.kv_transfer.relay import Relay
 from tests.loopback import SECRET
 from tests.output_stream import sent
-from tests.random_models import save_random_model
 from tests.worker.test_heartbeat import registry_at
 from tests.worker.test_requests import check_idle, outputs, request_for, running
 from worker.authentication import CONTROL, REGISTRY, Context, StreamService, open_stream, proven_server, stream_channel
@@ -32,16 +30,10 @@ from worker.client import WorkerClient
 from worker.messages import Ping, Run, encode
 
 PROMPT = b"the prompt of a request, which others must not read" * 10
-DECODE = decode_worker.receive.HANDLERS
 OTHER = ServiceSecret.new()
 SOON_S = 15.0
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
 """What gRPC tells the client of a call that is refused. INTERNAL: the refusal came while the client wrote."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
 
 
 @contextlib.asynccontextmanager
@@ -139,8 +131,23 @@ async def test_a_server_that_is_not_the_dialled_one_of_the_service_gets_nothing(
             await open_stream(channel, CONTROL, SECRET, "10.0.0.1:20001")  # which a relay would pass on
 
 
-async def test_a_gateway_of_another_service_controls_no_worker(model: Path) -> None:
-    async with running(model, Role.DECODE, DECODE) as (worker, client):
+async def test_a_worker_knows_its_own_gateway_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A gateway of another service cannot control it, and learns nothing of it from the registry's port."""
+    often = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
+    async with running(model, Role.PREFILL, prefill_worker.push.HANDLERS, router=often) as (worker, client):
+        address = worker.spec.registry_addresses[0]
+        async with registry_at(address, OTHER) as rogue:
+            async with asyncio.timeout(SOON_S):
+                while "does not know the service's secret" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            assert rogue.beats.empty()
+        assert caplog.text.count(f"prefill-0: the gateway at {address} does not answer: ") == 1
+        async with registry_at(address) as registry:
+            beat = await registry.next()
+            assert isinstance(beat.info, WorkerInfo)
+            await registry.next()
+
         with pytest.raises(WorkerLost, match="the peer does not know the service's secret"):
             await WorkerClient.connect(client.info, OTHER)
         bad = encode(Run(request_for("bad", max_tokens=1)))
@@ -153,24 +160,6 @@ async def test_a_gateway_of_another_service_controls_no_worker(model: Path) -> N
         assert "bad" not in worker._table
         await check_idle(worker)
         assert len(await outputs(sent(client.run, request_for("good")))) == 4
-
-
-async def test_a_worker_reports_to_its_own_gateway_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A gateway of another service that has taken the registry's port learns nothing of it."""
-    often = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
-    async with running(model, Role.PREFILL, prefill_worker.push.HANDLERS, router=often) as (prefill, _):
-        address = prefill.spec.registry_addresses[0]
-        async with registry_at(address, OTHER) as rogue:
-            async with asyncio.timeout(SOON_S):
-                while "does not know the service's secret" not in caplog.text:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            await asyncio.sleep(0.5)
-            assert rogue.beats.empty()
-        assert caplog.text.count(f"prefill-0: the gateway at {address} does not answer: ") == 1
-        async with registry_at(address) as registry:
-            beat = await registry.next()
-            assert isinstance(beat.info, WorkerInfo)
-            await registry.next()
     assert SECRET.hex() not in caplog.text
 
 

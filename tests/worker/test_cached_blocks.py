@@ -117,21 +117,6 @@ def update(begins: int, ends: int, *added: int, removed: tuple[int, ...] = ()) -
     return BlockUpdate(begins, ends, pack(added), pack(removed))
 
 
-def test_a_gap_changes_nothing_and_is_followed_by_the_missing_changes() -> None:
-    index, announced = PrefixIndex(10), CachedBlocks()
-    announced.change(pack([1, 2]), b"")
-    index.apply("w", "e", announced.since(index.position("w", "e")))
-    assert index.position("w", "e") == 2
-    announced.change(pack([3]), pack([1]))
-    lost = announced.since(2)
-    announced.change(pack([4]), b"")
-    index.apply("w", "e", announced.since(lost.ends))
-    assert set(index._workers["w"].blocks) == {1, 2}
-    assert index.position("w", "e") == 2
-    index.apply("w", "e", announced.since(2))
-    assert set(index._workers["w"].blocks) == {2, 3, 4}
-
-
 def test_who_knows_another_incarnation_or_changes_long_ago_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incarnation, "MAX_UPDATE_BLOCKS", 4)
     announced = CachedBlocks()

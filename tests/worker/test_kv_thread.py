@@ -197,38 +197,28 @@ async def test_an_error_is_raised_on_the_control_loop(harness: Harness, raised: 
     assert (type(caught.value), str(caught.value)) == (type(told), str(told))
 
 
-@pytest.mark.parametrize("waits_for", ["the hand-off", "something else"])
-async def test_a_request_that_is_given_up_leaves_its_hand_off_at_rest(harness: Harness, waits_for: str) -> None:
+@pytest.mark.parametrize("how", ["given up in the hand-off", "given up elsewhere", "failed"])
+async def test_a_request_that_ends_first_leaves_its_hand_off_at_rest(harness: Harness, how: str) -> None:
     """In whichever phase it is ended, nothing accesses its blocks after its coroutine has ended."""
     handoff = Handoff(1)
 
     async def serve() -> None:
         async with harness.kv.begin(handoff) as running:
-            await (running.done if waits_for == "the hand-off" else asyncio.Event().wait())
+            if how == "failed":
+                await come(handoff.running)
+                raise WorkerLost("the reason")
+            await (running.done if how == "given up in the hand-off" else asyncio.Event().wait())
 
     serving = asyncio.create_task(serve())
     await come(handoff.running)
-    serving.cancel()
+    if how != "failed":
+        serving.cancel()
     async with asyncio.timeout(10):
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(WorkerLost if how == "failed" else asyncio.CancelledError):
             await serving
     assert handoff.at_rest.is_set()
     assert harness.engine.told == [Release("r")]
     assert not harness.kv._running
-
-
-async def test_a_request_that_fails_leaves_its_hand_off_at_rest(harness: Harness) -> None:
-    handoff = Handoff(1)
-
-    async def serve() -> None:
-        async with harness.kv.begin(handoff):
-            await come(handoff.running)
-            raise WorkerLost("the reason")
-
-    async with asyncio.timeout(10):
-        with pytest.raises(WorkerLost, match="the reason"):
-            await serve()
-    assert handoff.at_rest.is_set()
 
 
 async def test_a_hand_off_that_ends_after_its_request_was_given_up_is_no_error(harness: Harness) -> None:
