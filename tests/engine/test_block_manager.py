@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from engine.scheduling.block_manager import BlockManager
 from tests.engine.integrity import check_blocks
 
-
 OWNERS = st.sampled_from("abcde")
 OPERATIONS = st.lists(st.one_of(st.tuples(OWNERS, st.integers(0, 40)), OWNERS), max_size=60)
 

@@ -123,8 +123,8 @@ class Attended:
         self.attention = CPUAttention(pool, HEADS, {window}, **options)
         seqs = self.attention.order(unordered)
         query = 3 * torch.randn(sum(rows for _, rows in lengths), HEADS, HEAD_DIM).to(pool.tensor.dtype)
-        plan, layer = self.attention.plan(seqs), pool.layers[LAYER]
-        self.out = plan.attend(query * SCALE, layer, window, 1.0) if scaled else plan.attend(query, layer, window, SCALE)
+        plan, factor = self.attention.plan(seqs), SCALE if scaled else 1.0
+        self.out = plan.attend(query * factor, pool.layers[LAYER], window, SCALE / factor)
         exact = _pool(pool.num_blocks, 16)
         exact.tensor.copy_(pool.tensor)
         self.expected = _written_out(query.float(), exact, seqs, window, options.get("softcap"))

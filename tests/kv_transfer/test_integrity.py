@@ -36,8 +36,8 @@ from kv_transfer.protocol import (
 from pdserve.core.errors import ChecksumMismatch, TransferError, TransferRefused, TransferTimeout, WorkerLost
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from tests.host_pool import HostPool, inline
-from tests.kv_transfer.conftest import MakeEnds, until
 from tests.kv_transfer.conftest import LAYOUT as LAYOUT_OF_ENDS
+from tests.kv_transfer.conftest import MakeEnds, until
 from tests.kv_transfer.status import Status, status_of
 from tests.kv_transfer.tampering import Damage, TamperingTransport
 from tests.loopback import LoopbackTransport, create_transport

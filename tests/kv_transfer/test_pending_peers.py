@@ -172,7 +172,9 @@ ELSE = {
 }
 
 
-@pytest.mark.parametrize(("name", "what"), [*(("tcp", each) for each in ELSE), *((each, "a payload") for each in EVERY)])
+@pytest.mark.parametrize(
+    ("name", "what"), [*(("tcp", each) for each in ELSE), *((each, "a payload") for each in EVERY)]
+)
 async def test_whoever_says_something_else_first_is_hung_up_on_at_once(name: str, what: str) -> None:
     header, size = ELSE[what]
     async with listening(name) as ends:
@@ -237,10 +239,12 @@ async def test_a_silent_peer_has_its_time_and_less_of_it_if_others_wait() -> Non
         return peer
 
     why = "the peer did not introduce itself within"
-    for peer in (add(), add()):
-        await limit.room()
-        assert gone == [(MIN_PENDING_S, f"{why} 1 s, and others wait")]
-    peer.leave()
+    first, second = add(), add()
+    await limit.room()
+    assert gone == [(MIN_PENDING_S, f"{why} 1 s, and others wait")]
+    assert len(limit) == 1
+    second.leave()
+    first.leave()  # it has left
     peers = add(), add()
     waiting = asyncio.create_task(limit.room())
     await asyncio.sleep(0)

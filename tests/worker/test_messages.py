@@ -94,7 +94,7 @@ OUTPUT = Outputs([("r", OUTPUTS[-1])], [("s", Failure("WorkerLost", "gone"))])
 MESSAGES: list[tuple[MessageDecoder[Any], Sequence[Message]]] = [
     (TO_WORKER, [Abort(2**40, "r#1"), RequestHeartbeat(), Ping(0), Run(REQUESTS["greedy"], SOURCE)]),
     (TO_WORKER, [Push(REQUESTS["greedy"], PEER, SOURCE)]),
-    *((TO_WORKER, [Run(each), Push(each, PEER), Receive(each, PEER), SendPrefix(each, PEER)]) for each in REQUESTS.values()),
+    *((TO_WORKER, [Run(r), Push(r, PEER), Receive(r, PEER), SendPrefix(r, PEER)]) for r in REQUESTS.values()),
     (TO_GATEWAY, [Reply(7, 1.25, 1e9 + 0.5, failure) for failure in (None, Failure("WorkerLost", "gone"))]),
     (TO_GATEWAY, [OUTPUT, Outputs([]), Outputs([(f"r{i}", output) for i, output in enumerate(OUTPUTS)])]),
     (BEATS, [Beat(INFO, WorkerLoad()), BEAT, *(Beat(INFO, LOAD, LINKS, update) for update in UPDATES)]),

@@ -158,7 +158,7 @@ def test_tokens_of_weights_in_8_bits(device: torch.device, tmp_path: Path) -> No
     assert generate(runner, prompts, 3) == greedy_tokens_of_all(plain, prompts, 3, use_cache=False)
 
 
-def test_what_fits_a_graph_and_that_a_padded_step_writes_its_own_tokens_alone(device: torch.device, tmp_path: Path) -> None:
+def test_what_fits_a_graph_and_what_a_padded_step_writes(device: torch.device, tmp_path: Path) -> None:
     save_random(tmp_path, BASE, seed=7)
     runner, graphs = make_engine(tmp_path, device, BLOCK)
     pool = runner._pool
