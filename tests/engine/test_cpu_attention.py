@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +14,7 @@ from engine.kernels.cpu_attention import CPUAttention
 from engine.model.kv_pool import KVPool
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
-from runtime import memory_file
-from tests.engine.harness import GREEDY
+from tests.engine.harness import GREEDY, make_pool
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 6, 2, 16, 3
 LAYER = 1
@@ -24,9 +22,7 @@ SCALE = HEAD_DIM**-0.5
 
 
 def _pool(num_blocks: int, block_size: int, dtype: str = "float32") -> KVPool:
-    fd = memory_file.create("test")
-    pool = KVPool.on_memory_file(KVLayout.uniform("m", dtype, block_size, LAYERS, KV_HEADS, HEAD_DIM), num_blocks, fd)
-    os.close(fd)
+    pool = make_pool(KVLayout.uniform("m", dtype, block_size, LAYERS, KV_HEADS, HEAD_DIM), num_blocks)
     pool.tensor.normal_()
     return pool
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.model.kv_pool import TORCH_DTYPES
 from engine.model.layers import linear
-from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import BLOCK, generate, make_runner, prompt_logits
 from tests.random_models import greedy_tokens_of_all, save_random
 
@@ -190,16 +189,6 @@ def _their_logits(folder: Path, prompt: list[int], dtype: torch.dtype) -> torch.
 
 def _rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
-
-
-@pytest.mark.parametrize("case", ["gqa", "qwen2_mixed_windows", "mixtral"], indirect=True)
-def test_sampled_tokens_do_not_depend_on_the_batch(case: tuple[Path, dict[str, list[int]]]) -> None:
-    folder, prompts = case
-    params = {name: SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=int(name)) for name in prompts}
-    runner = make_runner(folder)
-    together = generate(runner, prompts, TOKENS, chunk=7, params=params, stagger=1)
-    for name, prompt in prompts.items():
-        assert generate(runner, {name: prompt}, TOKENS, params=params)[name] == together[name]
 
 
 @pytest.mark.parametrize("biased", [False, True])

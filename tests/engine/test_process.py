@@ -1,4 +1,5 @@
-"""Real engine processes: tokens, the hand-off between two of them, and every way in which they end."""
+"""Real engine processes: their tokens, and every way in which they end. `tests.e2e.test_tokens` has hand-offs between
+two of them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -21,17 +21,14 @@ import torch
 
 from engine.messages import (
     Abort,
-    Computed,
     EngineEvent,
     Finished,
     KVEvent,
     KVReady,
     KVRole,
     Load,
-    Progress,
     Ready,
     Rejected,
-    Release,
     Reserved,
     Step,
     Submit,
@@ -40,9 +37,8 @@ from engine.messages import (
 from engine.process.build import build_engine
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
-from kv_transfer.pool import Pool
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
-from tests.engine.harness import fill, read, submit
+from tests.engine.harness import submit
 from tests.engine.test_loader import flip
 from tests.random_models import greedy_tokens, save_random_model
 
@@ -103,11 +99,6 @@ class Engine:
         """All tokens of a request so far."""
         return [t for step in self.steps() for t in step.tokens if t.attempt_id == attempt_id]
 
-    def progress(self, attempt_id: str) -> list[Progress]:
-        """All progress of a request so far."""
-        computed = [e for e in self.seen if isinstance(e, Computed)]
-        return [p for event in computed for p in event.progress if p.attempt_id == attempt_id]
-
     def reserved(self, attempt_id: str) -> list[Reserved]:
         """Reservations of a request so far."""
         return [e for e in self.seen if isinstance(e, Reserved) and e.attempt_id == attempt_id]
@@ -130,12 +121,6 @@ class Engine:
 def _spec(folder: Path, **changes: object) -> EngineSpec:
     fields: dict[str, object] = {"block_size": 8, "num_blocks": 64, "max_num_batched_tokens": 16} | changes
     return EngineSpec(model=str(folder), **fields)  # type: ignore[arg-type]
-
-
-def open_pool(engine: Engine) -> Pool:
-    """The engine's pool, as its worker opens it."""
-    ready = engine.ready
-    return Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.client.memory_fd)
 
 
 @contextlib.asynccontextmanager
@@ -224,52 +209,6 @@ async def test_a_request_that_its_first_token_ends_is_told_of(shared: Engine) ->
 
 
 # --- engines of their own --------------------------------------------------------------------------------------------
-
-
-SAMPLINGS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.8},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 2},
-    {"temperature": 0.8, "min_p": 0.01, "presence_penalty": 1.5},
-]
-
-
-async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path) -> None:
-    async with _engine(_spec(folder)) as here, _engine(_spec(folder, run_ahead=True)) as there:
-        for number, sampling in enumerate(SAMPLINGS):
-            local, name, salt = f"local-{number}", f"r{number}", str(number)
-            here.client.send(_submit(local, KVRole.LOCAL, salt=salt, **sampling))
-            wanted = await here.finished(local)
-            assert all((token.logprobs is not None) == ("logprobs" in sampling) for token in here.tokens(local))
-
-            there.client.send(_submit(name, KVRole.RECEIVE, salt=salt, **sampling))
-            await there.until(lambda name=name: bool(there.reserved(name)))  # type: ignore[misc]
-            targets = there.reserved(name)[0].block_ids
-            here.client.send(_submit(name, KVRole.PUSH, salt=salt, **sampling))
-            await here.until(
-                lambda name=name: any(p.first_token for p in here.progress(name)) and bool(here.tokens(name))  # type: ignore[misc]
-            )
-            (first,) = here.tokens(name)
-            assert first == msgspec.structs.replace(
-                here.tokens(local)[0],
-                attempt_id=name,
-                finish_reason="length",
-                first_scheduled_s=first.first_scheduled_s,
-                cached_tokens=first.cached_tokens,
-            )
-            sources = here.progress(name)[-1]
-            assert sources.num_computed_tokens == len(PROMPT)
-            assert len(sources.block_ids) == len(targets) == 6
-
-            source, target = open_pool(here), open_pool(there)
-            fill(target, targets, read(source, sources.block_ids))
-            source.close()
-            target.close()
-            there.client.send(KVReady(name, first.token_id))
-            assert [first.token_id, *await there.finished(name)] == wanted
-            here.client.send(Release(name))
-        await here.until(lambda: here.idle(64))
-        await there.until(lambda: there.idle(64))
 
 
 async def test_blocks_on_disk_of_other_weights_are_not_read(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledS
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import FakeClock, MonotonicClock
-from tests.engine.harness import BLOCK, Outbox, make_runner, submit
+from tests.engine.harness import BLOCK, Outbox, make_core, make_runner, submit
 from tests.random_models import save_random_model
 from tests.strict_cuda import StrictGpus
 
@@ -132,9 +132,9 @@ def test_nothing_waits_for_a_gpu_between_two_launches(tmp_path: Path) -> None:
             cuda.calls.append("launch")
             return runner.launch(seqs, hook)
 
-    outbox = Outbox()
-    scheduler = Scheduler(SchedulerConfig(16, 4, 128, BLOCK, 64), MonotonicClock())
-    core = EngineCore(scheduler, Noting(), MonotonicClock(), outbox, run_ahead=True)
+    core, outbox = make_core(
+        Noting(), Scheduler(SchedulerConfig(16, 4, 128, BLOCK, 64), MonotonicClock()), run_ahead=True
+    )
     core.take(submit("a", KVRole.LOCAL, range(40), 8))
     core.take(submit("b", KVRole.LOCAL, [7, 8, 9], 8))
     while core.step():

@@ -132,12 +132,12 @@ def test_the_budget_goes_to_decodes_first_then_to_chunks_then_to_the_waiting() -
     rig.submit("a", 4, 20)
     rig.step()
     rig.submit("b", 20, 20)
-    rig.submit("c", 4, 20)
     assert rig.parts() == {"a": 1, "b": 7}
-    rig.submit("r", 4, 5, RECEIVE)
+    rig.submit("r", 4, 20, RECEIVE)
     rig.kv_ready("r", 50)
-    assert rig.parts() == {"a": 1, "b": 6, "r": 1}, "a decode that joined after a prefill is not held up by its chunks"
-    assert rig.parts() == {"a": 1, "b": 6, "r": 1}
+    rig.submit("c", 4, 20)
+    for _ in range(2):
+        assert rig.parts() == {"a": 1, "b": 6, "r": 1}, "chunks do not hold up a decode that joined after their prefill"
     assert rig.parts() == {"a": 1, "b": 1, "c": 4, "r": 1}
     assert rig.parts() == {"a": 1, "b": 1, "c": 1, "r": 1}
 
@@ -382,11 +382,18 @@ def test_a_request_that_has_run_is_overtaken_for_a_while_only(preempted: bool) -
         while not rig.load().preemptions:
             rig.step()
     else:
-        rig = Rig(budget=4, max_seqs=2, max_len=1024, num_blocks=512)
-        rig.submit("late", 40, 1, priority=5)
+        rig = Rig(budget=2, max_len=1024, num_blocks=512)
+        rig.submit("late", 20, 1, priority=5)
         rig.step()
+        rig.submit("first", 4, 4, RECEIVE)
+        rig.kv_ready("first", 50)
     for number in range(60):
-        rig.submit(f"early-{number}", 3 if preempted else 4, 4 if preempted else 1)
+        name = f"early-{number}"
+        if preempted:
+            rig.submit(name, 3, 4)
+        else:  # two of them decode at any time, which is the whole budget
+            rig.submit(name, 4, 3, RECEIVE)
+            rig.kv_ready(name, 50)
         rig.step()
         if "late" not in rig.scheduler._seqs:
             break

@@ -10,23 +10,19 @@ import pytest
 import torch
 
 from checkpoints.source import resolve_model
-from engine.core import EngineCore
 from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
 from engine.kernels.cuda_layer import CUDALayer
-from engine.messages import KVRole
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
 from engine.model.layers import groups_natively
 from engine.model.loader import load_weights
 from engine.model.runner import LastTokens, ModelRunner
 from engine.scheduling.batch import ScheduledSeq
-from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from pdserve.core.clock import MonotonicClock
 from pdserve.core.kv_layout import KVLayout
 from runtime.cuda import Cuda
 from runtime.torch_cuda import TorchCuda
-from tests.engine.harness import BLOCK, GREEDY, Outbox, generate, submit
+from tests.engine.harness import BLOCK, GREEDY, generate
 from tests.engine.test_quantized import write_quantized
 from tests.random_models import greedy_tokens_of_all, save_random
 from tests.strict_cuda import StrictGpus
@@ -63,7 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SAME_KERNELS = ("llama", "gemma3", "qwen3_moe")  # as others
-TOKENS = 5
 MAX_SEQS = 5
 NUM_BLOCKS = 64
 
@@ -128,15 +123,8 @@ def test_tokens_of_steps_that_run_ahead(device: torch.device, tmp_path: Path) ->
     save_random(tmp_path, BASE | FAMILIES["qwen2"], seed=5)
     prompts = prompts_of(1, BLOCK, 37)
     runner, graphs = make_engine(tmp_path, device, BLOCK, on_seam=True)
-    outbox = Outbox()
-    scheduler = Scheduler(SchedulerConfig(30, MAX_SEQS, 128, BLOCK, NUM_BLOCKS), MonotonicClock())
-    core = EngineCore(scheduler, runner, MonotonicClock(), outbox, run_ahead=True)
-    for name, prompt in prompts.items():
-        core.take(submit(name, KVRole.LOCAL, prompt, TOKENS, ignore_eos=True))
-    while core.step():
-        pass
-    tokens = {name: [t.token_id for t in tokens] for name, tokens in outbox.tokens.items()}
-    assert tokens == greedy_tokens_of_all(tmp_path, prompts, TOKENS, use_cache=False)
+    tokens = generate(runner, prompts, 5, chunk=30, run_ahead=True)
+    assert tokens == greedy_tokens_of_all(tmp_path, prompts, 5, use_cache=False)
     assert 3 in graphs.batches  # padded to 4
 
 
