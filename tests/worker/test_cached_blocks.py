@@ -77,6 +77,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("beat")),
     st.tuples(st.just("lost beat")),
     st.tuples(st.just("restart")),
+    st.tuples(st.just("lost")),
     st.tuples(st.just("new gateway")),
 )
 
@@ -95,6 +96,8 @@ def test_after_a_heartbeat_the_index_finds_what_the_engines_find(
                 engine.beat(f"w{number}", index, arrives=name == "beat")
             case "restart":
                 engines[number] = Engine(engine.blocks.num_blocks, engine.epoch + 1)
+            case "lost":
+                index.remove(f"w{number}")
             case "new gateway":
                 index = PrefixIndex(100)
             case _:
@@ -156,16 +159,3 @@ def test_the_longest_update_fits_into_a_heartbeat() -> None:
     assert len(longest.added) + len(longest.removed) <= MAX_BEAT_BYTES // 2
     announced.change(pack(range(MAX_UPDATE_BLOCKS, 2 * MAX_UPDATE_BLOCKS)), pack(range(MAX_UPDATE_BLOCKS)))
     assert announced.since(0).begins == SNAPSHOT
-
-
-def test_a_lost_worker_leaves_nothing_behind_and_its_place_is_used_again() -> None:
-    index = PrefixIndex(10)
-    for number in range(3):
-        index.apply(f"w{number}", "e", update(SNAPSHOT, 0, 1, 2 + number))
-    assert index.cached([1]) == {"w0": 1, "w1": 1, "w2": 1}
-    index.remove("w1")
-    index.remove("unknown")
-    assert index.cached([1, 3]) == {"w0": 1, "w2": 1}
-    index.apply("w3", "e", update(SNAPSHOT, 0, 1, 3))
-    assert index.cached([1, 3]) == {"w0": 1, "w2": 1, "w3": 2}
-    assert index.position("w1", "e") == SNAPSHOT
