@@ -225,27 +225,19 @@ MALFORMED = [
     b"",
     b"\x91" * 5000,
     b"\xdd\xff\xff\xff\xff",
-    msgspec.msgpack.encode("Probe"),
     msgspec.msgpack.encode([]),
-    msgspec.msgpack.encode([["Probe"]]),
     msgspec.msgpack.encode(["probe"]),
     msgspec.msgpack.encode({"type": "Blocks", **msgspec.structs.asdict(RIGHT)}),
     named("exec"),
-    named("Ack"),
     encode(RIGHT) + encode(RIGHT),
     encode(RIGHT)[:-1],
     packed(trailer=...),
     packed(more=1),
     packed(seq="1"),
     packed(seq=-1),
-    packed(seq=2**32),
-    packed(seq=True),
     packed(export_us=2**48),
     packed(checksum=msgspec.msgpack.Ext(4, b"x")),
-    packed(last=1),
     packed(nonce="n" * 65),
-    packed(epoch="e" * 257),
-    packed(attempt_id="r" * 513),
     packed(trailer=bytes(4097)),
     *NOT_TEXT,
     encode(Refused("n", 1, "k" * 65, "m")),
@@ -295,19 +287,32 @@ def hello(layout: object = LAYOUT, eos_token_ids: object = (), epoch: str = "e1"
     return msgspec.msgpack.encode(["Hello", "p", epoch, layout, True, eos_token_ids])
 
 
-@pytest.mark.parametrize(
-    ("of_cache", "change"),
-    [(False, {"model_hash": 1}), (False, {"more": 1}), (False, {"caches": ...}), (True, {"head_dim": "8"})],
-    ids=str,
-)  # fmt: skip
-def test_a_malformed_layout_is_refused(change: dict[str, Any], *, of_cache: bool) -> None:
-    layout = msgspec.to_builtins(LAYOUT)
+def broken_layout(of_cache: bool = False, **change: object) -> dict[str, Any]:
+    """A layout as it travels, with other fields of its own or of its cache; ... removes one."""
+    layout: dict[str, Any] = msgspec.to_builtins(LAYOUT)
     changed = layout["caches"][0] if of_cache else layout
     changed |= change
     for name in [name for name, value in changed.items() if value is ...]:
         del changed[name]
-    with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[3\]"):
-        decode(hello(layout))
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (hello(broken_layout(model_hash=1)), 3),
+        (hello(broken_layout(more=1)), 3),
+        (hello(broken_layout(caches=...)), 3),
+        (hello(broken_layout(True, head_dim="8")), 3),
+        (hello(None), 3),
+        (hello(eos_token_ids=[-1]), 5),
+        (hello(eos_token_ids=list(range(1025))), 5),
+    ],
+    ids=range(7),
+)
+def test_a_malformed_hello_is_refused(data: bytes, field: int) -> None:
+    with pytest.raises(TransferRefused, match=rf"^malformed header: .* - at `\$\[{field}\]"):
+        decode(data)
 
 
 def test_nesting_without_end_is_refused() -> None:
@@ -316,12 +321,6 @@ def test_nesting_without_end_is_refused() -> None:
     nested = bytes([layout[0] + 1]) + layout[1:] + b"\xa4more" + b"\x91" * 10_000 + b"\xc0"
     with pytest.raises(TransferRefused, match=r"^malformed header: "):
         decode(hello(msgspec.Raw(nested)))
-
-
-@pytest.mark.parametrize("ids", [[-1], ["7"], list(range(1025))], ids=str)
-def test_malformed_end_ids_are_refused(ids: Any) -> None:
-    with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[5\]"):
-        decode(hello(eos_token_ids=ids))
 
 
 async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:

@@ -322,9 +322,9 @@ def prove(connection: socket.socket, address: str) -> None:
 
 def test_malformed_connections_do_not_grow_a_process() -> None:
     """It was some 100 KiB to 1 MiB for each of them. What the first ones need is not given back, and used again."""
-    end = End("receiver", ["tcp"])
+    end = End("receiver", "tcp")
     try:
-        ((_, address),) = end.about["endpoints"]
+        address = end.about["address"]
         host, _, port = address.rpartition(":")
         process = psutil.Process(end._process.pid)
 
@@ -482,9 +482,9 @@ async def test_a_peer_gets_nothing_from_a_grpc_stream() -> None:
 def test_messages_of_peers_are_not_read_by_grpc() -> None:
     """gRPC itself would hold all of a message, up to 4 GiB, however small its limit. What is in the socket's buffer it
     reads at once, before it sees that the sender ignores flow control: mostly 1 MiB, under load more."""
-    end = End("receiver", ["grpc_stream"])
+    end = End("receiver", "grpc_stream")
     try:
-        ((_, address),) = end.about["endpoints"]
+        address = end.about["address"]
         meet = EXCHANGE.replace("Exchange", MEET)
         flood(address, EXCHANGE, 2**16)
         peak = PeakMemory(end._process.pid)
@@ -494,16 +494,3 @@ def test_messages_of_peers_are_not_read_by_grpc() -> None:
         assert until(lambda: end.call("refused")["refused"] == {"unproven": 7})
     finally:
         end.close()
-
-
-@pytest.mark.parametrize("name", EVERY)
-async def test_a_link_is_opened_among_peers_that_stay(name: str) -> None:
-    async with listening(name) as ends:
-        with contextlib.ExitStack() as stack:
-            for _ in range(20):
-                stack.enter_context(ends.socket())
-            try:
-                link = await ends.calling.connect(ends.endpoint, 10.0)
-            except TransferError as error:
-                pytest.fail(str(error))
-            await link.aclose()

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kv_transfer.base import KVLink
-from kv_transfer.factory import offered_transports
 from kv_transfer.memory import HostMemory
 from kv_transfer.transports.shaped import Shape, ShapedLink, _pieces
 from pdserve.core.config import PdserveConfig, TransferConfig
@@ -188,12 +187,8 @@ def test_pieces_are_the_payload() -> None:
         assert all(piece.size == size for piece in pieces[:-1])
 
 
-def test_links_are_not_shaped_by_default() -> None:
-    assert Shape.of(TransferConfig()) is None
-    assert offered_transports("auto", device="cpu") == ("shm", "tcp")
-
-
 def test_the_configured_shape() -> None:
+    assert Shape.of(TransferConfig()) is None
     config = PdserveConfig.load(None, {"transfer.shape_gbps": 10, "transfer.shape_round_trip_ms": 1.5})
     shape = Shape.of(config.transfer)
     assert shape == Shape(10.0, 1.5)
@@ -202,19 +197,3 @@ def test_the_configured_shape() -> None:
     assert Shape.of(TransferConfig(shape_round_trip_ms=3)) == Shape(None, 3.0)
     with pytest.raises(ConfigError, match=r"transfer\.shape_gbps"):
         PdserveConfig.load(None, {"transfer.shape_gbps": 0})
-
-
-@pytest.mark.parametrize("name", ["shm", "cuda_ipc", "nixl"])
-def test_one_sided_transports_cannot_be_shaped(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^transfer\.shape_gbps.*: {name} moves payloads past the shaper"):
-        offered_transports(name, device="cuda" if name == "cuda_ipc" else "cpu", shaped=True)
-
-
-def test_what_can_be_shaped() -> None:
-    assert offered_transports("auto", device="cpu", shaped=True) == ("tcp",)
-    assert offered_transports("auto", device="cuda:0", shaped=True) == ("tcp",)
-    assert offered_transports("grpc_stream", device="cpu", shaped=True) == ("grpc_stream",)
-    with pytest.raises(ConfigError, match="torch_dist moves payloads past the shaper"):
-        offered_transports("torch_dist", device="cuda:0", shaped=True)
-    with pytest.raises(ConfigError, match="'pigeon' is unknown"):
-        offered_transports("pigeon", device="cpu", shaped=True)

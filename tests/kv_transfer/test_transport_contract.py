@@ -360,18 +360,6 @@ async def test_a_close_that_is_cancelled_still_ends_the_link(pair: Pair) -> None
             await stayer.recv()
 
 
-async def test_a_new_link_after_a_lost_one(make: Callable[[], KVTransport]) -> None:
-    listener, client = make(), make()
-    endpoint = await listener.listen("127.0.0.1")
-    for i in range(3):
-        sender, receiver = await open_link(listener, endpoint, client)
-        async with answering(sender):
-            sending = sender.send(bytes([i]), payload(sender, b"x" * 5000))
-            _, received = await asyncio.gather(sending, receive(receiver))
-        assert received == (bytes([i]), b"x" * 5000)
-        await receiver.aclose()
-
-
 async def test_connecting_to_nobody(make: Callable[[], KVTransport]) -> None:
     client = make()
     async with asyncio.timeout(8):
