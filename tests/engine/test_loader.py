@@ -321,9 +321,7 @@ def test_values_that_float16_cannot_hold_are_refused(folder: Path) -> None:
 
 
 def test_a_missing_tokenizer_is_told(folder: Path) -> None:
-    assert tokenizer_note(None) == ""
-    assert tokenizer_note(ROOT / "models" / "tiny") == ""
-    assert f"{folder} has no tokenizer.json: prompts must be token ids" in tokenizer_note(folder)
+    assert tokenizer_note(None) == tokenizer_note(ROOT / "models" / "tiny") == ""
     assert "sentencepiece" not in tokenizer_note(folder)
     (folder / "tokenizer.model").write_bytes(b"\x0a")
     assert "(with transformers, sentencepiece and protobuf installed)" in tokenizer_note(folder)

@@ -57,7 +57,6 @@ MESSAGES: list[Command | EngineEvent | KVEvent] = [
         ignore_eos=True,
         salt="tenant ü",
     ),
-    submit("r2", KVRole.LOCAL, [0], 1),
     submit("ü/3", KVRole.PUSH, list(range(2000)), 1, seed=7),
     submit(
         "r4",

@@ -92,17 +92,6 @@ async def fetch(ends: Ends, regions: list[Region]) -> None:
 
 
 @pytest.mark.usefixtures("any_nixl")
-async def test_scattered_blocks_land_in_scattered_blocks() -> None:
-    async with linked() as ends, answering(ends.sender):
-        ids = random.Random(5).sample(range(NUM_BLOCKS), 350)  # some 11 MiB, and no multiple of a piece
-        for _ in range(2):
-            ends.target.data[:] = bytes(len(ends.target.data))
-            await ends.sender.send(b"h", ends.source.payload(ends.source.regions(ids)))
-            await fetch(ends, ends.target.regions(ids[::-1]))
-            assert ends.target.bytes_of(ids[::-1]) == ends.source.bytes_of(ids)
-
-
-@pytest.mark.usefixtures("any_nixl")
 async def test_what_a_peer_that_left_has_sent_counts_for_nothing() -> None:
     async with linked() as ends:
         await ends.sender.send(b"h", ends.source.payload(whole(ends.source, 5000)))

@@ -31,7 +31,7 @@ from tests.engine.harness import GREEDY
 from tests.engine.strict_flashinfer import StrictWrapper
 from tests.random_models import save_random
 
-SHAPES = [Shape(8, 2, 64, 16), Shape(6, 2, 128, 64, window=40), Shape(4, 1, 64, 16, window=9, softcap=3.0)]
+SHAPES = [Shape(8, 2, 64, 16), Shape(6, 2, 128, 64, window=40), Shape(4, 1, 64, 16, window=1, softcap=3.0)]
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ def test_a_mixed_step_is_that_of_our_kernels(shape: Shape, device: torch.device,
         ScheduledSeq("decode", [0], size + 3, [5, 6], True, GREEDY),
         ScheduledSeq("whole", [0] * (size + 2), 0, [9, 2], True, GREEDY),
         ScheduledSeq("later", [0] * 7, 2 * size - 4, [11, 30, 12], True, GREEDY),
+        ScheduledSeq("fills", [0] * 3, size - 3, [7, 1], True, GREEDY),  # one more block is allocated
     ]
     rows = sum(len(seq.token_ids) for seq in seqs)
     query = torch.randn(rows, shape.heads, shape.head_dim).to(device, torch.float16)
