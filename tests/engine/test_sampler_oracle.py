@@ -259,7 +259,8 @@ def test_blocks_find_what_the_whole_row_has(vocabulary: int) -> None:
         assert all(len(set(row)) == k for row in ids.tolist())
         for row, found in zip(scores[1:], sample(scores[1:], [replace(GREEDY, logprobs=k)] * 4, range(4)), strict=True):
             assert found.logprobs is not None
-            likeliest = sorted(range(vocabulary), key=lambda i: (-row[i], i))[:k]
+            numbers = row.tolist()
+            likeliest = sorted(range(vocabulary), key=lambda i: (-numbers[i], i))[:k]
             assert [i for i, _ in found.logprobs.top] == likeliest
 
 

@@ -258,8 +258,10 @@ def test_the_same_id_again_is_not_taken_for_the_aborted_one() -> None:
 
 def test_options_out_of_range() -> None:
     for index in range(5):
+        limits = [8, 8, 8, 8, 8]
+        limits[index] = 0
         with pytest.raises(ConfigError, match="must be at least 1, got 0"):
-            SchedulerConfig(*(0 if i == index else 8 for i in range(5)))
+            SchedulerConfig(limits[0], limits[1], limits[2], limits[3], limits[4])
     with pytest.raises(ConfigError, match="chunk_tokens: must be 'off' or at least 1, got 0"):
         SchedulerConfig(8, 8, 8, 8, 8, chunk_tokens=0)
     with pytest.raises(ConfigError, match="batching: must be continuous or static, got 'x'"):
