@@ -24,7 +24,7 @@ from tests.host_pool import HostPool
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.loopback import create_transport
 from tests.planted.kv_receiver import DelayedReceiver
-from tests.virtual_time import LoopClock, pytest_asyncio_loop_factories
+from tests.virtual_time import LoopClock, VirtualTimeLoop, pytest_asyncio_loop_factories
 
 __all__ = ["pytest_asyncio_loop_factories"]
 
@@ -116,6 +116,17 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+class EndsClock(LoopClock):
+    """In virtual time, a reading takes a microsecond: links are rated by the time that messages take."""
+
+    def now(self) -> float:
+        """Seconds of the loop's clock."""
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualTimeLoop):
+            loop.compute(1e-6)
+        return loop.time()
+
+
 MakeEnds = Callable[..., Awaitable[Ends]]
 
 
@@ -176,7 +187,7 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             sender_eos_token_ids: tuple[int, ...] | None = None,
             shape: Shape | None = None,
         ) -> Ends:
-            clock = LoopClock()
+            clock = EndsClock()
             source = source or HostPool(sender_layout or layout, num_blocks)
             source.data[:] = random.Random(1).randbytes(len(source.data))
             target = target or HostPool(layout, num_blocks)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.transfer import TransferEnded
-from pdserve.core.errors import PeerLost, TransferError
+from pdserve.core.errors import PeerLost, RequestAborted, TransferError
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import changed
 from tests.kv_transfer.conftest import LAYOUT, MakeEnds, until
@@ -200,12 +200,12 @@ async def test_aborting_at_one_end_fails_the_other_fast(
     waiting = asyncio.create_task(own.wait("r"))
     await asyncio.sleep(0)
     await own.abort("r")
-    with pytest.raises(TransferError, match=f"aborted by its {who}"):
+    with pytest.raises(RequestAborted, match=f"aborted by its {who}"):
         await waiting
     if who == "receiver":
         ends.sender.send_blocks("r", 2, [2, 3], last=True)
     async with asyncio.timeout(30):  # told as soon as there is a link
-        with pytest.raises(TransferError, match="the sender of r gave up: " if who == "sender" else ""):
+        with pytest.raises(TransferError, match="the sender of r gave up: " if who == "sender" else None):
             await other.wait("r")
     assert who == "sender" or ends.target.data == before
     with pytest.raises(TransferEnded, match="not being sent" if who == "sender" else "not expected"):
