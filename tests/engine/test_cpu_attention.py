@@ -118,7 +118,7 @@ class Attended:
         pool = _pool(sum(len(s.block_ids) for s in unordered), 16, dtype)
         self.attention = CPUAttention(pool, HEADS, {window}, **options)
         seqs = self.attention.order(unordered)
-        query = 3 * torch.randn(sum(rows for _, rows in lengths), HEADS, HEAD_DIM).to(pool.tensor.dtype)
+        query = torch.randn(sum(rows for _, rows in lengths), HEADS, HEAD_DIM).to(pool.tensor.dtype)
         plan, factor = self.attention.plan(seqs), SCALE if scaled else 1.0
         self.out = plan.attend(query * factor, pool.layers[LAYER], window, SCALE / factor)
         exact = _pool(pool.num_blocks, 16)
@@ -129,7 +129,7 @@ class Attended:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_scores_are_capped_softly(window: int | None) -> None:
-    did = Attended([(3, 1), (90, 1), (31, 33), (0, 140)], window=window, softcap=0.8, fused=True)
+    did = Attended([(3, 1), (90, 1), (31, 33), (0, 140)], window=window, softcap=0.3, fused=True)
     assert not did.attention.fused  # PyTorch's fused attention has no soft cap
     torch.testing.assert_close(did.out, did.expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(did.out, did.uncapped, rtol=1e-1, atol=1e-1)

@@ -49,9 +49,9 @@ PROMPT = [(i * 37 + 11) % 300 for i in range(45)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model whose ids 306 and 305 end a request. It never samples them here."""
+    """A small random model whose ids 305 and 304 end a request. It never samples them here."""
     model = save_random_model(tmp_path_factory.mktemp("models"), "gqa")
-    (model / "generation_config.json").write_text('{"eos_token_id": [306, 305]}')
+    (model / "generation_config.json").write_text('{"eos_token_id": [305, 304]}')
     return model
 
 
@@ -198,8 +198,8 @@ async def test_abort_frees_blocks_in_every_state(shared: Engine) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_that_its_first_token_ends_is_told_of(shared: Engine) -> None:
     """No step has a token of it: without a word from the engine its worker would wait for its deadline."""
-    assert shared.ready.eos_token_ids == [305, 306]
-    for attempt_id, first, ignore_eos in (("ends", 306, False), ("goes-on", 306, True)):
+    assert shared.ready.eos_token_ids == [304, 305]
+    for attempt_id, first, ignore_eos in (("ends", 305, False), ("goes-on", 305, True)):
         shared.client.send(_submit(attempt_id, KVRole.RECEIVE, max_tokens=3, ignore_eos=ignore_eos))
         await shared.until(lambda name=attempt_id: bool(shared.reserved(name)))  # type: ignore[misc]
         shared.client.send(KVReady(attempt_id, first))
