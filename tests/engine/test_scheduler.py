@@ -330,6 +330,8 @@ def test_growth_preempts_the_lowest_priority_and_of_these_the_last_that_came(
     rig.submit("d", 1, 1, priority=-1)
     rig.abort("a" if victim == "c" else "c")
     assert list(rig.parts()) == ["b", "d"]
+    rig.abort(victim)
+    assert (rig.load().running, rig.load().waiting) == (1, 0)
 
 
 def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
