@@ -71,14 +71,23 @@ def save_random(folder: Path, config: Mapping[str, Any], seed: int) -> None:
 
 def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
     """What transformers makes of ``prompt``, greedily, in float32; ``options`` are those of its `generate`."""
+    return greedy_tokens_of_all(folder, {"": prompt}, num_tokens, **options)[""]
+
+
+def greedy_tokens_of_all(
+    folder: Path, prompts: Mapping[str, Sequence[int]], num_tokens: int, **options: Any
+) -> dict[str, list[int]]:
+    """The same for several prompts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([list(prompt)]),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            attention_mask=torch.ones(1, len(prompt)),
-            **options,
-        )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
+    tokens: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        with torch.inference_mode():
+            output = model.generate(
+                torch.tensor([list(prompt)]),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                attention_mask=torch.ones(1, len(prompt)),
+                **options,
+            )
+        tokens[name] = output[0, len(prompt) :].tolist()
     return tokens

@@ -6,6 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+from collections.abc import Callable, Mapping
+
+import pytest
+
+IN_VIRTUAL_TIME = pytest.mark.asyncio(loop_factories=["virtual_time"])
+"""For tests of folders whose conftest imports `pytest_asyncio_loop_factories`."""
 
 
 class _Selector(selectors.DefaultSelector):
@@ -46,3 +52,10 @@ class LoopClock:
     def now(self) -> float:
         """Virtual seconds."""
         return asyncio.get_running_loop().time()
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of a test: the usual one, unless it is `IN_VIRTUAL_TIME`."""
+    marker = item.get_closest_marker("asyncio")
+    is_virtual = marker is not None and "loop_factories" in marker.kwargs
+    return {"virtual_time": VirtualTimeLoop} if is_virtual else {"real_time": asyncio.new_event_loop}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import KVRole, Submit
+from engine.messages import KVRole
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.scheduler import SchedulerConfig
 from pdserve.core.clock import FakeClock
-from pdserve.core.request import Request
-from pdserve.core.sampling import SamplingParams
+from tests.engine.harness import submit
 from tests.engine.integrity import check_scheduler
 
 EOS = 7
@@ -22,9 +21,8 @@ def scheduler(num_blocks: int = 8, whole_context: bool = False, max_model_len: i
     return ContiguousReservation(config, FakeClock(), whole_context=whole_context)
 
 
-def submit(engine: ContiguousReservation, name: str, prompt_tokens: int, max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens)
-    engine.submit(Submit(Request(name, (1,) * prompt_tokens, params, attempt_id=name), KVRole.LOCAL))
+def add(engine: ContiguousReservation, name: str, prompt_tokens: int, max_tokens: int) -> None:
+    engine.submit(submit(name, KVRole.LOCAL, (1,) * prompt_tokens, max_tokens))
 
 
 def step(engine: ContiguousReservation, ending: str = "") -> dict[str, list[int]]:
@@ -39,19 +37,12 @@ def step(engine: ContiguousReservation, ending: str = "") -> dict[str, list[int]
     return blocks
 
 
-def test_a_request_gets_one_run_for_prompt_and_limit_at_once() -> None:
-    engine = scheduler()
-    submit(engine, "a", 3, 9)
-    assert step(engine) == {"a": [0, 1, 2]}
-    assert step(engine) == {"a": [0, 1, 2]}
-
-
 def test_free_blocks_in_too_short_runs_admit_no_request() -> None:
     engine = scheduler()
     for name in "abcd":
-        submit(engine, name, 4, 4)
+        add(engine, name, 4, 4)
     assert set(step(engine)) == set("abcd")
-    submit(engine, "e", 4, 8)
+    add(engine, "e", 4, 8)
     assert set(step(engine, ending="ac")) == set("abcd")
     assert engine.blocks.free_blocks == 4
     assert engine.blocks.longest_run == 2
@@ -62,14 +53,13 @@ def test_free_blocks_in_too_short_runs_admit_no_request() -> None:
 def test_whole_context_reserves_for_the_longest_request() -> None:
     engine = scheduler(whole_context=True)
     for name in "abc":
-        submit(engine, name, 1, 1 if name == "a" else 2)
+        add(engine, name, 1, 1 if name == "a" else 2)
     assert step(engine) == {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
     assert step(engine) == {"b": [4, 5, 6, 7], "c": [0, 1, 2, 3]}
 
-
-def test_a_pool_smaller_than_the_longest_request_is_given_as_a_whole() -> None:
+    # A pool that is smaller is given as a whole.
     engine = scheduler(num_blocks=2, whole_context=True)
-    submit(engine, "a", 4, 4)
+    add(engine, "a", 4, 4)
     assert step(engine) == {"a": [0, 1]}
 
 
@@ -78,7 +68,7 @@ def test_every_request_finishes_in_a_run_of_its_own(requests: list[tuple[int, in
     engine = scheduler(num_blocks=9, max_model_len=32)
     left = {}
     for number, (prompt_tokens, limit, stops_after) in enumerate(requests):
-        submit(engine, str(number), prompt_tokens, limit)
+        add(engine, str(number), prompt_tokens, limit)
         left[str(number)] = min(limit, stops_after)
     for _ in range(sum(left.values()) + 3 * len(left)):
         if not engine.has_work:

@@ -38,11 +38,9 @@ def _written_out(x: torch.Tensor, weights: ExpertWeights, experts: Experts, acti
     return out
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(
-    "experts", [Experts(4, 2, INNER), Experts(9, 3, INNER, normalized=False), Experts(3, 3, INNER)], ids=str
-)
+@pytest.mark.parametrize("experts", [Experts(4, 2, INNER), Experts(9, 3, INNER, normalized=False)], ids=str)
 @pytest.mark.parametrize("kind", [LoopedExperts, GroupedExperts])
 def test_experts(
     kind: type[LoopedExperts] | type[GroupedExperts], experts: Experts, activation: Activation, rows: int

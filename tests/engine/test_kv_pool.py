@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from kv_transfer.pool import Pool
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region, probe_area
 from runtime import memory_file
-from tests.engine.harness import fill, read
 
 LAYOUT = KVLayout.uniform("m", "float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 BLOCKS = 10
@@ -31,34 +30,33 @@ def pools() -> Iterator[tuple[KVPool, Pool]]:
     mapped.close()
 
 
-def _bytes(pool: KVPool, block: int) -> bytes:
-    return pool.tensor[block].contiguous().numpy().tobytes()
+def fill(pool: Pool, block_ids: Sequence[int], data: bytes, layers: range | None = None) -> None:
+    """Write ``data`` into blocks, as a receiver does."""
+    assert isinstance(pool.memory, HostMemory)
+    for region in pool.regions(block_ids, layers):
+        pool.memory.view(region)[:], data = data[: region.size], data[region.size :]
+    assert not data
+
+
+def read(pool: Pool, block_ids: Sequence[int], layers: range | None = None) -> bytes:
+    """What blocks hold."""
+    assert isinstance(pool.memory, HostMemory)
+    return b"".join(pool.memory.view(region) for region in pool.regions(block_ids, layers))
 
 
 def test_a_block_is_one_run_of_bytes(pools: tuple[KVPool, Pool]) -> None:
     pool, mapped = pools
     assert pool.tensor.shape == (BLOCKS, 3, 2, 2, 4, 8)
     assert not pool.tensor.any()
-    pool.tensor.copy_(torch.randn(pool.tensor.shape))
-    for block in range(BLOCKS):
-        assert mapped.regions([block]) == [Region(block * LAYOUT.block_bytes, LAYOUT.block_bytes)]
-        assert read(mapped, [block]) == _bytes(pool, block)
-
-
-def test_layer_views_are_the_pool(pools: tuple[KVPool, Pool]) -> None:
-    pool, mapped = pools
     pool.layers[2].v[7, 1, 3, 5] = 42.0
-    values = torch.frombuffer(bytearray(read(mapped, [7])), dtype=torch.float32).view(3, 2, 2, 4, 8)
-    assert values[2, 1, 1, 3, 5] == 42.0
-    assert values.count_nonzero() == 1
-
-
-def test_written_blocks_arrive_in_order(pools: tuple[KVPool, Pool]) -> None:
-    pool, mapped = pools
+    assert pool.tensor[7, 2, 1, 1, 3, 5] == 42.0
+    assert pool.tensor.count_nonzero() == 1
     data = os.urandom(LAYOUT.block_bytes * 4)
     fill(mapped, [8, 2, 3, 0], data)
-    assert b"".join(_bytes(pool, b) for b in (8, 2, 3, 0)) == data
-    assert not pool.tensor[[1, 4, 5, 6, 7, 9]].any()
+    assert pool.tensor[[8, 2, 3, 0]].numpy().tobytes() == data
+    for block in range(BLOCKS):
+        assert mapped.regions([block]) == [Region(block * LAYOUT.block_bytes, LAYOUT.block_bytes)]
+        assert read(mapped, [block]) == pool.tensor[block].numpy().tobytes()
 
 
 def test_layers_of_blocks(pools: tuple[KVPool, Pool]) -> None:
@@ -109,7 +107,7 @@ def test_views_outlive_close(pools: tuple[KVPool, Pool]) -> None:
     view = mapped.memory.view(*mapped.regions([3]))
     mapped.close()
     mapped.close()
-    assert bytes(view) == _bytes(pool, 3)
+    assert bytes(view) == pool.tensor[3].numpy().tobytes()
     with pytest.raises(ValueError, match="released"):
         read(mapped, [3])
 

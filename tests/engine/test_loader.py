@@ -59,14 +59,6 @@ def _store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_every_tensor_lands_where_it_belongs(folder: Path) -> None:
-    named = named_tensors(_load(folder))
-    stored = _edit(folder)
-    assert named.keys() == stored.keys()
-    for name, tensor in stored.items():
-        assert torch.equal(named[name], tensor), name
-
-
 def test_shards_give_the_same_weights(folder: Path, tmp_path: Path) -> None:
     whole = named_tensors(_load(folder))
     tensors = _edit(folder)
@@ -107,21 +99,27 @@ def test_a_faulty_tensor_is_named(folder: Path, name: str, shape: tuple[int, ...
         check_weights(resolve_model(str(folder)))
 
 
-@pytest.mark.parametrize("keep", [0, 5, 200, -1])
-def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
+@pytest.mark.parametrize("damage", ["empty", "cut in the header", "cut at the end", "header"])
+def test_a_damaged_file_is_named(folder: Path, damage: str) -> None:
+    """Also without loading it."""
+    source = resolve_model(str(folder))
+    checks: list[Callable[[], object]] = [
+        lambda: _load(folder), lambda: check_weights(source), lambda: check_weight_files(folder)
+    ]  # fmt: skip
+    for check in checks:
+        check()
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"model\.safetensors: corrupt or truncated"):
-        _load(folder)
-
-
-def test_a_corrupt_header_is_named(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[8:40] = b"\xff" * 32
-    file.write_bytes(data)
-    with pytest.raises(ModelError, match=r"model\.safetensors: corrupt or truncated"):
-        _load(folder)
+    data = file.read_bytes()
+    damaged = {
+        "empty": b"",
+        "cut in the header": data[:200],
+        "cut at the end": data[:-1],
+        "header": data[:8] + b"\xff" * 32 + data[40:],
+    }
+    file.write_bytes(damaged[damage])
+    for check in checks:
+        with pytest.raises(ModelError, match=r"model\.safetensors: corrupt or truncated"):
+            check()
 
 
 def test_tied_heads_share_the_embedding(folder: Path) -> None:
@@ -132,45 +130,21 @@ def test_tied_heads_share_the_embedding(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("breakage", "message"),
+    ("file", "content", "message"),
     [
-        ("no_folder", "no such folder"),
-        ("no_config", "has no config.json"),
-        ("broken_json", "not valid JSON"),
-        ("json_list", "must hold a JSON object"),
-        ("no_weights", "no \\*.safetensors file"),
-        ("other_architecture", "'GPT2LMHeadModel' is not supported"),
+        ("config.json", None, "has no config.json"),
+        ("config.json", '{"architectures": [', "not valid JSON"),
+        ("config.json", "[]", "must hold a JSON object"),
+        ("model.safetensors", None, "no \\*.safetensors file"),
     ],
 )
-def test_faults_of_a_folder(folder: Path, breakage: str, message: str) -> None:
-    config = folder / "config.json"
-    match breakage:
-        case "no_folder":
-            folder = folder / "nowhere"
-        case "no_config":
-            config.unlink()
-        case "broken_json":
-            config.write_text('{"architectures": [')
-        case "json_list":
-            config.write_text("[]")
-        case "no_weights":
-            (folder / "model.safetensors").unlink()
-        case "other_architecture":
-            config.write_text('{"architectures": ["GPT2LMHeadModel"]}')
+def test_faults_of_a_folder(folder: Path, file: str, content: str | None, message: str) -> None:
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
     with pytest.raises(ModelError, match=message):
         resolve_model(str(folder))
-
-
-def test_the_hash_tells_weights_apart_and_nothing_else(folder: Path) -> None:
-    before = resolve_model(str(folder)).model_hash()
-    moved = folder.parent / "elsewhere"
-    folder.rename(moved)
-    assert resolve_model(str(moved)).model_hash() == before
-    tensors = _edit(moved)
-    tensors["model.norm.weight"][3] += 1.0
-    _store(moved, tensors)
-    assert resolve_model(str(moved)).model_hash() != before
-    moved.rename(folder)
 
 
 @pytest.fixture
@@ -190,7 +164,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _flip(path: Path, offset: int) -> None:
+def flip(path: Path, offset: int) -> None:
     """Change one bit of a file in place, and set its times back."""
     status = path.stat()
     with path.open("r+b") as file:
@@ -221,11 +195,11 @@ def test_the_hash_changes_with_any_byte_of_any_file(shards: Path) -> None:
         size = path.stat().st_size
         assert size > 5e6
         for offset in (0, 8, size - 1, *_middles(path), *(draw.randrange(size) for _ in range(8))):
-            _flip(path, offset)
+            flip(path, offset)
             num_flips += 1
             seen.add(source.model_hash())
             assert len(seen) == 1 + num_flips, (path.name, offset)
-            _flip(path, offset)
+            flip(path, offset)
             assert source.model_hash() in seen
             assert len(seen) == 1 + num_flips
 
@@ -247,7 +221,7 @@ def _replace(path: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], None]] = {
-    "written": lambda path: _flip(path, 3_000_000),
+    "written": lambda path: flip(path, 3_000_000),
     "replaced": _replace,
     "deleted": Path.unlink,
 }
@@ -269,11 +243,6 @@ def test_weights_that_change_while_they_are_loaded_are_refused(
     monkeypatch.setattr(torch, "set_num_interop_threads", lambda _: None)  # which works once in a process
     with pytest.raises(ModelError, match=rf"{path.name}: (was changed while it was loaded; start again|missing)"):
         engine.process.build.build_engine(EngineSpec(str(shards), "float32", num_blocks=4), memory_fd=-1)
-
-
-def test_end_tokens_of_the_generation_config_count_too(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    assert set(resolve_model(str(folder)).shape.eos_token_ids) == {2, 7}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -305,6 +274,7 @@ def test_dummies() -> None:
     assert 130e6 < small.shape.num_parameters < 140e6
     assert 8.0e9 < large.shape.num_parameters < 8.1e9
     assert small.model_hash() == resolve_model("dummy:135m").model_hash() != large.model_hash()
+    check_weights(small)
     with pytest.raises(ModelError, match="unknown dummy; known: dummy:135m, dummy:8b"):
         resolve_model("dummy:9b")
 
@@ -329,18 +299,6 @@ def test_a_git_lfs_pointer_is_named_as_such(folder: Path, name: str) -> None:
         check_weights(resolve_model(str(folder)))
 
 
-def test_damaged_files_are_found_without_loading(folder: Path) -> None:
-    source = resolve_model(str(folder))
-    check_weights(source)
-    check_weight_files(folder)
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
-    with pytest.raises(ModelError, match="corrupt or truncated"):
-        check_weights(source)
-    with pytest.raises(ModelError, match="corrupt or truncated"):
-        check_weight_files(folder)
-    check_weights(resolve_model("dummy:135m"))
-
-
 def test_files_that_the_index_does_not_name_are_left_alone(folder: Path) -> None:
     """As Mistral's folders have: the same weights once more, under other names."""
     tensors = _edit(folder)
@@ -363,9 +321,7 @@ def test_values_that_float16_cannot_hold_are_refused(folder: Path) -> None:
 
 
 def test_a_missing_tokenizer_is_told(folder: Path) -> None:
-    assert tokenizer_note(None) == ""
-    assert tokenizer_note(ROOT / "models" / "tiny") == ""
-    assert f"{folder} has no tokenizer.json: prompts must be token ids" in tokenizer_note(folder)
+    assert tokenizer_note(None) == tokenizer_note(ROOT / "models" / "tiny") == ""
     assert "sentencepiece" not in tokenizer_note(folder)
     (folder / "tokenizer.model").write_bytes(b"\x0a")
     assert "(with transformers, sentencepiece and protobuf installed)" in tokenizer_note(folder)

@@ -72,41 +72,6 @@ def pool() -> KVPool:
     return KVPool(layout, NUM_BLOCKS, flat, {})
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 11])
-def test_chunks_see_what_they_should(pool: KVPool, window: int | None, softcap: float | None) -> None:
-    """Each row of each chunk against attention by its definition, over a layer in the middle of the pool's blocks."""
-    scale = 0.31
-    prefill = FlashInferPrefill(StrictWrapper, pool, HEADS, {window, None}, scale, softcap)
-    chunks = [
-        ScheduledSeq("begins", [0] * 13, 0, [3, 9], False, GREEDY),
-        ScheduledSeq("fills", [0] * 3, 13, [7, 1, 19], True, GREEDY),  # its last block is full; one more is allocated
-        ScheduledSeq("goes on", [0] * 6, 20, [4, 5, 6, 8], True, GREEDY),
-    ]
-    rows = sum(len(seq.token_ids) for seq in chunks)
-    query = torch.randn(rows, HEADS, HEAD_DIM).bfloat16()
-    out = torch.empty_like(query)
-    layer = pool.layers[1]
-    assert not layer.k.is_contiguous()
-    prefill.plan(chunks).attend(query, layer, window, scale, out)
-    row = 0
-    for seq in chunks:
-        for position in range(seq.start, seq.end):
-            first = 0 if window is None else max(0, position + 1 - window)
-            for head in range(HEADS):
-                kv_head = head // (HEADS // KV_HEADS)
-                keys, values = (
-                    part[list(seq.block_ids), kv_head].double().flatten(0, 1)[first : position + 1]
-                    for part in (layer.k, layer.v)
-                )
-                scores = keys @ query[row, head].double() * scale
-                if softcap is not None:
-                    scores = softcap * (scores / softcap).tanh()
-                expected = scores.softmax(0) @ values
-                torch.testing.assert_close(out[row, head].double(), expected, atol=2e-2, rtol=2e-2)
-            row += 1
-
-
 def test_steps_in_flight_do_not_share_a_wrapper(pool: KVPool) -> None:
     """The plan of a step is copied from its wrapper's memory when the GPU comes to it."""
     prefill = FlashInferPrefill(StrictWrapper, pool, HEADS, {None, 5}, 0.5, None)

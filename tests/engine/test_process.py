@@ -1,39 +1,34 @@
-"""Real engine processes: tokens, the hand-off between two of them, and every way in which they end."""
+"""Real engine processes: their tokens, and every way in which they end. `tests.e2e.test_tokens` has hand-offs between
+two of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import psutil
 import pytest
+import pytest_asyncio
 import torch
 
 from engine.messages import (
     Abort,
-    Computed,
     EngineEvent,
     Finished,
     KVEvent,
     KVReady,
     KVRole,
     Load,
-    Progress,
     Ready,
     Rejected,
-    Release,
     Reserved,
     Step,
     Submit,
@@ -41,12 +36,11 @@ from engine.messages import (
 )
 from engine.process.build import build_engine
 from engine.process.client import EngineClient
-from engine.spec import ENGINE_MODULE, EngineSpec
-from kv_transfer.pool import Pool
+from engine.spec import EngineSpec
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
-from tests.engine.harness import fill, read, submit
-from tests.planted import delays
-from tests.random_models import greedy_tokens, save_random, save_random_model
+from tests.engine.harness import submit
+from tests.engine.test_loader import flip
+from tests.random_models import greedy_tokens, save_random_model
 
 START_S = 60.0
 TOKENS = 12
@@ -55,14 +49,10 @@ PROMPT = [(i * 37 + 11) % 300 for i in range(45)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model."""
-    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[int]:
-    """What transformers makes of `PROMPT`."""
-    return greedy_tokens(folder, PROMPT, TOKENS)
+    """A small random model whose ids 305 and 304 end a request. It never samples them here."""
+    model = save_random_model(tmp_path_factory.mktemp("models"), "gqa")
+    (model / "generation_config.json").write_text('{"eos_token_id": [305, 304]}')
+    return model
 
 
 class Engine:
@@ -109,11 +99,6 @@ class Engine:
         """All tokens of a request so far."""
         return [t for step in self.steps() for t in step.tokens if t.attempt_id == attempt_id]
 
-    def progress(self, attempt_id: str) -> list[Progress]:
-        """All progress of a request so far."""
-        computed = [e for e in self.seen if isinstance(e, Computed)]
-        return [p for event in computed for p in event.progress if p.attempt_id == attempt_id]
-
     def reserved(self, attempt_id: str) -> list[Reserved]:
         """Reservations of a request so far."""
         return [e for e in self.seen if isinstance(e, Reserved) and e.attempt_id == attempt_id]
@@ -138,18 +123,11 @@ def _spec(folder: Path, **changes: object) -> EngineSpec:
     return EngineSpec(model=str(folder), **fields)  # type: ignore[arg-type]
 
 
-def open_pool(engine: Engine) -> Pool:
-    """The engine's pool, as its worker opens it."""
-    ready = engine.ready
-    return Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.client.memory_fd)
-
-
 @contextlib.asynccontextmanager
-async def _engine(spec: EngineSpec, delays_ms: Mapping[str, float] | None = None) -> AsyncIterator[Engine]:
-    client, engine = EngineClient(ENGINE_MODULE if delays_ms is None else delays.ENGINE_MODULE), None
+async def _engine(spec: EngineSpec) -> AsyncIterator[Engine]:
+    client, engine = EngineClient(), None
     try:
-        with delays.in_environment(delays_ms or {}):
-            ready = await client.start(spec, START_S)
+        ready = await client.start(spec, START_S)
         engine = Engine(client, ready)
         yield engine
     finally:
@@ -163,161 +141,95 @@ def _submit(attempt_id: str, role: KVRole, max_tokens: int = TOKENS, **changes: 
     return submit(attempt_id, role, **{"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, **changes})
 
 
-async def test_local_generation_equals_transformers(folder: Path, expected: list[int], tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "__init__.py").write_text("raise AssertionError('imported from the current directory')")
-    with contextlib.chdir(tmp_path):
-        async with _engine(_spec(folder)) as engine:
-            for i in range(3):
-                engine.client.send(_submit(f"r{i}", KVRole.LOCAL))
-            for i in range(3):
-                assert await engine.finished(f"r{i}") == expected
-            await engine.until(lambda: engine.idle(64))
-            first = engine.tokens("r0")[0]
-            assert first.first_scheduled_s <= engine.steps()[0].step_started_s < engine.steps()[0].sampled_s
-            assert engine.tokens("r0")[-1].finish_reason == "length"
-            engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=2000))
-            await engine.until(lambda: any(isinstance(e, Rejected) for e in engine.seen))
-            (rejected,) = (e for e in engine.seen if isinstance(e, Rejected))
-            assert (rejected.attempt_id, rejected.kind) == ("r", "CapacityExceeded")
+# --- one engine for all that leave it idle ---------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+    """An engine on one core, started where another package has its name."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "engine").mkdir()
+    (elsewhere / "engine" / "__init__.py").write_text("raise AssertionError('imported from the current directory')")
+    core = min(os.sched_getaffinity(0))
+    with contextlib.chdir(elsewhere):
+        async with _engine(_spec(folder, cores=(core,), max_num_seqs=1, run_ahead=True)) as engine:
+            yield engine
     assert engine.client.returncode == 0
 
 
-SAMPLINGS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.8},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 2},
-    {"temperature": 0.8, "min_p": 0.01, "presence_penalty": 1.5},
-]
+@pytest.mark.asyncio(loop_scope="module")
+async def test_local_generation_equals_transformers(shared: Engine, folder: Path) -> None:
+    expected = greedy_tokens(folder, PROMPT, TOKENS)
+    os.kill(shared.client.pid, signal.SIGINT)  # which does not end it
+    for i in range(3):
+        shared.client.send(_submit(f"r{i}", KVRole.LOCAL))
+    for i in range(3):
+        assert await shared.finished(f"r{i}") == expected
+    await shared.until(lambda: shared.idle(64))
+    first = shared.tokens("r0")[0]
+    assert first.first_scheduled_s <= shared.steps()[0].step_started_s < shared.steps()[0].sampled_s
+    assert shared.tokens("r0")[-1].finish_reason == "length"
+    shared.client.send(_submit("r", KVRole.LOCAL, max_tokens=2000))
+    await shared.until(lambda: any(isinstance(e, Rejected) for e in shared.seen))
+    (rejected,) = (e for e in shared.seen if isinstance(e, Rejected))
+    assert (rejected.attempt_id, rejected.kind) == ("r", "CapacityExceeded")
 
 
-async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path) -> None:
-    async with _engine(_spec(folder)) as here, _engine(_spec(folder, run_ahead=True)) as there:
-        for number, sampling in enumerate(SAMPLINGS):
-            local, name, salt = f"local-{number}", f"r{number}", str(number)
-            here.client.send(_submit(local, KVRole.LOCAL, salt=salt, **sampling))
-            wanted = await here.finished(local)
-            assert all((token.logprobs is not None) == ("logprobs" in sampling) for token in here.tokens(local))
-
-            there.client.send(_submit(name, KVRole.RECEIVE, salt=salt, **sampling))
-            await there.until(lambda name=name: bool(there.reserved(name)))  # type: ignore[misc]
-            targets = there.reserved(name)[0].block_ids
-            here.client.send(_submit(name, KVRole.PUSH, salt=salt, **sampling))
-            await here.until(
-                lambda name=name: any(p.first_token for p in here.progress(name)) and bool(here.tokens(name))  # type: ignore[misc]
-            )
-            (first,) = here.tokens(name)
-            assert first == msgspec.structs.replace(
-                here.tokens(local)[0],
-                attempt_id=name,
-                finish_reason="length",
-                first_scheduled_s=first.first_scheduled_s,
-                cached_tokens=first.cached_tokens,
-            )
-            sources = here.progress(name)[-1]
-            assert sources.num_computed_tokens == len(PROMPT)
-            assert len(sources.block_ids) == len(targets) == 6
-
-            source, target = open_pool(here), open_pool(there)
-            fill(target, targets, read(source, sources.block_ids))
-            source.close()
-            target.close()
-            there.client.send(KVReady(name, first.token_id))
-            assert [first.token_id, *await there.finished(name)] == wanted
-            here.client.send(Release(name))
-        await here.until(lambda: here.idle(64))
-        await there.until(lambda: there.idle(64))
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(shared: Engine) -> None:
+    process = psutil.Process(shared.client.pid)
+    assert process.cpu_affinity() == shared.ready.cores == [min(os.sched_getaffinity(0))]
+    libraries = {Path(m.path).name for m in process.memory_maps()}
+    assert any("torch" in name for name in libraries)
+    assert not any("cygrpc" in name or "_raylet" in name for name in libraries)
 
 
-async def test_abort_frees_blocks_in_every_state(folder: Path) -> None:
-    async with _engine(_spec(folder, max_num_seqs=1, run_ahead=True)) as engine:
-        engine.client.send(_submit("running", KVRole.LOCAL, max_tokens=400))
-        engine.client.send(_submit("waiting", KVRole.LOCAL, max_tokens=400))
-        engine.client.send(_submit("receiving", KVRole.RECEIVE))
-        await engine.until(lambda: len(engine.tokens("running")) > 2)
-        for attempt_id in ("running", "waiting", "receiving", "unknown"):
-            engine.client.send(Abort(attempt_id))
-        await engine.until(lambda: engine.idle(64))
+@pytest.mark.asyncio(loop_scope="module")
+async def test_abort_frees_blocks_in_every_state(shared: Engine) -> None:
+    shared.client.send(_submit("running", KVRole.LOCAL, max_tokens=400))
+    shared.client.send(_submit("waiting", KVRole.LOCAL, max_tokens=400))
+    shared.client.send(_submit("receiving", KVRole.RECEIVE))
+    await shared.until(lambda: len(shared.tokens("running")) > 2)
+    for attempt_id in ("running", "waiting", "receiving", "unknown"):
+        shared.client.send(Abort(attempt_id))
+    await shared.until(lambda: shared.idle(64))
 
 
-async def test_a_request_that_its_first_token_ends_is_told_of(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_its_first_token_ends_is_told_of(shared: Engine) -> None:
     """No step has a token of it: without a word from the engine its worker would wait for its deadline."""
-    ending = tmp_path / "model"
-    shutil.copytree(folder, ending)
-    (ending / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
-    async with _engine(_spec(ending)) as engine:
-        assert engine.ready.eos_token_ids == [7, 9]
-        for attempt_id, first, ignore_eos in (("ends", 7, False), ("goes-on", 7, True)):
-            engine.client.send(_submit(attempt_id, KVRole.RECEIVE, max_tokens=3, ignore_eos=ignore_eos))
-            await engine.until(lambda name=attempt_id: bool(engine.reserved(name)))  # type: ignore[misc]
-            engine.client.send(KVReady(attempt_id, first))
-        assert len(await engine.finished("goes-on")) == 2
-        assert [event for event in engine.seen if isinstance(event, Finished)] == [Finished("ends", "stop")]
-        await engine.until(lambda: engine.idle(64))
+    assert shared.ready.eos_token_ids == [304, 305]
+    for attempt_id, first, ignore_eos in (("ends", 305, False), ("goes-on", 305, True)):
+        shared.client.send(_submit(attempt_id, KVRole.RECEIVE, max_tokens=3, ignore_eos=ignore_eos))
+        await shared.until(lambda name=attempt_id: bool(shared.reserved(name)))  # type: ignore[misc]
+        shared.client.send(KVReady(attempt_id, first))
+    assert len(await shared.finished("goes-on")) == 2
+    assert [event for event in shared.seen if isinstance(event, Finished)] == [Finished("ends", "stop")]
+    await shared.until(lambda: shared.idle(64))
 
 
-async def test_blocks_on_disk_of_other_weights_are_not_read(tmp_path: Path) -> None:
-    """Weights that differ in the middle of their file alone, where the embeddings of the prompt's tokens are."""
+# --- engines of their own --------------------------------------------------------------------------------------------
+
+
+async def test_blocks_on_disk_of_other_weights_are_not_read(folder: Path, tmp_path: Path) -> None:
+    """Although the file's size and times are the same."""
     model, cold = tmp_path / "model", tmp_path / "cold"
-    shape = {
-        "model_type": "llama", "vocab_size": 9000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    }  # fmt: skip
-    save_random(model, shape | {"tie_word_embeddings": False}, seed=1)
+    shutil.copytree(folder, model)
     spec = _spec(model, dtype="float32", num_blocks=8, offload_folder=str(cold), offload_disk_bytes=2**26)
 
-    async def served(*attempt_ids: str) -> list[TokenOut]:
-        """The tokens of the prompt. Further attempts are of other prompts, for which the pool has to forget it."""
+    async def cached_tokens(*attempt_ids: str) -> int:
+        """Of the prompt's blocks. Further attempts are of other prompts, for which the pool has to forget it."""
         async with _engine(spec) as engine:
             for number, attempt_id in enumerate(attempt_ids):
                 prompt = [(token + number) % 300 for token in PROMPT]
                 engine.client.send(_submit(attempt_id, KVRole.LOCAL, prompt=prompt, max_tokens=4))
                 await engine.finished(attempt_id)
-            return engine.tokens(attempt_ids[0])
+            return engine.tokens(attempt_ids[0])[0].cached_tokens
 
-    before = await served("a", "b", "c")
-    assert [token.token_id for token in before] == greedy_tokens(model, PROMPT, 4)
-    again = await served("a")
-    assert (before[0].cached_tokens, again[0].cached_tokens) == (0, 40), "the blocks are not found on disk"
-
+    assert (await cached_tokens("a", "b", "c"), await cached_tokens("a")) == (0, 40)
     file = model / "model.safetensors"
-    size, times = file.stat().st_size, file.stat()
-    _negate_rows(file, "model.embed_tokens.weight", 300)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert file.stat().st_size == size
-    after = await served("a")
-    assert [token.token_id for token in after] == greedy_tokens(model, PROMPT, 4)
-    assert after[0].cached_tokens == 0
-    assert [token.token_id for token in after] != [token.token_id for token in before]
-
-
-def _negate_rows(file: Path, name: str, count: int) -> None:
-    """Change the first rows of a float32 tensor in place. They are more than a MiB from both ends of the file."""
-    with file.open("rb") as opened:
-        header_size = int.from_bytes(opened.read(8), "little")
-        about = json.loads(opened.read(header_size))[name]
-    start, columns = 8 + header_size + about["data_offsets"][0], about["shape"][1]
-    rows = np.memmap(file, np.float32, "r+", start, (count, columns))
-    assert start - header_size > 2**20
-    assert start + rows.nbytes < file.stat().st_size - 2**20
-    rows *= -1
-    rows.flush()
-
-
-async def test_planted_delays_are_seen_in_their_stages(folder: Path) -> None:
-    planted_ms = {"prefill_queue": 200.0, "prefill": 300.0, "decode_queue": 250.0, "first_decode": 350.0}
-    async with _engine(_spec(folder), planted_ms) as engine:
-        sent_s = time.monotonic()
-        engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=4))
-        await engine.finished("r")
-        one, two, *_ = (s for s in engine.steps() if s.tokens)
-        took_s = {
-            "prefill_queue": one.tokens[0].first_scheduled_s - sent_s,
-            "prefill": one.sampled_s - one.tokens[0].first_scheduled_s,
-            "decode_queue": two.step_started_s - one.sampled_s,
-            "first_decode": two.sampled_s - two.step_started_s,
-        }
-        assert all(took_s[stage] >= planted_ms[stage] / 1e3 for stage in took_s), took_s
+    flip(file, file.stat().st_size // 2)
+    assert await cached_tokens("a") == 0
 
 
 async def test_a_client_that_never_started_an_engine_stops() -> None:
@@ -336,19 +248,6 @@ async def test_a_killed_engine_is_seen(folder: Path) -> None:
             await engine.until(lambda: False)
         assert engine.client.returncode == -signal.SIGKILL
         engine.client.send(Abort("r"))  # ignored
-
-
-async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(folder: Path, expected: list[int]) -> None:
-    core = min(os.sched_getaffinity(0))
-    async with _engine(_spec(folder, cores=(core,))) as engine:
-        os.kill(engine.client.pid, signal.SIGINT)  # which does not end it
-        engine.client.send(_submit("r", KVRole.LOCAL))
-        assert await engine.finished("r") == expected
-        process = psutil.Process(engine.client.pid)
-        assert process.cpu_affinity() == [core]
-        libraries = {Path(m.path).name for m in process.memory_maps()}
-        assert any("torch" in name for name in libraries)
-        assert not any("cygrpc" in name or "_raylet" in name for name in libraries)
 
 
 _PARENT = """
@@ -389,28 +288,19 @@ async def test_the_engine_ends_when_the_command_pipe_closes(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("model", "cores", "error", "message"),
     [
-        ({"model": "/nowhere"}, ModelError, "/nowhere: no such folder"),
-        ({"cores": (4095,)}, LaunchError, r"cannot bind the engine to cores \[4095\]"),
-        pytest.param(
-            {"device": "cuda"},
-            ConfigError,
-            r"^cluster\.device: cuda is set",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
+        ("/nowhere", (), ModelError, "/nowhere: no such folder"),
+        (None, (4095,), LaunchError, r"cannot bind the engine to cores \[4095\]"),
     ],
 )
 async def test_what_keeps_an_engine_from_starting_is_raised(
-    folder: Path, changes: dict[str, object], error: type[Exception], message: str
+    folder: Path, model: str | None, cores: tuple[int, ...], error: type[Exception], message: str
 ) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     client = EngineClient()
-    spec = _spec(folder, **{k: v for k, v in changes.items() if k != "model"})
-    if "model" in changes:
-        spec = EngineSpec(model=str(changes["model"]))
     with pytest.raises(error, match=message):
-        await client.start(spec, START_S)
+        await client.start(_spec(Path(model or folder), cores=cores), START_S)
     assert not psutil.pid_exists(client.pid)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -420,6 +310,11 @@ async def test_what_keeps_an_engine_from_starting_is_raised(
     [
         ({"max_model_len": 513}, r"^engine\.max_model_len: 513 exceeds the model's context of 512"),
         ({"num_blocks": None, "kv_memory_bytes": 1000}, r"^engine\.kv_memory_mb: .* less than one block"),
+        pytest.param(
+            {"device": "cuda"},
+            r"^cluster\.device: cuda is set",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model(

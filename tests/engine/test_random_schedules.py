@@ -10,13 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core import EngineCore
 from engine.messages import Abort, KVRole, Submit, TokenOut
 from engine.model.runner import ModelRunner
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
-from tests.engine.harness import BLOCK, Outbox, make_runner, submit
+from tests.engine.harness import BLOCK, make_core, make_runner, submit
 from tests.engine.integrity import check_scheduler
 from tests.random_models import save_random_model
 
@@ -108,9 +107,8 @@ def run(
 ) -> tuple[dict[str, Told], Scheduler]:
     """What the requests of ``plans`` are told, and the scheduler as they leave it. Logprobs of other batches differ in
     their last bits."""
-    outbox, clock = Outbox(), MonotonicClock()
-    scheduler = kind(config, clock)
-    core = EngineCore(scheduler, runner, clock, outbox, run_ahead)
+    scheduler = kind(config, MonotonicClock())
+    core, outbox = make_core(runner, scheduler, run_ahead)
     last_tick = max(plan.tick + (plan.aborted_after or 0) for plan in plans)
     for tick in range(MAX_STEPS):
         for i, plan in enumerate(plans):
@@ -147,7 +145,7 @@ def lone_runs(runner: ModelRunner) -> dict[Plan, Told]:
     return {}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=CONFIGS, plans=PLANS, kind=KINDS, run_ahead=st.booleans())
 def test_tokens_are_those_of_the_lone_run(
     runner: ModelRunner,

@@ -17,16 +17,9 @@ from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledS
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import FakeClock, MonotonicClock
-from tests.engine.harness import BLOCK, Outbox, make_runner, submit
-from tests.engine.test_random_schedules import POOL_BLOCKS
+from tests.engine.harness import BLOCK, Outbox, make_core, make_runner, submit
 from tests.random_models import save_random_model
 from tests.strict_cuda import StrictGpus
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model."""
-    return save_random_model(tmp_path_factory.mktemp("model"), "gqa")
 
 
 @dataclass
@@ -127,26 +120,23 @@ def test_a_request_that_comes_late_starts_when_the_device_does() -> None:
     assert first in outbox.steps[2].tokens
 
 
-def test_nothing_waits_for_a_gpu_between_two_launches(folder: Path) -> None:
+def test_nothing_waits_for_a_gpu_between_two_launches(tmp_path: Path) -> None:
     """Over the stand-in for CUDA, with steps of chunks and of decodes."""
     cuda = StrictGpus().process()
     cuda.init(0)
-    plain = make_runner(folder, POOL_BLOCKS)
+    plain = make_runner(save_random_model(tmp_path, "gqa"))
     runner = ModelRunner(plain._model, plain._attention, plain.pool, cuda=cuda)
-    launches: list[list[str]] = []
 
     class Noting:
         def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
             cuda.calls.append("launch")
-            launches.append([])
             return runner.launch(seqs, hook)
 
-    outbox = Outbox()
-    scheduler = Scheduler(SchedulerConfig(16, 4, 128, BLOCK, POOL_BLOCKS), MonotonicClock())
-    core = EngineCore(scheduler, Noting(), MonotonicClock(), outbox, run_ahead=True)
-    prompts = {"a": list(range(40)), "b": [7, 8, 9]}
-    for name, prompt in prompts.items():
-        core.take(submit(name, KVRole.LOCAL, prompt, 8))
+    core, outbox = make_core(
+        Noting(), Scheduler(SchedulerConfig(16, 4, 128, BLOCK, 64), MonotonicClock()), run_ahead=True
+    )
+    core.take(submit("a", KVRole.LOCAL, range(40), 8))
+    core.take(submit("b", KVRole.LOCAL, [7, 8, 9], 8))
     while core.step():
         pass
     calls = [call for call in cuda.calls if call != "init"]
@@ -160,13 +150,3 @@ def test_nothing_waits_for_a_gpu_between_two_launches(folder: Path) -> None:
             last = done == calls.count(waited)
             assert launched == done + (not last), "a step was waited for before the next one was launched"
     assert {name: len(tokens) for name, tokens in outbox.tokens.items()} == {"a": 8, "b": 8}
-    expected = make_runner(folder, POOL_BLOCKS)
-    core = EngineCore(Scheduler(scheduler.config, MonotonicClock()), expected, MonotonicClock(), alone := Outbox())
-    for name, prompt in prompts.items():
-        core.take(submit(name, KVRole.LOCAL, prompt, 8))
-    while core.step():
-        pass
-    ahead, now = (
-        {name: [token.token_id for token in tokens] for name, tokens in each.tokens.items()} for each in (outbox, alone)
-    )
-    assert ahead == now

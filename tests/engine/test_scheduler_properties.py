@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +23,7 @@ from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from pdserve.core.clock import FakeClock
+from pdserve.core.handoff import FirstToken
 from pdserve.core.prefix_digests import PrefixDigests
 from tests.engine.harness import submit
 from tests.engine.integrity import check_scheduler
@@ -63,13 +64,16 @@ class Plan:
     def prompt(self) -> list[int]:
         return [(self.topic * 5 + i * 3 + 1) % VOCABULARY for i in range(self.prompt_tokens)]
 
+    def stops_at(self, token: int) -> bool:
+        return token in self.stop_token_ids or (token == EOS and not self.ignore_eos)
+
     def outputs(self) -> list[int]:
         """All its output tokens, by the definition of `Submit`."""
         prompt = self.prompt
         tokens: list[int] = []
         while len(tokens) < (1 if self.role is KVRole.PUSH else self.max_tokens):
             tokens.append(draw(self.topic, prompt + tokens))
-            if tokens[-1] in self.stop_token_ids or (tokens[-1] == EOS and not self.ignore_eos):
+            if self.stops_at(tokens[-1]):
                 break
         return tokens
 
@@ -90,6 +94,7 @@ class Live:
     computed: int = 0  # told of, of a PUSH request
     prefix_tokens: int = 0
     came_tokens: int = 0
+    first_scheduled_s: float | None = None
     over: bool = False
 
 
@@ -160,8 +165,12 @@ class World:
                 self.abort(attempt_id)
             self._finish_step()
             return True
+        senior = self.scheduler._running[0].attempt_id if self.scheduler._running else None
         output = self.scheduler.schedule()
         self._hear()
+        if output.preempted and type(self.scheduler) is Scheduler:  # the argument against livelock stands on this
+            assert senior not in output.preempted
+            assert senior in {part.attempt_id for part in output.seqs}
         # With a step in flight, more blocks may be wanted than there are: then a step may be foretold in vain.
         assert bool(output.seqs) == had_work or (had_work and self.in_flight), "has_work must foretell schedule()"
         assert not (output.preempted and self.in_flight)
@@ -189,11 +198,15 @@ class World:
         step = self.scheduler.update(output, sampled, self.clock.now())
         assert step.step_started_s == max(output.started_s, self._told_s)
         self._told_s = step.sampled_s
+        for part in output.seqs:
+            request = self.live[part.attempt_id]
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = step.step_started_s
         self.num_dropped += len(set(sampled) - {token.attempt_id for token in step.tokens})
         for token in step.tokens:
             request = self.live[token.attempt_id]
             assert not request.over, "no token after the end"
-            assert token.first_scheduled_s <= step.step_started_s
+            assert token.first_scheduled_s == request.first_scheduled_s
             request.tokens.append(token.token_id)
             request.finish_reason = token.finish_reason
             if token.finish_reason and request.plan.role is not KVRole.PUSH:
@@ -279,7 +292,7 @@ class World:
         assert (progress.first_token is None) == (request.computed < len(request.prompt))
         if progress.first_token is not None:
             (token_id,) = request.tokens
-            assert progress.first_token.token_id == token_id
+            assert progress.first_token == FirstToken(token_id, request.plan.stops_at(token_id))
             request.held = progress.block_ids
             request.due = self.ticks + request.plan.patience
 
@@ -382,7 +395,7 @@ PLANS = st.builds(
     prompt_tokens=SOMETIMES_EMPTY,
     max_tokens=st.integers(1, 8),
     ignore_eos=st.booleans(),
-    stop_token_ids=st.lists(st.integers(1, VOCABULARY - 1), max_size=1).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=1).map(tuple),
     patience=st.integers(0, 6),
     abort_after=st.sampled_from([None] * 5 + [3, 7, 12, 20]),
     topic=st.sampled_from([0, 0, 0, 1]),
@@ -443,6 +456,7 @@ def check_end(world: World) -> None:
             expected = request.plan.outputs()
             if request.plan.abort_after is None:
                 assert request.tokens == expected
+                assert request.finish_reason == ("stop" if request.plan.stops_at(expected[-1]) else "length")
             else:
                 assert request.tokens == expected[: len(request.tokens)]
     load = world.scheduler.load()
@@ -455,43 +469,34 @@ def check_end(world: World) -> None:
         assert order == sorted(order), "first come first served"
 
 
-@settings(max_examples=250, deadline=None)
-@given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), KINDS)
-def test_everyone_finishes_with_exactly_their_tokens(
-    config: SchedulerConfig, arrivals: list[tuple[Plan, int]], kind: type[Scheduler]
-) -> None:
-    world = World(config, kind)
-    for plan, pause in arrivals:
-        world.submit(plan)
-        for _ in range(pause):
-            world.tick()
-    drain(world)
-    check_end(world)
-
-
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     CONFIGS,
     st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12),
     KINDS,
     st.lists(st.integers(0, 9), max_size=6),
+    st.booleans(),
 )
-def test_steps_that_run_ahead_change_no_token(
+def test_everyone_finishes_with_exactly_their_tokens(
     config: SchedulerConfig,
     arrivals: list[tuple[Plan, int]],
     kind: type[Scheduler],
     victims: list[int],
+    run_ahead: bool,
 ) -> None:
-    world = World(config, kind, run_ahead=True)
+    """``victims`` are aborted while a step runs."""
+    world = World(config, kind, run_ahead)
     for plan, pause in arrivals:
         world.submit(plan)
         for _ in range(pause):
             world.tick()
     for name in (f"r{victim}" for victim in victims):
-        aborted = name in world.live and not world.live[name].over
-        if aborted:
-            world.live[name].plan = Plan(**{**vars(world.live[name].plan), "abort_after": 10_000})
-        world.tick([name] if aborted else [])
+        request = world.live.get(name)
+        if request is None or request.over:
+            world.tick()
+        else:
+            world.tick([name])
+            request.plan = replace(request.plan, abort_after=0)
     drain(world)
     check_end(world)
 
@@ -522,28 +527,7 @@ def test_steps_do_run_ahead_and_drop_what_is_beyond_the_end() -> None:
     assert world.num_ahead == world.ticks - 2, "all but the first step; the last tick only tells"
 
 
-@settings(max_examples=120, deadline=None)
-@given(CONFIGS, st.lists(PLANS, min_size=4, max_size=10), st.lists(st.integers(0, 9), min_size=2, max_size=8), KINDS)
-def test_aborts_while_a_step_runs(
-    config: SchedulerConfig, plans: list[Plan], victims: list[int], kind: type[Scheduler]
-) -> None:
-    world = World(config, kind=kind)
-    for plan in plans:
-        world.submit(plan)
-    for victim in victims:
-        name = f"r{victim}"
-        world.tick([name] if name in world.live and not world.live[name].over else [])
-    for name in {f"r{victim}" for victim in victims} & set(world.live):
-        request = world.live[name]
-        assert request.over
-        expected = request.plan.outputs() if request.plan.prompt_tokens else []
-        assert request.tokens == expected[: len(request.tokens)]
-        request.plan = Plan(**{**vars(request.plan), "abort_after": 0})
-    drain(world)
-    check_end(world)
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(2, 6),
     st.integers(1, 3),
@@ -560,29 +544,6 @@ def test_a_pool_just_large_enough_for_one_serves_many(
         world.submit(Plan(role, prompt_tokens, room - prompt_tokens, True, (), 1, None))
     drain(world)
     assert not world.rejected
-    check_end(world)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(ROLES, st.integers(1, 10), st.integers(1, 10)), min_size=2, max_size=10))
-def test_the_most_senior_running_request_is_never_preempted(kinds: list[tuple[KVRole, int, int]]) -> None:
-    """The invariant on which the argument against livelock stands, looked at directly."""
-    world = World(SchedulerConfig(16, 4, 20, 2, 10, (EOS,)))
-    for role, prompt_tokens, max_tokens in kinds:
-        world.submit(Plan(role, prompt_tokens, max_tokens, True, (), 2, None))
-    scheduler = world.scheduler
-    schedule = scheduler.schedule
-
-    def watched() -> SchedulerOutput:
-        senior = scheduler._running[0].attempt_id if scheduler._running else None
-        output = schedule()
-        assert senior not in output.preempted
-        if senior is not None and output.preempted:
-            assert senior in {part.attempt_id for part in output.seqs}
-        return output
-
-    scheduler.schedule = watched  # type: ignore[method-assign]
-    drain(world)
     check_end(world)
 
 

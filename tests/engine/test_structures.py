@@ -26,7 +26,7 @@ from engine.scheduling.sequence import TokenHistory, TokenMatcher
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
-from tests.engine.harness import BLOCK, Outbox, make_runner, submit
+from tests.engine.harness import BLOCK, Outbox, make_core, make_runner, submit
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 SUITE = json.loads(Path(__file__).with_name("json_schema_suite.json").read_text())["cases"]
@@ -112,11 +112,11 @@ def run(core: EngineCore, outbox: Outbox, *submits: Submit) -> dict[str, list[in
     return {name: [token.token_id for token in outbox.tokens[name]] for name in names}
 
 
-def make_core(runner: ModelRunner, structures: object, run_ahead: bool = False) -> tuple[EngineCore, Outbox]:
-    outbox, clock = Outbox(), MonotonicClock()
-    config = SchedulerConfig(64, 4, 512, BLOCK, 64, [EOS])
-    scheduler = Scheduler(config, clock, TransferConnector(clock, runner.pool.layout, 0))
-    return EngineCore(scheduler, runner, clock, outbox, run_ahead, structures), outbox  # type: ignore[arg-type]
+def core_of(runner: ModelRunner, structures: object, run_ahead: bool = False) -> tuple[EngineCore, Outbox]:
+    clock = MonotonicClock()
+    connector = TransferConnector(clock, runner.pool.layout, 0)
+    scheduler = Scheduler(SchedulerConfig(64, 4, 512, BLOCK, 64, [EOS]), clock, connector)
+    return make_core(runner, scheduler, run_ahead, structures)
 
 
 def test_steps_ahead_neighbours_and_resumes_change_no_token(
@@ -124,13 +124,13 @@ def test_steps_ahead_neighbours_and_resumes_change_no_token(
 ) -> None:
     """Alone, with the next step launched before the token is known, beside others, and after a resume."""
     whole = submit("whole", KVRole.LOCAL, PROMPT, 200, **DRAWN)
-    alone = run(*make_core(runner, structures), whole)["whole"]
+    alone = run(*core_of(runner, structures), whole)["whole"]
     assert re.fullmatch(WORDS.text, tokenizer.decode(alone))
     assert alone[-1] == EOS
     part = submit("part", KVRole.LOCAL, PROMPT, 150, outputs=alone[:7], **DRAWN)
     free = submit("free", KVRole.LOCAL, PROMPT, 30, temperature=1.3, seed=5, repetition_penalty=1.2)
     for run_ahead in (False, True):
-        tokens = run(*make_core(runner, structures, run_ahead), whole, part, free)
+        tokens = run(*core_of(runner, structures, run_ahead), whole, part, free)
         assert tokens["whole"] == alone
         assert tokens["part"] == alone[7:]
         assert len(tokens["free"]) == 30
@@ -150,7 +150,7 @@ class Gate:
 
 def test_others_do_not_wait_for_a_compilation(runner: ModelRunner, structures: Structures) -> None:
     gate = Gate()
-    core, outbox = make_core(runner, gate)
+    core, outbox = core_of(runner, gate)
     for attempt_id in ("late", "aborted", "refused"):
         core.take(submit(attempt_id, KVRole.LOCAL, PROMPT, 200, **DRAWN))
     core.take(Abort("aborted"))
@@ -169,7 +169,7 @@ def test_others_do_not_wait_for_a_compilation(runner: ModelRunner, structures: S
 
 def test_tokens_that_do_not_match_end_the_request(runner: ModelRunner, structures: Structures) -> None:
     """Token 1 of another model, and outputs that a client resumes with."""
-    core, outbox = make_core(runner, structures)
+    core, outbox = core_of(runner, structures)
     core.take(submit("received", KVRole.RECEIVE, PROMPT, 200, **DRAWN))
     core.take(submit("resumed", KVRole.LOCAL, PROMPT, 200, outputs=[EOS], **DRAWN))
     while "resumed" not in outbox.rejected or core.scheduler.blocks.free_blocks == 64:  # until both were compiled
@@ -184,7 +184,7 @@ def test_tokens_that_do_not_match_end_the_request(runner: ModelRunner, structure
 
 def test_a_mask_beyond_its_budget_ends_the_request_alone(runner: ModelRunner, structures: Structures) -> None:
     """A pattern whose automaton grows with every token, until a mask would take too long."""
-    core, outbox = make_core(runner, structures)
+    core, outbox = core_of(runner, structures)
     costly = submit("costly", KVRole.LOCAL, PROMPT, 400, structured_outputs=COSTLY)
     core.take(costly)
     tokens = run(core, outbox, submit("free", KVRole.LOCAL, PROMPT, 60))

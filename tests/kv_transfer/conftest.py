@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.pool import Pool
@@ -18,13 +17,16 @@ from kv_transfer.receive_transfer import ReceivedKV
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.shaped import Shape
-from pdserve.core.clock import MonotonicClock
+from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.loopback import create_transport
 from tests.planted.kv_receiver import DelayedReceiver
+from tests.virtual_time import LoopClock, VirtualTimeLoop, pytest_asyncio_loop_factories
+
+__all__ = ["pytest_asyncio_loop_factories"]
 
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
 NUM_BLOCKS = 64
@@ -40,7 +42,7 @@ class Ends:
     target: HostPool
     endpoints: tuple[KVEndpoint, ...]
     receiving_transport: KVTransport
-    clock: MonotonicClock
+    clock: Clock
 
     @property
     def peer(self) -> KVPeer:
@@ -82,9 +84,47 @@ class Ends:
             received, _ = await asyncio.gather(self.receiver.wait(name), self.sender.wait(name))
         return received
 
-    def blocks_of(self, store: HostPool, ids: list[int]) -> bytes:
-        """The content of blocks."""
-        return store.bytes_of(ids)
+    async def connect(self) -> None:
+        """Make the link."""
+        await self.sender.connect("d", "e1", self.endpoints)
+
+    def check_moved(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Blocks of the receiver hold what those of the sender do."""
+        assert self.target.bytes_of(target_ids) == self.source.bytes_of(source_ids)
+
+    async def check_works(self, name: str = "r") -> None:
+        """A whole hand-off still passes, with the request id and blocks of before."""
+        # An announcement over a link that the receiver has not noticed to be lost would fail with it.
+        await until(lambda: len(self.sender.links()) == len(self.receiver._links))
+        self.start(name, [1, 2], send=[30, 31])
+        await self.both(name)
+        self.check_moved([30, 31], [1, 2])
+        self.check_nothing_left()
+
+    def check_nothing_left(self) -> None:
+        """Neither end keeps anything of a hand-off that is over."""
+        left = [self.sender._transfers, self.receiver._by_attempt, self.receiver._by_nonce]
+        for peer in self.sender._peers.values():
+            left += [peer._transfers, peer._unbound, peer._announced]
+        assert not any(left), left
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something at the other end that nothing announces."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+class EndsClock(LoopClock):
+    """In virtual time, a reading takes a microsecond: links are rated by the time that messages take."""
+
+    def now(self) -> float:
+        """Seconds of the loop's clock."""
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualTimeLoop):
+            loop.compute(1e-6)
+        return loop.time()
 
 
 MakeEnds = Callable[..., Awaitable[Ends]]
@@ -147,7 +187,7 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             sender_eos_token_ids: tuple[int, ...] | None = None,
             shape: Shape | None = None,
         ) -> Ends:
-            clock = MonotonicClock()
+            clock = EndsClock()
             source = source or HostPool(sender_layout or layout, num_blocks)
             source.data[:] = random.Random(1).randbytes(len(source.data))
             target = target or HostPool(layout, num_blocks)
@@ -176,18 +216,6 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             return Ends(sender, receiver, source, target, endpoints, receiving, clock)
 
         yield make
-
-
-@pytest.fixture
-def layout() -> KVLayout:
-    """The small pools' layout: blocks of 1 KiB."""
-    return LAYOUT
-
-
-@pytest.fixture
-def other_layout() -> KVLayout:
-    """One that does not fit."""
-    return replace(LAYOUT, block_size=8)
 
 
 @pytest.fixture

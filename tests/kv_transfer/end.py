@@ -27,7 +27,7 @@ class End:
     def __init__(
         self,
         role: str,
-        transports: list[str],
+        transport: str,
         *,
         checksum: bool = True,
         epoch: str = "e1",
@@ -41,7 +41,7 @@ class End:
             end["epoch"] = epoch
         else:
             end |= {"connect_timeout_s": 5.0, "message_bytes": message_bytes, "max_inflight_bytes": max_inflight_bytes}
-        options = {"role": role, "transports": transports, "num_blocks": num_blocks, "end": end}
+        options = {"role": role, "transport": transport, "num_blocks": num_blocks, "end": end}
         self.role, self.epoch, self.num_blocks = role, epoch, num_blocks
         self._killed = False
         self._process = subprocess.Popen(
@@ -100,11 +100,6 @@ class End:
     def call(self, do: str, **arguments: object) -> Values:
         """Have it do something now."""
         return self.result(self.begin(do, **arguments))
-
-    def answered(self, number: int) -> bool:
-        """Whether `result` has something."""
-        with self._changed:
-            return number in self._answers
 
     def stop(self) -> None:
         """SIGSTOP; returns once it stands still."""

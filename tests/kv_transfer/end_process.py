@@ -1,4 +1,4 @@
-"""One end of hand-offs in a process of its own, for `End`: real senders or a real receiver over a pool of blocks, told
+"""One end of hand-offs in a process of its own, for `End`: a real sender or receiver over a pool of blocks, told
 what to do by a line of JSON each, and answering with one. It ends with its standard input."""
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kv_transfer.protocol import checksum
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, to_wire
@@ -28,7 +29,6 @@ from tests.host_pool import HostPool
 from tests.kv_transfer.conftest import receiver_of, sender_of
 from tests.kv_transfer.relay import known_as
 from tests.kv_transfer.status import status_of
-from tests.kv_transfer.tampering import TamperingTransport
 from tests.loopback import create_transport
 
 LAYOUT = KVLayout.uniform(
@@ -97,14 +97,15 @@ class Pool:
 class End:
     """What both kinds of end can be told. A method's keywords are those of its line."""
 
+    kv: KVSender | KVReceiver
+
     def __init__(self, options: Values, pattern: int) -> None:
         self.clock = MonotonicClock()
         self.store = SlowStore(LAYOUT, options["num_blocks"])
         self.pool = Pool(self.store, pattern)
-        self.inner = {name: create_transport(name, self.store.memory, timeout_s=5.0) for name in options["transports"]}
+        self.transport = create_transport(options["transport"], self.store.memory, timeout_s=5.0)
         self.blocks: dict[str, list[int]] = {}
         self.deadlines: dict[str, float] = {}
-        self.skipped: dict[str, int] = {}
 
     async def start_up(self) -> Values:
         """Be ready; what the test has to know."""
@@ -139,20 +140,24 @@ class End:
         self.store.landing_s, self.store.landing_mark = seconds, mark
         return {}
 
-    async def cut(self) -> Values:
-        """End every connection."""
-        for transport in self.inner.values():
-            for link in list(vars(transport)["_links"]):
-                _cut(link)
-        return {}
+    async def wait(self, request: str) -> Values:
+        """Wait for the end of a hand-off."""
+        return await self._ended(request, self.kv.wait(request))
 
-    async def ended(self, request: str, work: Awaitable[Any]) -> Values:
+    async def abort(self, request: str) -> Values:
+        """Give it up."""
+        return await self._ended(request, self.kv.abort(request))
+
+    async def status(self, request: str) -> Values:
+        """How far it is."""
+        return {"status": status_of(self.kv, request)}
+
+    async def _ended(self, request: str, work: Awaitable[Any]) -> Values:
         """Do it; whether it raised or not, the request's blocks are free then."""
         try:
             done: Values = _plain(await work)
             if (blocks := self.blocks.get(request)) is not None:  # else an abort in the same moment gave them back
                 done["content"] = self.pool.content(blocks)
-                done["arrived"] = self.pool.content(blocks[self.skipped.get(request, 0) :])
         except PdserveError as error:
             kind, message = to_wire(error)
             done = {"error": kind, "message": message}
@@ -166,35 +171,23 @@ class ReceivingEnd(End):
 
     def __init__(self, options: Values) -> None:
         super().__init__(options, 0xA5)
-        self.receiver = receiver_of(self.store, *self.inner.values(), clock=self.clock, **options["end"])
+        self.kv = self.receiver = receiver_of(self.store, self.transport, clock=self.clock, **options["end"])
 
     async def start_up(self) -> Values:
         """Listen."""
-        endpoints = await self.receiver.start("127.0.0.1")
-        return {"endpoints": [[endpoint.transport, endpoint.address] for endpoint in endpoints]}
+        (endpoint,) = await self.receiver.start("127.0.0.1")
+        return {"address": endpoint.address}
 
-    async def announce(self, request: str, sender_id: str, count: int, deadline_s: float, skipped: int = 0) -> Values:
-        """Take blocks, the first ``skipped`` of which hold what they should, and announce them to the sender."""
+    async def announce(self, request: str, sender_id: str, count: int, deadline_s: float) -> Values:
+        """Take blocks, and announce them to the sender."""
         self.blocks[request] = blocks = self.pool.take(count)
-        self.deadlines[request], self.skipped[request] = self.clock.now() + deadline_s, skipped
-        self.receiver.announce(request, sender_id, blocks, skipped, self.deadlines[request])
+        self.deadlines[request] = self.clock.now() + deadline_s
+        self.receiver.announce(request, sender_id, blocks, 0, self.deadlines[request])
         return {}
 
-    async def wait(self, request: str) -> Values:
-        """Wait for the hand-off."""
-        return await self.ended(request, self.receiver.wait(request))
-
-    async def abort(self, request: str) -> Values:
-        """Give it up."""
-        return await self.ended(request, self.receiver.abort(request))
-
-    async def status(self, request: str) -> Values:
-        """How far it is."""
-        return {"status": status_of(self.receiver, request)}
-
-    async def known_as(self, transport: str, address: str) -> Values:
+    async def known_as(self, address: str) -> Values:
         """Peers dial this address, that of a relay, in place of its own."""
-        known_as(self.inner[transport], address)
+        known_as(self.transport, address)
         return {}
 
     async def links(self) -> Values:
@@ -212,109 +205,42 @@ class ReceivingEnd(End):
 
 
 class SendingEnd(End):
-    """A `KVSender` for each transport, which is worker "p-" and the transport's name."""
+    """A `KVSender`, which is worker "p"."""
 
     def __init__(self, options: Values) -> None:
         super().__init__(options, 0x5A)
-        self.tampering = {name: TamperingTransport(transport) for name, transport in self.inner.items()}
-        self.senders = {
-            name: sender_of(self.store, transport, worker_id=f"p-{name}", clock=self.clock, **options["end"])
-            for name, transport in self.tampering.items()
-        }
-        self.by_request: dict[str, KVSender] = {}
+        self.kv = self.sender = sender_of(self.store, self.transport, clock=self.clock, **options["end"])
 
-    async def unlink(self, transport: str) -> Values:
+    async def unlink(self) -> Values:
         """Close the links."""
-        sender = self.senders[transport]
-        for peer in list(sender._peers.values()):
+        for peer in list(self.sender._peers.values()):
             await peer.aclose()
         return {}
 
-    async def tamper(self, transport: str, plan: list[Any]) -> Values:
-        """Damage the next messages with blocks."""
-        self.tampering[transport].plan.clear()
-        self.tampering[transport].plan.extend(plan)
-        return {}
-
-    async def push(
-        self,
-        request: str,
-        transport: str,
-        peer: Values,
-        count: int,
-        deadline_s: float,
-        seed: int,
-        skipped: int = 0,
-    ) -> Values:
+    async def push(self, request: str, peer: Values, count: int, deadline_s: float, seed: int) -> Values:
         """Begin a hand-off of random content, which ``peer`` announces."""
         self.blocks[request] = blocks = self.pool.take(count)
         draw, size = random.Random(seed), self.store.layout.block_bytes
         for block in blocks:
             self.store.data[block * size : (block + 1) * size] = draw.randbytes(size)
         self.deadlines[request] = self.clock.now() + deadline_s
-        self.by_request[request] = self.senders[transport]
-        self.senders[transport].push(request, msgspec.convert(peer, KVPeer), count, self.deadlines[request])
-        return {"content": self.pool.content(blocks[skipped:])}
+        self.sender.push(request, msgspec.convert(peer, KVPeer), count, self.deadlines[request])
+        return {"content": self.pool.content(blocks)}
 
-    async def send(
-        self,
-        request: str,
-        first: int = 0,
-        count: int | None = None,
-        layers: list[int] | None = None,
-        last: bool = False,
-        trailer: str = "",
-    ) -> Values:
+    async def send(self, request: str, first: int = 0, count: int | None = None, last: bool = False) -> Values:
         """Queue blocks of it, unless it has failed already."""
         if (blocks := self.blocks.get(request)) is None:
             return {}
-        self.by_request[request].send_blocks(
-            request,
-            first,
-            blocks[first:] if count is None else blocks[first : first + count],
-            None if layers is None else range(*layers),
-            last=last,
-            trailer=trailer.encode(),
-        )
+        queued = blocks[first:] if count is None else blocks[first : first + count]
+        self.sender.send_blocks(request, first, queued, last=last)
         return {}
-
-    async def wait(self, request: str) -> Values:
-        """Wait until it is acknowledged."""
-        return await self.ended(request, self.by_request[request].wait(request))
-
-    async def abort(self, request: str) -> Values:
-        """Give it up."""
-        return await self.ended(request, self.by_request[request].abort(request))
-
-    async def status(self, request: str) -> Values:
-        """How far it is."""
-        return {"status": status_of(self.by_request[request], request)}
-
-    async def links(self, transport: str) -> Values:
-        """To whom there are links."""
-        return {"links": [link.worker_id for link in self.senders[transport].links()]}
 
 
 def _plain(outcome: Any) -> Values:
     """What a hand-off's account says."""
     if outcome is None:
         return {}
-    proof = outcome.proof
-    return {
-        "bytes": proof.kv_bytes,
-        "retried": proof.kv_bytes_retried,
-        "messages": proof.messages,
-        "trailer": outcome.trailer.decode(),
-    }
-
-
-def _cut(link: Any) -> None:
-    if link.transport in ("shm", "tcp"):
-        link._stream.cut("the test cut it")
-    elif link.transport == "grpc_stream":
-        link.cancel()
-    else:
-        link._writer.transport.abort()
+    return {"bytes": outcome.proof.kv_bytes}
 
 
 def _is_open(fd: str) -> bool:

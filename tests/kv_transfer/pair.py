@@ -31,7 +31,7 @@ class Pair:
 
     def __init__(self, transport: str, **options: Any) -> None:
         self.transport, self.options = transport, options
-        self.sender, self.receiver = End("sender", [transport], **options), self._new_receiver()
+        self.sender, self.receiver = End("sender", transport, **options), self._new_receiver()
         self.relay: Relay | None = None
         self.clean = False
         self._baselines: dict[End, Values] = {}
@@ -41,7 +41,7 @@ class Pair:
         self.clean = False
         if not self.sender.alive:
             self.sender.close()
-            self.sender = End("sender", [self.transport], **self.options)
+            self.sender = End("sender", self.transport, **self.options)
         if not self.receiver.alive:
             self.receiver.close()
             self.receiver = self._new_receiver()
@@ -61,13 +61,13 @@ class Pair:
 
     def unlink(self) -> None:
         """Have no link, as before the first hand-off."""
-        self.sender.call("unlink", transport=self.transport)
+        self.sender.call("unlink")
         assert until(lambda: not self.receiver.call("links")["links"])
 
     @property
     def peer(self) -> Values:
         """The receiver, as the sender is told of it."""
-        ((_, address),) = self.receiver.about["endpoints"]
+        address = self.receiver.about["address"]
         if self.relay is not None:
             address = self.relay.address
         endpoints = [{"transport": self.transport, "address": address}]
@@ -78,7 +78,7 @@ class Pair:
         self.receiver.call(
             "announce",
             request=handoff.request,
-            sender_id=f"p-{self.transport}",
+            sender_id="p",
             count=handoff.count,
             deadline_s=deadline_s,
         )
@@ -89,7 +89,6 @@ class Pair:
         number = self.sender.begin(
             "push",
             request=handoff.request,
-            transport=self.transport,
             peer=self.peer,
             count=handoff.count,
             deadline_s=deadline_s,
@@ -165,15 +164,15 @@ class Pair:
         self.clean = True
 
     def _new_receiver(self) -> End:
-        return End("receiver", [self.transport], epoch=f"e{next(_numbers)}", **self.options)
+        return End("receiver", self.transport, epoch=f"e{next(_numbers)}", **self.options)
 
     def _connect_relay(self) -> None:
         if self.transport not in ("tcp", "grpc_stream"):
             return
-        ((_, address),) = self.receiver.about["endpoints"]
+        address = self.receiver.about["address"]
         if self.relay is not None and self.relay.target == address:
             return
         if self.relay is not None:
             self.relay.close()
         self.relay = Relay(address)
-        self.receiver.call("known_as", transport=self.transport, address=self.relay.address)
+        self.receiver.call("known_as", address=self.relay.address)

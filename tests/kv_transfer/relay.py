@@ -1,4 +1,4 @@
-"""Something between two ends of a TCP connection that can cut it, stall it, or change a byte."""
+"""Something between two ends of a TCP connection that can cut it, stall it, or record it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Relay:
         self._flowing = threading.Event()
         self._flowing.set()
         self._left: int | None = None
-        self._flip = -1
-        self._refusing = self._closed = False
+        self._closed = False
         self._stalled = threading.Event()
         self._thread("relay-accept", self._accept)
 
@@ -63,15 +62,6 @@ class Relay:
         with self._lock:
             self._left = None
         self._flowing.set()
-
-    def flip(self, after_bytes: int) -> None:
-        """Change a bit of the byte that comes after so many more from the end that connected."""
-        with self._lock:
-            self._flip = after_bytes
-
-    def refuse(self, *, yes: bool) -> None:
-        """Whether new connections are cut at once."""
-        self._refusing = yes
 
     def cut(self) -> None:
         """End all connections, at both ends."""
@@ -105,9 +95,6 @@ class Relay:
                 near, _ = self._server.accept()
             except OSError:
                 return
-            if self._refusing:
-                near.close()
-                continue
             try:
                 far = socket.create_connection((self._host, self._port), 5)
             except OSError:
@@ -129,7 +116,7 @@ class Relay:
                     for key, _ in selector.select():
                         source, sink = key.fileobj, key.data
                         assert isinstance(source, socket.socket)
-                        data = bytearray(source.recv(_CHUNK))
+                        data = source.recv(_CHUNK)
                         if not data:
                             selector.unregister(source)
                             sink.shutdown(socket.SHUT_WR)
@@ -146,16 +133,11 @@ class Relay:
                 if (near, far) in self._pairs:
                     self._pairs.remove((near, far))
 
-    def _pass(self, data: bytearray, sink: socket.socket) -> None:
+    def _pass(self, data: bytes, sink: socket.socket) -> None:
         """Forward from the end that connected: what may pass now, the rest once it flows again."""
         with self._lock:
             if self._record:
                 self.seen += data
-            if 0 <= self._flip < len(data):
-                data[self._flip] ^= 1
-                self._flip = -1
-            elif self._flip >= 0:
-                self._flip -= len(data)
             now = len(data)
             if self._left is not None:
                 now = min(now, self._left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,9 @@ from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, probe_area
 from tests.host_pool import inline
+from tests.kv_transfer.conftest import MakeEnds
 from tests.loopback import SECRET
 
-MakeEnds = Callable[..., Awaitable[Any]]
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
 
 

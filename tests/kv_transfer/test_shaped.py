@@ -1,44 +1,43 @@
 """Links that are shaped in user space: rate, round trip, what a cut or cancelled message leaves, and the configuration.
-`test_transport_contract` has what they share with all links."""
+In virtual time, over links in this process; `test_transport_contract` has shaped links over sockets."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from kv_transfer.base import KVLink
-from kv_transfer.factory import offered_transports
 from kv_transfer.memory import HostMemory
-from kv_transfer.transports.shaped import Shape, _pieces
+from kv_transfer.transports.shaped import Shape, ShapedLink, _pieces
 from pdserve.core.config import PdserveConfig, TransferConfig
 from pdserve.core.errors import ConfigError, PeerLost
 from pdserve.core.kv_layout import Region
 from tests.host_pool import inline
-from tests.kv_transfer.conftest import MakeEnds, answering
-from tests.loopback import create_transport
+from tests.kv_transfer.conftest import MakeEnds
+from tests.loopback import LoopbackTransport
+from tests.virtual_time import IN_VIRTUAL_TIME
 
 MEMORY_BYTES = 16 * 2**20
-LEAST_S = -1e-3
-"""How much too early something may seem to be: clocks of loop and test are read one after the other."""
 
 
 @asynccontextmanager
 async def linked(shape: Shape | None, other: Shape | None) -> AsyncIterator[tuple[KVLink, KVLink]]:
-    """Both ends of a tcp link; ``shape`` is that of the end that connected."""
-    client, listener = (create_transport("tcp", HostMemory.create(MEMORY_BYTES), shape=each) for each in (shape, other))
-    connecting = client.connect(await listener.listen("127.0.0.1"), 10.0)
-    ends = await asyncio.gather(connecting, listener.accept())
-    ends[1].introduced()
+    """Both ends of a link; ``shape`` is that of the end that connected."""
+    client, listener = (LoopbackTransport(HostMemory.create(MEMORY_BYTES)) for _ in range(2))
+    connected = await client.connect(await listener.listen("127.0.0.1"), 10.0)
+    ends = zip((connected, await listener.accept()), (shape, other), strict=True)
+    here, there = (link if each is None else ShapedLink(link, each) for link, each in ends)
     try:
-        yield ends
+        yield here, there
     finally:
+        await asyncio.gather(here.aclose(), there.aclose())
         await asyncio.gather(client.aclose(), listener.aclose())
 
 
+@IN_VIRTUAL_TIME
 @pytest.mark.parametrize(
     ("gbps", "round_trip_ms", "size", "count"),
     [(0.2, 0.0, 2**20, 1), (0.8, 0.0, 2**18, 8), (None, 20.0, 0, 1), (1.0, 50.0, 2**20, 1)],
@@ -46,9 +45,8 @@ async def linked(shape: Shape | None, other: Shape | None) -> AsyncIterator[tupl
 async def test_messages_take_their_size_over_the_rate_and_the_delay(
     gbps: float | None, round_trip_ms: float, size: int, count: int
 ) -> None:
-    """At least; how much more it is on an idle machine is no matter of a test."""
     shape = Shape(gbps, round_trip_ms)
-    async with linked(shape, shape) as (sender, receiver), answering(sender):
+    async with linked(shape, shape) as (sender, receiver):
         regions = [Region(0, size)] if size else []
 
         async def take() -> None:
@@ -56,12 +54,14 @@ async def test_messages_take_their_size_over_the_rate_and_the_delay(
                 await receiver.recv()
                 await receiver.fetch(regions)
 
-        taking, started_s = asyncio.create_task(take()), time.perf_counter()
+        loop = asyncio.get_running_loop()
+        taking, started_s = asyncio.create_task(take()), loop.time()
         for _ in range(count):
             await sender.send(b"h", await sender.payload(regions))
         await taking
-        took_s = time.perf_counter() - started_s
-    assert took_s > count * size / shape.bytes_per_s + round_trip_ms / 2e3 + LEAST_S
+        took_s = loop.time() - started_s
+    # Headers take time as well, and timers may wake half a millisecond early.
+    assert took_s == pytest.approx(count * size / shape.bytes_per_s + round_trip_ms / 2e3, abs=1e-3)
 
 
 async def test_links_tell_that_they_are_shaped(make_ends: MakeEnds) -> None:
@@ -72,9 +72,10 @@ async def test_links_tell_that_they_are_shaped(make_ends: MakeEnds) -> None:
     assert link.ceiling_gbs > 0
 
 
+@IN_VIRTUAL_TIME
 async def test_a_cancelled_send_leaves_no_message_that_is_incomplete() -> None:
     shape = Shape(0.1, round_trip_ms=10.0)
-    async with linked(shape, shape) as (sender, receiver), answering(sender):
+    async with linked(shape, shape) as (sender, receiver):
         assert isinstance(sender.memory, HostMemory)
         sender.memory.view(Region(0, 2**20))[:] = b"x" * 2**20
         sending = asyncio.create_task(sender.send(b"first", await sender.payload([Region(0, 2**20)])))
@@ -89,16 +90,18 @@ async def test_a_cancelled_send_leaves_no_message_that_is_incomplete() -> None:
         await sending
 
 
+@IN_VIRTUAL_TIME
 async def test_what_is_held_back_is_read_until_drained_and_never_after_a_cut() -> None:
     shape = Shape(None, round_trip_ms=400.0)
-    async with linked(shape, shape) as (sender, receiver), answering(sender):
+    async with linked(shape, shape) as (sender, receiver):
         assert isinstance(sender.memory, HostMemory)
         view = sender.memory.view(Region(0, 1000))
         view[:] = b"a" * 1000
-        started_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
         await sender.send(b"h", await sender.payload([Region(0, 1000)]))
         await sender.drained()
-        assert time.perf_counter() - started_s > 0.2 + LEAST_S
+        assert loop.time() - started_s == pytest.approx(0.2, abs=1e-3)
         view[:] = b"b" * 1000
         await receiver.recv()
         await receiver.fetch([Region(0, 1000)])
@@ -115,6 +118,7 @@ async def test_what_is_held_back_is_read_until_drained_and_never_after_a_cut() -
             await sender.send(b"h")
 
 
+@IN_VIRTUAL_TIME
 async def test_what_is_held_back_arrives_before_the_close() -> None:
     shape = Shape(None, round_trip_ms=200.0)
     async with linked(shape, shape) as (sender, receiver):
@@ -126,6 +130,7 @@ async def test_what_is_held_back_arrives_before_the_close() -> None:
         await closing
 
 
+@IN_VIRTUAL_TIME
 async def test_a_peer_without_a_shape_is_refused() -> None:
     async with linked(None, Shape(1.0)) as (plain, shaped):
         await plain.send(b"h", inline(b"payload"))
@@ -133,6 +138,7 @@ async def test_a_peer_without_a_shape_is_refused() -> None:
             await shaped.recv()
 
 
+@IN_VIRTUAL_TIME
 @pytest.mark.parametrize("announced", [b"", b"short", (2**40).to_bytes(8, "little")])
 async def test_a_malformed_size_ends_the_link(announced: bytes) -> None:
     async with linked(None, Shape(1.0)) as (plain, shaped):
@@ -141,6 +147,7 @@ async def test_a_malformed_size_ends_the_link(announced: bytes) -> None:
             await shaped.recv()
 
 
+@IN_VIRTUAL_TIME
 async def test_a_piece_that_does_not_fit_ends_the_link() -> None:
     async with linked(None, Shape(1.0)) as (plain, shaped):
         await plain.send((3).to_bytes(8, "little") + b"h")
@@ -157,7 +164,7 @@ async def test_a_hand_off_is_whole_and_leases_hold(make_ends: MakeEnds) -> None:
     async with asyncio.timeout(20):
         await ends.both("r")
     everything = list(range(64))
-    assert ends.blocks_of(ends.source, everything) == ends.blocks_of(ends.target, everything)
+    ends.check_moved(everything, everything)
 
 
 async def test_an_aborted_hand_off_leaves_its_blocks_alone(make_ends: MakeEnds) -> None:
@@ -166,10 +173,10 @@ async def test_an_aborted_hand_off_leaves_its_blocks_alone(make_ends: MakeEnds) 
     await asyncio.sleep(0.02)
     async with asyncio.timeout(10):
         await ends.receiver.abort("r")
-        there = ends.blocks_of(ends.target, list(range(64)))
+        there = ends.target.bytes_of(list(range(64)))
         await ends.sender.abort("r")
     await asyncio.sleep(0.1)
-    assert ends.blocks_of(ends.target, list(range(64))) == there
+    assert ends.target.bytes_of(list(range(64))) == there
 
 
 def test_pieces_are_the_payload() -> None:
@@ -180,12 +187,8 @@ def test_pieces_are_the_payload() -> None:
         assert all(piece.size == size for piece in pieces[:-1])
 
 
-def test_links_are_not_shaped_by_default() -> None:
-    assert Shape.of(TransferConfig()) is None
-    assert offered_transports("auto", device="cpu") == ("shm", "tcp")
-
-
 def test_the_configured_shape() -> None:
+    assert Shape.of(TransferConfig()) is None
     config = PdserveConfig.load(None, {"transfer.shape_gbps": 10, "transfer.shape_round_trip_ms": 1.5})
     shape = Shape.of(config.transfer)
     assert shape == Shape(10.0, 1.5)
@@ -194,19 +197,3 @@ def test_the_configured_shape() -> None:
     assert Shape.of(TransferConfig(shape_round_trip_ms=3)) == Shape(None, 3.0)
     with pytest.raises(ConfigError, match=r"transfer\.shape_gbps"):
         PdserveConfig.load(None, {"transfer.shape_gbps": 0})
-
-
-@pytest.mark.parametrize("name", ["shm", "cuda_ipc", "nixl"])
-def test_one_sided_transports_cannot_be_shaped(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^transfer\.shape_gbps.*: {name} moves payloads past the shaper"):
-        offered_transports(name, device="cuda" if name == "cuda_ipc" else "cpu", shaped=True)
-
-
-def test_what_can_be_shaped() -> None:
-    assert offered_transports("auto", device="cpu", shaped=True) == ("tcp",)
-    assert offered_transports("auto", device="cuda:0", shaped=True) == ("tcp",)
-    assert offered_transports("grpc_stream", device="cpu", shaped=True) == ("grpc_stream",)
-    with pytest.raises(ConfigError, match="torch_dist moves payloads past the shaper"):
-        offered_transports("torch_dist", device="cuda:0", shaped=True)
-    with pytest.raises(ConfigError, match="'pigeon' is unknown"):
-        offered_transports("pigeon", device="cpu", shaped=True)

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,10 +130,9 @@ async def test_a_peer_that_ends_or_stops_mid_send_is_given_up(devices: Devices, 
         await asyncio.sleep(0.01)
         assert not waiting.done()
         both.process.send_signal(signum)
-        started_s = time.monotonic()
-        with pytest.raises(PdserveError):
-            await waiting
-        assert time.monotonic() - started_s < 3 * LINK_TIMEOUT_S
+        async with asyncio.timeout(3 * LINK_TIMEOUT_S):
+            with pytest.raises(PdserveError):
+                await waiting
         assert both.sender.links() == ()
 
 
@@ -146,9 +144,8 @@ async def test_a_peer_that_ends_or_stops_during_the_join_is_given_up(devices: De
         connecting = asyncio.create_task(both.connect())
         await asyncio.sleep(0.3)
         assert not connecting.done()
-        started_s = time.monotonic()
         if signum == signal.SIGKILL:
             both.process.kill()
-        with pytest.raises(PdserveError):
-            await connecting
-        assert time.monotonic() - started_s < (10.0 if signum == signal.SIGKILL else devices.join_s + 20.0)
+        async with asyncio.timeout(10.0 if signum == signal.SIGKILL else devices.join_s + 20.0):
+            with pytest.raises(PdserveError):
+                await connecting

@@ -41,22 +41,6 @@ def test_memory_is_shared_and_neither_opened_at_home_nor_freed_under_a_reader() 
         reader.synchronize(0)
 
 
-def test_readers_may_leave_first() -> None:
-    gpus = StrictGpus()
-    owner, reader = gpus.process(), gpus.process()
-    owner.init(0)
-    data = owner.zeros(16, 0)
-    handle = owner.share(data)
-    opened = reader.open(handle)
-    del opened
-    gc.collect()
-    del data
-    gc.collect()
-    gpus.check()
-    with pytest.raises(RuntimeError, match="invalid resource handle"):
-        reader.open(handle)
-
-
 def test_events_belong_to_a_device() -> None:
     cuda = StrictGpus(num_gpus=2).process()
     cuda.init(0)
@@ -90,44 +74,6 @@ def test_a_recording_must_not_be_disturbed() -> None:
         with pytest.raises(CudaMisuse, match="stream is capturing"):
             cuda.record_graph(call, 0)
     cuda.synchronize(0)
-
-
-def test_a_graph_repeats_its_work_on_the_same_memory() -> None:
-    cuda = StrictGpus(num_gpus=2).process()
-    cuda.init(0)
-    source, sums = cuda.zeros(8, 0), cuda.zeros(8, 0)
-    order = torch.arange(7, -1, -1)
-    graph = cuda.record_graph(lambda: sums.copy_(source[order] + 1), 0)
-    source += 4
-    graph.replay()
-    assert sums.tolist() == [5] * 8
-    cuda.record_graph(lambda: None, 0, graph)
-    cuda.init(1)
-    with pytest.raises(CudaMisuse, match="replayed on GPU 0 while GPU 1 is the current one"):
-        graph.replay()
-    with pytest.raises(CudaMisuse, match="graphs of two GPUs"):
-        cuda.record_graph(lambda: None, 1, graph)
-
-
-def test_expandable_segments_cannot_be_shared() -> None:
-    cuda = StrictGpus(allocator_settings="expandable_segments:True").process()
-    cuda.init(0)
-    with pytest.raises(CudaMisuse, match="pidfd_getfd"):
-        cuda.share(cuda.zeros(8, 0))
-
-
-def test_there_is_an_end_to_memory() -> None:
-    cuda = StrictGpus(total_bytes=100).process()
-    cuda.init(0)
-    data = cuda.zeros(60, 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        cuda.zeros(41, 0)
-    assert (cuda.memory(0).held, cuda.memory(0).peak) == (data.nbytes, 60)
-    del data
-    gc.collect()
-    assert (cuda.memory(0).held, cuda.memory(0).peak) == (0, 60)
-    cuda.reset_peak(0)
-    assert cuda.memory(0).peak == 0
 
 
 def test_a_peer_with_another_order_of_gpus_opens_by_its_own_index() -> None:

@@ -77,6 +77,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("beat")),
     st.tuples(st.just("lost beat")),
     st.tuples(st.just("restart")),
+    st.tuples(st.just("lost")),
     st.tuples(st.just("new gateway")),
 )
 
@@ -95,6 +96,8 @@ def test_after_a_heartbeat_the_index_finds_what_the_engines_find(
                 engine.beat(f"w{number}", index, arrives=name == "beat")
             case "restart":
                 engines[number] = Engine(engine.blocks.num_blocks, engine.epoch + 1)
+            case "lost":
+                index.remove(f"w{number}")
             case "new gateway":
                 index = PrefixIndex(100)
             case _:
@@ -115,21 +118,6 @@ def test_after_a_heartbeat_the_index_finds_what_the_engines_find(
 
 def update(begins: int, ends: int, *added: int, removed: tuple[int, ...] = ()) -> BlockUpdate:
     return BlockUpdate(begins, ends, pack(added), pack(removed))
-
-
-def test_a_gap_changes_nothing_and_is_followed_by_the_missing_changes() -> None:
-    index, announced = PrefixIndex(10), CachedBlocks()
-    announced.change(pack([1, 2]), b"")
-    index.apply("w", "e", announced.since(index.position("w", "e")))
-    assert index.position("w", "e") == 2
-    announced.change(pack([3]), pack([1]))
-    lost = announced.since(2)
-    announced.change(pack([4]), b"")
-    index.apply("w", "e", announced.since(lost.ends))
-    assert set(index._workers["w"].blocks) == {1, 2}
-    assert index.position("w", "e") == 2
-    index.apply("w", "e", announced.since(2))
-    assert set(index._workers["w"].blocks) == {2, 3, 4}
 
 
 def test_who_knows_another_incarnation_or_changes_long_ago_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,16 +159,3 @@ def test_the_longest_update_fits_into_a_heartbeat() -> None:
     assert len(longest.added) + len(longest.removed) <= MAX_BEAT_BYTES // 2
     announced.change(pack(range(MAX_UPDATE_BLOCKS, 2 * MAX_UPDATE_BLOCKS)), pack(range(MAX_UPDATE_BLOCKS)))
     assert announced.since(0).begins == SNAPSHOT
-
-
-def test_a_lost_worker_leaves_nothing_behind_and_its_place_is_used_again() -> None:
-    index = PrefixIndex(10)
-    for number in range(3):
-        index.apply(f"w{number}", "e", update(SNAPSHOT, 0, 1, 2 + number))
-    assert index.cached([1]) == {"w0": 1, "w1": 1, "w2": 1}
-    index.remove("w1")
-    index.remove("unknown")
-    assert index.cached([1, 3]) == {"w0": 1, "w2": 1}
-    index.apply("w3", "e", update(SNAPSHOT, 0, 1, 3))
-    assert index.cached([1, 3]) == {"w0": 1, "w2": 1, "w3": 2}
-    assert index.position("w1", "e") == SNAPSHOT

@@ -34,7 +34,6 @@ from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from tests.output_stream import QueueSink, sent
-from tests.random_models import save_random_model
 from tests.worker.test_requests import check_idle, outputs, running, until
 from worker import messages
 from worker.request_table import Handler, ServedRequest
@@ -51,11 +50,6 @@ CASES: dict[str, type[messages.Work]] = {
     "receive": messages.Receive,
     "send_prefix": messages.SendPrefix,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
 
 
 class Copies:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.core import EngineCore
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import KVRole
 from engine.model.attention import Attention
@@ -27,7 +26,7 @@ from kv_transfer.pool import Pool
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError
 from runtime.cuda import Cuda
-from tests.engine.harness import submit
+from tests.engine.harness import make_core, submit
 from tests.loopback import SECRET
 from tests.strict_cuda import StrictGpus
 
@@ -102,9 +101,7 @@ async def test_two_workers_on_one_gpu_start_and_meet() -> None:
         ready = engine.built.ready
         pools.append(Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, -1, cuda))
     # A prompt is computed in chunks, and layers are told while the next ones are computed.
-    events: list[object] = []
-    _compute_prompt(prefill, events)
-    assert len(events) > 2
+    assert _compute_prompt(prefill) > 2
     sent = _block(pools[0], 0)
     assert bool(sent.any()), "the worker does not see what the engine computed"
     # The two choose the GPU's own transport, open each other's pools, and copy a block.
@@ -142,26 +139,15 @@ def _block(pool: Pool, block_id: int) -> torch.Tensor:
     return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
 
 
-class _Outbox:
-    def __init__(self, kv_events: list[object]) -> None:
-        self._kv_events = kv_events
-
-    def send(self, *events: object) -> None:
-        """Nothing."""
-
-    def send_kv(self, *events: object) -> None:
-        self._kv_events.extend(events)
-
-
-def _compute_prompt(engine: Engine, kv_events: list[object]) -> None:
+def _compute_prompt(engine: Engine) -> int:
+    """How many events its KV thread gets."""
     clock = MonotonicClock()
     connector = TransferConnector(clock, engine.built.ready.layout, layer_groups=2)
-    core = EngineCore(
-        Scheduler(engine.built.scheduler_config, clock, connector), engine.built.runner, clock, _Outbox(kv_events)
-    )
+    core, outbox = make_core(engine.built.runner, Scheduler(engine.built.scheduler_config, clock, connector))
     core.take(submit("r", KVRole.PUSH, list(range(70)), 8))
     while core.step():
         pass
+    return len(outbox.kv_events)
 
 
 def test_engines_that_start_together_get_equal_pools() -> None:

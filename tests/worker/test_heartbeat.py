@@ -26,7 +26,6 @@ from runtime.secret import ServiceSecret
 from runtime.stream_proof import StreamListener
 from tests.loopback import SECRET
 from tests.output_stream import sent
-from tests.random_models import save_random_model
 from tests.worker.test_requests import PROMPT, outputs, request_for, running
 from worker.authentication import REGISTRY, Context, proven_server
 from worker.client import WorkerClient
@@ -37,11 +36,6 @@ SELDOM = {"heartbeat_s": 60.0, "heartbeat_timeout_s": 600.0}
 """With these settings a worker sends heartbeats only after changes."""
 OFTEN = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
 SOON_S = 15.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
 
 
 @dataclass
@@ -123,21 +117,16 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
         await asyncio.sleep(0.5)
         assert registry.beats.empty(), "no news, no heartbeats"
 
-
-async def test_a_new_engine_opens_its_links_anew(model: Path) -> None:
-    async with (
-        running(model, Role.PREFILL, PREFILL, router=SELDOM) as (prefill, _),
-        running(model, Role.DECODE, DECODE, router=SELDOM) as (decode, _),
-        registry_at(prefill.spec.registry_addresses[0]) as registry,
-    ):
-        registry.wanted = [decode.info.peer]
+        # The first one again. A new engine opens its links anew.
+        registry.wanted = [peer]
+        client.request_heartbeat()
         while not (before := await registry.next()).links:
             pass
         os.kill(prefill.info.engine_pid, signal.SIGKILL)
         while not ((beat := await registry.next()).links and beat.info.ready):
             pass
         assert beat.info.epoch != before.info.epoch
-        assert isinstance(beat.links["decode-0", decode.info.epoch], PeerLink)
+        assert isinstance(beat.links[epoch], PeerLink)
 
 
 async def test_each_gateway_hears_of_the_load_of_all(model: Path) -> None:
@@ -201,23 +190,10 @@ async def test_it_announces_the_blocks_of_its_prefix_cache_to_who_wants_them(mod
         assert await announced() == BlockUpdate(3, 4, pack(longer[3:]))
 
 
-async def test_a_superseded_worker_ends(model: Path) -> None:
+async def test_a_worker_takes_the_role_of_the_latest_version_and_ends_when_it_is_superseded(model: Path) -> None:
+    """Gateways may lag behind each other."""
     async with (
-        running(model, Role.PREFILL, PREFILL, router=SELDOM) as (prefill, client),
-        registry_at(prefill.spec.registry_addresses[0]) as registry,
-    ):
-        await registry.next()
-        registry.superseded = True
-        client.request_heartbeat()
-        with pytest.raises(WorkerLost, match="worker prefill-0 was replaced or retired, and ends"):
-            await asyncio.wait_for(asyncio.shield(prefill._superseded), SOON_S)
-        await asyncio.wait_for(client.wait_closed(), SOON_S)
-
-
-async def test_a_worker_takes_the_role_of_the_latest_version(model: Path) -> None:
-    """Gateways may lag behind each other. Requests of all kinds are served in either role."""
-    async with (
-        running(model, Role.DECODE, HANDLERS, router=SELDOM, gateways=2) as (worker, _),
+        running(model, Role.DECODE, HANDLERS, router=SELDOM, gateways=2) as (worker, client),
         registry_at(worker.spec.registry_addresses[0]) as first,
         registry_at(worker.spec.registry_addresses[1]) as second,
     ):
@@ -239,3 +215,8 @@ async def test_a_worker_takes_the_role_of_the_latest_version(model: Path) -> Non
         first.role, first.version = None, 0  # it has started anew and was not told yet
         worker.request_heartbeat()
         assert (await first.next()).info.role is Role.DECODE
+        first.superseded = True
+        client.request_heartbeat()
+        with pytest.raises(WorkerLost, match="worker decode-0 was replaced or retired, and ends"):
+            await asyncio.wait_for(asyncio.shield(worker._superseded), SOON_S)
+        await asyncio.wait_for(client.wait_closed(), SOON_S)

@@ -14,7 +14,7 @@ from engine.messages import Command, Computed, KVEvent, Progress, Release, Reser
 from kv_transfer.transfer import TransferEnded
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
-from pdserve.core.errors import PdserveError, TransferError, TransferTimeout, WorkerLost
+from pdserve.core.errors import PdserveError, TransferError, WorkerLost
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
 from tests.loopback import LoopbackTransport
@@ -184,40 +184,8 @@ async def test_an_event_that_the_loop_sees_before_the_beginning_is_not_lost(harn
     assert handoff.seen == [RESERVED]
 
 
-@pytest.mark.parametrize(
-    ("raised", "told"),
-    [(TransferTimeout("late"), TransferTimeout("late")),
-     (ZeroDivisionError("a bug"), PdserveError("ZeroDivisionError: a bug"))],
-    ids=["an error", "a bug"],
-)  # fmt: skip
-async def test_an_error_is_raised_on_the_control_loop(harness: Harness, raised: Exception, told: PdserveError) -> None:
-    async with harness.kv.begin(Handoff(outcome=raised)) as running, asyncio.timeout(10):
-        with pytest.raises(PdserveError) as caught:
-            await running.done
-    assert (type(caught.value), str(caught.value)) == (type(told), str(told))
-
-
-@pytest.mark.parametrize("waits_for", ["the hand-off", "something else"])
-async def test_a_request_that_is_given_up_leaves_its_hand_off_at_rest(harness: Harness, waits_for: str) -> None:
-    """In whichever phase it is ended, nothing accesses its blocks after its coroutine has ended."""
-    handoff = Handoff(1)
-
-    async def serve() -> None:
-        async with harness.kv.begin(handoff) as running:
-            await (running.done if waits_for == "the hand-off" else asyncio.Event().wait())
-
-    serving = asyncio.create_task(serve())
-    await come(handoff.running)
-    serving.cancel()
-    async with asyncio.timeout(10):
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-    assert handoff.at_rest.is_set()
-    assert harness.engine.told == [Release("r")]
-    assert not harness.kv._running
-
-
 async def test_a_request_that_fails_leaves_its_hand_off_at_rest(harness: Harness) -> None:
+    """`test_cancellations` has what is given up, at each of its waits."""
     handoff = Handoff(1)
 
     async def serve() -> None:
@@ -229,6 +197,8 @@ async def test_a_request_that_fails_leaves_its_hand_off_at_rest(harness: Harness
         with pytest.raises(WorkerLost, match="the reason"):
             await serve()
     assert handoff.at_rest.is_set()
+    assert harness.engine.told == [Release("r")]
+    assert not harness.kv._running
 
 
 async def test_a_hand_off_that_ends_after_its_request_was_given_up_is_no_error(harness: Harness) -> None:
@@ -300,43 +270,6 @@ async def test_closing_fails_running_hand_offs(harness: Harness) -> None:
         async with harness.kv.begin(Handoff()):
             raise AssertionError("it begins nothing")
     await harness.kv.aclose()
-
-
-async def test_closing_waits_for_hand_offs_that_are_ending(harness: Harness) -> None:
-    """They are releasing resources; a second cancellation would interrupt that."""
-    handoff = Handoff(1)
-
-    async def serve() -> None:
-        async with harness.kv.begin(handoff) as running:
-            await running.done
-
-    serving = asyncio.create_task(serve())
-    await come(handoff.running)
-    serving.cancel()
-    await asyncio.sleep(0.01)
-    assert not handoff.at_rest.is_set()
-    await harness.kv.aclose()
-    assert handoff.at_rest.is_set()
-    async with asyncio.timeout(10):
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-
-
-async def test_closing_goes_on_when_it_is_cancelled(harness: Harness) -> None:
-    """The pool stays mapped until nothing accesses it."""
-    handoff = Handoff(1)
-    async with harness.kv.begin(handoff):
-        await come(handoff.running)
-        closing = asyncio.create_task(harness.kv.aclose())
-        await asyncio.sleep(0)
-        while not closing.done():
-            assert not harness.pool.closed
-            closing.cancel()
-            await asyncio.sleep(0)
-        assert closing.cancelled()
-        assert handoff.at_rest.is_set()
-        assert harness.pool.closed
-        assert not harness.kv._thread.is_alive()
 
 
 async def test_a_request_does_not_wait_for_a_thread_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,17 +147,23 @@ def leave(process: subprocess.Popen[str]) -> None:
 
 
 def test_workers_share_a_daemon_that_ends_with_the_last_one(node: Node) -> None:
+    """Limits are set for each worker. The stand-in refuses them in the daemon's environment, where they would hold for
+    all clients."""
     first, (is_on, why, found) = node.member()
     assert is_on
     assert why == f"the daemon in {node.folder}"
     assert found == {PIPES: f"{node.folder}/pipe", LOGS: f"{node.folder}/log", THREADS: "25", VISIBLE: "3"}
-    second, (_, _, seen) = node.member(**{THREADS: "60"})
-    assert seen[THREADS] == "60", "the user's own limit stays"
+    settings = json.dumps({"transfer_threads": 40, "memory_mb": 4096})
+    second, (_, _, found) = node.member(MEMBER_SETTINGS=settings)
+    assert (found[THREADS], found[MEMORY]) == ("40", "0=4096M")
+    third, (_, _, found) = node.member(MEMBER_SETTINGS=settings, **{THREADS: "60", MEMORY: "0=1G"})
+    assert (found[THREADS], found[MEMORY]) == ("60", "0=1G"), "the user's own limits stay"
     assert stat.S_IMODE(node.folder.stat().st_mode) == 0o700
     leave(first)
+    leave(second)
     time.sleep(0.2)
     assert node.daemon()
-    leave(second)
+    leave(third)
     eventually(lambda: not node.daemon() and not node.folder.exists())
     assert node.notes == ["started", "get_server_list", "quit"]
     eventually(lambda: not list(node.folder.parent.glob("mps.*")))
@@ -287,16 +293,6 @@ def test_a_worker_that_cannot_join_says_why() -> None:
     with pytest.raises(LaunchError, match=r"cluster\.mps: no"):
         thread.wait_ready(10.0)
     thread.stop()
-
-
-def test_limits_are_set_for_each_worker_and_not_for_the_daemon(node: Node) -> None:
-    """The stand-in refuses limits in the daemon's environment, where they would hold for all clients."""
-    settings = json.dumps({"transfer_threads": 40, "memory_mb": 4096})
-    configured, (_, _, found) = node.member(MEMBER_SETTINGS=settings)
-    assert (found[THREADS], found[MEMORY]) == ("40", "0=4096M")
-    _, (_, _, found) = node.member(MEMBER_SETTINGS=settings, **{THREADS: "60", MEMORY: "0=1G"})
-    assert (found[THREADS], found[MEMORY]) == ("60", "0=1G"), "the user's own limits stay"
-    leave(configured)
 
 
 def test_the_limit_of_transfers_is_not_the_engines() -> None:

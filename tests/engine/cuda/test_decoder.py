@@ -8,28 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from checkpoints.source import resolve_model
-from engine.core import EngineCore
 from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
 from engine.kernels.cuda_layer import CUDALayer
-from engine.messages import KVRole
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
 from engine.model.layers import groups_natively
 from engine.model.loader import load_weights
 from engine.model.runner import LastTokens, ModelRunner
 from engine.scheduling.batch import ScheduledSeq
-from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from pdserve.core.clock import MonotonicClock
 from pdserve.core.kv_layout import KVLayout
 from runtime.cuda import Cuda
 from runtime.torch_cuda import TorchCuda
-from tests.engine.harness import BLOCK, GREEDY, Outbox, generate, submit
+from tests.engine.harness import BLOCK, GREEDY, generate
 from tests.engine.test_quantized import write_quantized
-from tests.random_models import save_random
+from tests.random_models import greedy_tokens_of_all, save_random
 from tests.strict_cuda import StrictGpus
 
 BASE: dict[str, Any] = {
@@ -45,12 +40,8 @@ BASE: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "mistral": {"model_type": "mistral", "sliding_window": 2 * BLOCK + 3},
     "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": BLOCK + 3},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 1},
-}
-# The interpreter is slow: each of these takes one short run.
-MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": BLOCK + 3,
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
@@ -67,8 +58,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3, "mlp_only_layers": [0],
     },
 }  # fmt: skip
-LENGTHS = (1, BLOCK, 37)
-TOKENS = 5
+SAME_KERNELS = ("llama", "gemma3", "qwen3_moe")  # as others
 MAX_SEQS = 5
 NUM_BLOCKS = 64
 
@@ -111,106 +101,54 @@ def make_engine(
     return ModelRunner(model, attention, pool, graphs, cuda if on_seam else None), graphs
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """A model folder and prompts of several lengths."""
-    folder = tmp_path_factory.mktemp(request.param)
-    save_random(folder, BASE | FAMILIES[request.param], seed=5)
-    return folder, {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in LENGTHS}
+def prompts_of(*lengths: int) -> dict[str, list[int]]:
+    """Prompts by their lengths."""
+    return {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in lengths}
 
 
-@pytest.fixture(scope="module")
-def expected(case: tuple[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
-    """What transformers makes of the prompts."""
-    folder, prompts = case
-    return their_tokens(folder, prompts, TOKENS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.soak] * (name in SAME_KERNELS)) for name in FAMILIES]
+)
+def test_tokens_are_those_of_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
+    """A prompt that is longer than the windows, in two chunks, and decodes beside it."""
+    save_random(tmp_path, BASE | FAMILIES[family], seed=len(family))
+    prompts = prompts_of(1, 19)
+    runner, graphs = make_engine(tmp_path, device, BLOCK)
+    assert generate(runner, prompts, 4, chunk=16) == greedy_tokens_of_all(tmp_path, prompts, 4, use_cache=False)
+    assert graphs.batches
 
 
-def their_tokens(folder: Path, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
-    """The greedy tokens of transformers after each prompt."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens: dict[str, list[int]] = {}
-    for name, prompt in prompts.items():
-        given = torch.tensor([prompt])
-        with torch.inference_mode():
-            output = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                max_new_tokens=num_tokens,
-                do_sample=False,
-                use_cache=False,
-            )
-        tokens[name] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
-@pytest.mark.parametrize(("chunk", "block_size"), [(100, BLOCK), pytest.param(20, 64, marks=pytest.mark.soak)])
-def test_tokens_are_those_of_transformers(
-    case: tuple[Path, dict[str, list[int]]],
-    expected: dict[str, list[int]],
-    chunk: int,
-    block_size: int,
-    device: torch.device,
-) -> None:
-    """Prompts whole, and in chunks beside decodes; the decodes at the end in a padded batch."""
-    folder, prompts = case
-    runner, graphs = make_engine(folder, device, block_size)
-    assert generate(runner, prompts, TOKENS, chunk=chunk, stagger=1) == expected
-    assert 3 in graphs.batches  # padded to 4
-
-
-@pytest.mark.parametrize("case", ["qwen2"], indirect=True)
-def test_tokens_of_steps_that_run_ahead(
-    case: tuple[Path, dict[str, list[int]]], expected: dict[str, list[int]], device: torch.device
-) -> None:
+def test_tokens_of_steps_that_run_ahead(device: torch.device, tmp_path: Path) -> None:
     """Padded decode steps take the tokens that the step before has drawn on the device, and so do chunks' steps."""
-    folder, prompts = case
-    runner, graphs = make_engine(folder, device, BLOCK, on_seam=True)
-    outbox = Outbox()
-    scheduler = Scheduler(SchedulerConfig(30, MAX_SEQS, 128, BLOCK, NUM_BLOCKS), MonotonicClock())
-    core = EngineCore(scheduler, runner, MonotonicClock(), outbox, run_ahead=True)
-    for name, prompt in prompts.items():
-        core.take(submit(name, KVRole.LOCAL, prompt, TOKENS, ignore_eos=True))
-    while core.step():
-        pass
-    assert {name: [t.token_id for t in tokens] for name, tokens in outbox.tokens.items()} == expected
-    assert 3 in graphs.batches
+    save_random(tmp_path, BASE | FAMILIES["qwen2"], seed=5)
+    prompts = prompts_of(1, BLOCK, 37)
+    runner, graphs = make_engine(tmp_path, device, BLOCK, on_seam=True)
+    tokens = generate(runner, prompts, 5, chunk=30, run_ahead=True)
+    assert tokens == greedy_tokens_of_all(tmp_path, prompts, 5, use_cache=False)
+    assert 3 in graphs.batches  # padded to 4
 
 
 def test_tokens_of_recorded_steps(device: torch.device, tmp_path: Path) -> None:
     """Steps are recorded through the seam and replayed over other inputs."""
     save_random(tmp_path, BASE, seed=7)
-    prompts = {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in (1, 19)}
+    prompts = prompts_of(1, 19)
     runner, graphs = make_engine(tmp_path, device, BLOCK, recorded=True)
     assert sorted(graphs._graphs) == graphs.sizes
-    assert generate(runner, prompts, 4) == their_tokens(tmp_path, prompts, 4)
+    assert generate(runner, prompts, 4) == greedy_tokens_of_all(tmp_path, prompts, 4, use_cache=False)
     assert 2 in graphs.batches
-
-
-@pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_tokens_of_more_families(family: str, device: torch.device, tmp_path: Path) -> None:
-    """A prompt that is longer than the windows, in two chunks, and decodes beside it."""
-    save_random(tmp_path, BASE | MORE_FAMILIES[family], seed=len(family))
-    prompts = {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in (1, 19)}
-    runner, graphs = make_engine(tmp_path, device, BLOCK)
-    assert generate(runner, prompts, 4, chunk=16) == their_tokens(tmp_path, prompts, 4)
-    assert graphs.batches
 
 
 def test_tokens_of_weights_in_8_bits(device: torch.device, tmp_path: Path) -> None:
     """They are dequantized for each product, and those of experts one expert at a time, which no graph records."""
     stored, plain = write_quantized(tmp_path, "mixtral", "fp8_block")
-    prompts = {str(n): torch.randint(0, 131, (n,)).tolist() for n in (1, 11)}
+    prompts = prompts_of(1, 11)
     runner, _ = make_engine(stored, device, BLOCK, keep_quantized=True)
-    assert generate(runner, prompts, 3) == their_tokens(plain, prompts, 3)
+    assert generate(runner, prompts, 3) == greedy_tokens_of_all(plain, prompts, 3, use_cache=False)
 
 
-@pytest.mark.parametrize("case", ["llama"], indirect=True)
-def test_a_padded_step_writes_its_own_tokens_alone(
-    case: tuple[Path, dict[str, list[int]]], device: torch.device
-) -> None:
-    folder, _ = case
-    runner, graphs = make_engine(folder, device, BLOCK)
+def test_what_fits_a_graph_and_what_a_padded_step_writes(device: torch.device, tmp_path: Path) -> None:
+    save_random(tmp_path, BASE, seed=7)
+    runner, graphs = make_engine(tmp_path, device, BLOCK)
     pool = runner._pool
     rows = [(3, [9], "a"), (BLOCK, [7, 30], "b"), (0, [50], "c")]
     runner.execute([ScheduledSeq(name, [11], start, blocks, True, GREEDY) for start, blocks, name in rows])
@@ -218,11 +156,6 @@ def test_a_padded_step_writes_its_own_tokens_alone(
     written = pool.tensor.abs().sum(dim=(1, 2, 3, 5)).nonzero().tolist()
     assert written == [[9, 3], [30, 0], [50, 0]]
 
-
-@pytest.mark.parametrize("case", ["llama"], indirect=True)
-def test_what_fits_a_graph(case: tuple[Path, dict[str, list[int]]], device: torch.device) -> None:
-    folder, _ = case
-    _, graphs = make_engine(folder, device, BLOCK)
     decode = ScheduledSeq("a", [1], 3, [0], True, GREEDY)
     assert graphs.fits([decode])
     assert graphs.fits([decode] * MAX_SEQS)
