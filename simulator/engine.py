@@ -151,11 +151,12 @@ class _Pipe:
 
 
 class _KVReader:
-    """Implements `worker.ports.KVEventReader`."""
+    """Implements `worker.ports.KVEventReader`, over a pipe."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_event: Callable[[KVEvent], None] | None = None
+        self._pipe: list[KVEvent] = []
 
     def follow(self, on_event: Callable[[KVEvent], None]) -> None:
         """See `KVEventReader`."""
@@ -167,12 +168,16 @@ class _KVReader:
 
     def put(self, event: KVEvent) -> None:
         """Pass an event on."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._arrive, event)
+        self._pipe.append(event)
+        if self._loop is not None and len(self._pipe) == 1:
+            self._loop.call_soon_threadsafe(self._read)
 
-    def _arrive(self, event: KVEvent) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
+    def _read(self) -> None:
+        """Read the pipe, which was readable some time ago: with what has come since."""
+        events, self._pipe = self._pipe, []
+        for event in events:
+            if self._on_event is not None:
+                self._on_event(event)
 
 
 class _Runner:

@@ -11,6 +11,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -218,8 +219,7 @@ class KVThread:
         if self._closed:
             raise _gone()
         self._open_handoffs.add(running)
-        # The request is submitted after this, and a loop keeps the order: the hand-off begins before its first event.
-        self._loop.call_soon_threadsafe(self._begin_now, running)
+        self._loop.call_soon_threadsafe(self._begin_now, running)  # the request is submitted after this (see `_tell`)
 
     def _end(self, running: RunningHandoff[Any]) -> None:
         self._loop.call_soon_threadsafe(self._end_now, running.handoff.attempt_id)
@@ -295,8 +295,13 @@ class KVThread:
         for progress in event.progress:
             self._tell(progress)
 
-    def _tell(self, event: Reserved | Progress) -> None:
-        if (running := self._running.get(event.attempt_id)) is not None and running.error is None:
+    def _tell(self, event: Reserved | Progress, *, again: bool = False) -> None:
+        """Pass an event to its hand-off. The loop may have been about to read the pipe when the hand-off began, and has
+        read more than was there then: the hand-off begins in the loop's next turn, and so before what is put off."""
+        running = self._running.get(event.attempt_id)
+        if running is None and not again:
+            self._loop.call_soon(partial(self._tell, event, again=True))
+        elif running is not None and running.error is None:
             try:
                 running.handoff.on_event(event)
             except TransferEnded:

@@ -24,7 +24,7 @@ from tests.kv_transfer.relay import Relay
 from tests.loopback import SECRET
 from tests.worker.test_heartbeat import registry_at
 from tests.worker.test_requests import running
-from worker.authentication import CONTROL, REGISTRY, Context, StreamService, open_stream, proven_server, stream_channel
+from worker.authentication import CONTROL, REGISTRY, StreamService, open_stream, proven_server, stream_channel
 from worker.messages import Ping, encode
 
 PROMPT = b"the prompt of a request, which others must not read" * 10
@@ -44,7 +44,7 @@ async def echo(
 ) -> AsyncIterator[StreamListener]:
     """A server that answers each message of a proven peer with itself. ``through`` puts a relay before it."""
 
-    async def serve(requests: AsyncIterator[bytes], _: Context) -> AsyncGenerator[bytes, None]:
+    async def serve(requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for data in requests:
             yield data
 

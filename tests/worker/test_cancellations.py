@@ -264,7 +264,7 @@ async def test_a_worker_that_is_stopped_while_an_incarnation_ends_stops_its_engi
             engine, kv = worker.incarnation.engine, worker.incarnation.kv
             await asyncio.gather(_stepped(worker._end_incarnation(), on_wait), return_exceptions=True)
             assert engine.returncode is not None
-            assert not kv._thread.is_alive()
+            assert not kv._thread.runs
         if waits < number:
             break
     assert number > 2

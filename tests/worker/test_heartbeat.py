@@ -27,7 +27,7 @@ from runtime.stream_proof import StreamListener
 from tests.loopback import SECRET
 from tests.output_stream import sent
 from tests.worker.test_requests import PROMPT, outputs, request_for, running
-from worker.authentication import REGISTRY, Context, proven_server
+from worker.authentication import REGISTRY, proven_server
 from worker.client import WorkerClient
 from worker.messages import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
@@ -49,7 +49,7 @@ class Registry:
     version: int = 0
     beats: asyncio.Queue[Beat] = field(default_factory=asyncio.Queue)
 
-    async def serve(self, requests: AsyncIterator[bytes], _: Context) -> AsyncGenerator[bytes, None]:
+    async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Answer one worker's heartbeats."""
         async for data in requests:
             await self.beats.put(BEATS.decode(data))

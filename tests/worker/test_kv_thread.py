@@ -135,7 +135,7 @@ async def harness() -> AsyncIterator[Harness]:
     await harness.kv.aclose()
     assert harness.engine.closed
     assert harness.pool.closed
-    assert not harness.kv._thread.is_alive()
+    assert not harness.kv._thread.runs
 
 
 def progress(num_tokens: int, attempt_id: str = "r") -> Progress:
@@ -244,7 +244,6 @@ async def test_a_hand_off_that_cannot_begin_fails_at_once(harness: Harness) -> N
                 await running.done
     assert not handoff.running.is_set()
     assert not harness.kv._running
-    assert not harness.kv._starting
 
 
 async def test_an_event_of_a_hand_off_that_has_just_ended_is_no_error(harness: Harness) -> None:
@@ -289,7 +288,7 @@ async def test_a_request_does_not_wait_for_a_thread_that_does_not_end(monkeypatc
                 await running.done
     finally:
         hold.set()
-        await asyncio.to_thread(harness.kv._thread.join, 10)
+        await asyncio.to_thread(harness.kv._thread._thread.join, 10)
         await asyncio.to_thread(_finish, harness.kv._loop)
 
 
