@@ -109,11 +109,11 @@ async def _outputs(
     try:
         left = len(submissions)
         while left:
-            index, output = await merged.get()
-            if isinstance(output, Exception):
-                raise output
-            left -= isinstance(output, Completion)
-            yield index, output
+            index, put = await merged.get()
+            if isinstance(put, Exception):
+                raise put
+            left -= isinstance(put, Completion)
+            yield index, put
     finally:
         for task in tasks:
             task.cancel()
