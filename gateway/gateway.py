@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import Metric
 
 from checkpoints.folder import tokenizer_note
+from checkpoints.source import ModelSource
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
@@ -67,7 +67,7 @@ STOPPING = "the service is being stopped; send the request to another one"
 class Gateway:
     """``connect`` opens the control connection to a worker that has registered. Only workers that know ``secret`` can
     register, over ``tls`` if the worker plane has it. ``registry_address`` is the internal ``host:port`` that workers
-    report to (port 0: any). ``context_length`` is the model's. ``cache_key`` separates the cached KV of callers; by
+    report to (port 0: any). ``cache_key`` separates the cached KV of callers; by
     default it is made of the secret, so that a service with another secret finds none of the KV on disk.
     ``restarted``: the service ran before this gateway, so requests wait for workers to report instead of being refused.
     `ModelError` if the folder's tokenizer is broken, `ConfigError` if a file for TLS or tokens is, or the service would
@@ -77,10 +77,7 @@ class Gateway:
         self,
         config: PdserveConfig,
         *,
-        model_name: str,
-        model_folder: Path | None,
-        context_length: int,
-        checkpoint_dtype: str = "",
+        model: ModelSource,
         connect: Connect,
         secret: ServiceSecret,
         tls: PlaneTls | None = None,
@@ -105,12 +102,12 @@ class Gateway:
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
         self.directory = WorkerDirectory(self.registry, connect, service)
-        note = tokenizer_note(model_folder)
+        note = tokenizer_note(model.folder)
         if note:
             log.warning("%s", note)
-        self._model = config.model.name or model_name
+        self._model = config.model.name or model.name
         self._version = version
-        self._chat_template = load_chat_template(model_folder, config.model.chat_template)
+        self._chat_template = load_chat_template(model.folder, config.model.chat_template)
         self._report = report = StatusReport(
             self.registry,
             self.router,
@@ -118,11 +115,11 @@ class Gateway:
             self._model,
             version,
             lambda: self.problem is None,
-            checkpoint_dtype,
+            model.shape.dtype,
             [note] if note else [],
         )
-        tokenizer = load_tokenizer(model_folder)
-        self._context_length = config.engine.max_model_len or context_length
+        tokenizer = load_tokenizer(model.folder)
+        self._context_length = config.engine.max_model_len or model.shape.max_position_embeddings
         self._max_message_bytes = max_message_bytes(self._context_length, tokenizer)
         self._metrics = Metrics(self._state)
         self._last = LastRequests()

@@ -45,13 +45,9 @@ class GatewayThread:
         restarted: bool = False,
     ) -> None:
         tls = plane_tls(config.cluster)
-        model = resolve_model(config.model.path, log.info)
         self._gateway = Gateway(
             config,
-            model_name=model.name,
-            model_folder=model.folder,
-            context_length=model.shape.max_position_embeddings,
-            checkpoint_dtype=model.shape.dtype,
+            model=resolve_model(config.model.path, log.info),
             connect=partial(WorkerClient.connect, secret=secret, tls=tls),
             secret=secret,
             tls=tls,

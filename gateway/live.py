@@ -97,12 +97,17 @@ def live_view(
                 "output_tokens": len(record.output_token_ids),
                 "max_tokens": record.request.sampling.max_tokens,
                 "placement": record.placements[-1] if record.placements else "",
-                "failures": [": ".join(failed[:2]) for failed in record.failures],
+                "failures": _failures(record),
             }
             for record in itertools.islice(running, RUNNING)
         ],
         "finished": last.plain(caller),
     }
+
+
+def _failures(record: RequestRecord) -> list[str]:
+    """Workers and classes of errors; their texts may have addresses."""
+    return [str(failed._replace(text="")) for failed in record.failures]
 
 
 def _finished(completion: Completion) -> dict[str, Any]:
@@ -120,5 +125,5 @@ def _finished(completion: Completion) -> dict[str, Any]:
         "stages_ms": account[f"gateway_{figure.value}_ms"],
         "transport": account["transfer"].get("transport", ""),
         "kv_bytes": account["transfer"].get("kv_bytes", 0),
-        "failures": [": ".join(failed[:2]) for failed in completion.record.failures],
+        "failures": _failures(completion.record),
     }

@@ -29,8 +29,8 @@ class StatusReport:
         model: str,
         version: str,
         ready: Callable[[], bool],
-        checkpoint_dtype: str = "",
-        model_notes: Sequence[str] = (),
+        checkpoint_dtype: str,
+        model_notes: Sequence[str],
     ) -> None:
         self._registry = registry
         self._router = router

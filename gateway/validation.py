@@ -164,8 +164,8 @@ def check_token_ids(field: str, token_ids: Sequence[int], limits: Limits) -> Non
     """Refuse more ids than the context holds, and ids outside the vocabulary."""
     if (count := len(token_ids)) > limits.context_length:
         raise InvalidRequest(f"{field}: {count} tokens exceed the context of {limits.context_length}; shorten it")
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
-        position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limits.vocab_size)
+    if token_ids and max(token_ids) >= limits.vocab_size:  # neither API lets negative ones pass
+        position = next(i for i, token_id in enumerate(token_ids) if token_id >= limits.vocab_size)
         raise InvalidRequest(
             f"{field}: token id {token_ids[position]} at position {position} is not below the vocabulary's "
             f"{limits.vocab_size}; use this model's own tokenizer"

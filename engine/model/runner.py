@@ -24,8 +24,9 @@ from runtime.cuda import Cuda, Event
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
-_LOGITS_BYTES = 32 * 2**20
-"""Logits of a prompt that are in memory at a time, as float32."""
+_LOGITS_BYTES = 8 * 2**20
+"""Logits of a prompt that are in memory at a time, as float32: with what is made of them less than sampling a batch
+takes, for which a GPU keeps memory."""
 
 
 class _ComputedLayers:

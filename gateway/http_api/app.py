@@ -64,12 +64,12 @@ def make_app(
     @app.post("/v1/completions", tags=["OpenAI"], **generates(CompletionBody, "Completion"))
     async def complete(request: Request) -> Response:
         """Continue prompts. With `stream: true`, one server-sent event for each token."""
-        return generation(served, CompletionBody, _request_id(request))
+        return generation(served, CompletionBody, request.headers)
 
     @app.post("/v1/chat/completions", tags=["OpenAI"], **generates(ChatBody, "Chat"))
     async def chat(request: Request) -> Response:
         """Continue a chat, by the model's chat template."""
-        return generation(served, ChatBody, _request_id(request))
+        return generation(served, ChatBody, request.headers)
 
     @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=answers("Models"))
     async def models() -> dict[str, Any]:
@@ -162,8 +162,3 @@ def _model(served: Served, created_s: int) -> dict[str, Any]:
         "owned_by": "pdserve",
         "max_model_len": None if limits is None else limits.context_length,
     }
-
-
-def _request_id(request: Request) -> str:
-    """The client's request id, not checked yet; empty without one."""
-    return request.headers.get("x-request-id", "")

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
+
 from gateway.arrival import Arrival
 from gateway.http_api.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.http_api.exchange import Exchange, Served
@@ -25,10 +27,10 @@ Prepared = tuple[list[Submission], Answer, float | None]
 _READS = "the client was reading the answer"
 
 
-def generation(served: Served, body_type: type[CompletionBody] | type[ChatBody], header_id: str) -> Exchange:
-    """A call that generates text. ``header_id``: the request id of the headers, not checked yet; empty without one."""
+def generation(served: Served, body_type: type[CompletionBody] | type[ChatBody], headers: Headers) -> Exchange:
+    """A call that generates text. Its ``headers`` may have its request id."""
     prefix = "chatcmpl" if body_type is ChatBody else "cmpl"
-    request_id = header_id or f"{prefix}-{uuid.uuid4().hex}"
+    request_id = headers.get("x-request-id") or f"{prefix}-{uuid.uuid4().hex}"
     tokenizer = served.inference.tokenizer
 
     def prepare(body: CompletionBody | ChatBody) -> Prepared:
@@ -109,11 +111,11 @@ async def _outputs(
     try:
         left = len(submissions)
         while left:
-            index, output = await merged.get()
-            if isinstance(output, Exception):
-                raise output
-            left -= isinstance(output, Completion)
-            yield index, output
+            index, put = await merged.get()
+            if isinstance(put, Exception):
+                raise put
+            left -= isinstance(put, Completion)
+            yield index, put
     finally:
         for task in tasks:
             task.cancel()

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
+from checkpoints.source import DUMMIES, ModelSource
 from gateway.gateway import Gateway
 from gateway.tokenizer import Tokenizer
 from pdserve.core.block_update import BlockUpdate
@@ -196,6 +197,11 @@ async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> 
     return caught.value
 
 
+def fake_model(folder: Path | None = None) -> ModelSource:
+    """A model with a context of 256 tokens."""
+    return ModelSource("fake", folder, replace(DUMMIES["135m"], max_position_embeddings=256), "")
+
+
 StartService = Callable[..., Awaitable[Service]]
 
 
@@ -220,9 +226,7 @@ async def services(model_folder: Path) -> AsyncIterator[StartService]:
 
         gateway = Gateway(
             config,
-            model_name="fake",
-            model_folder=folder,
-            context_length=256,
+            model=fake_model(folder),
             connect=connect,
             secret=SECRET,
             version="1.2.3",

@@ -75,7 +75,7 @@ def field_of(error: Any) -> str:
     return str(field)
 
 
-async def outcome(service: Service, method: str, data: bytes, responses: list[bytes] | None = None) -> grpc.StatusCode:
+async def outcome(service: Service, method: str, data: bytes) -> grpc.StatusCode:
     """The status of a call with these bytes. A refusal names a field."""
     if method == REFLECTION:
         begin: Any = service.channel.stream_stream(method)
@@ -84,9 +84,8 @@ async def outcome(service: Service, method: str, data: bytes, responses: list[by
         begin = service.channel.unary_stream(method)
         call = begin(data, timeout=ANSWER_S)
     try:
-        async for response in call:
-            if responses is not None:
-                responses.append(response)
+        async for _ in call:
+            pass
     except grpc.aio.AioRpcError as failure:
         error = failure
     else:

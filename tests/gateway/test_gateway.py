@@ -16,7 +16,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb
 from router.cost_model import MIN_SAMPLES
-from tests.gateway.conftest import PROMPT, call_error, settle
+from tests.gateway.conftest import PROMPT, call_error, fake_model, settle
 from tests.gateway.test_generate import refused
 from tests.loopback import SECRET
 
@@ -174,15 +174,13 @@ async def test_a_port_in_use_is_named(start_service: StartService) -> None:
 
     port = service.gateway.port
     config = PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": port}})
-    second = Gateway(config, model_name="x", model_folder=None, context_length=256, connect=never, secret=SECRET)
+    second = Gateway(config, model=fake_model(), connect=never, secret=SECRET)
     with pytest.raises(LaunchError, match=rf"^gateway\.port: {port} is in use"):
         await second.start()
     await second.stop()
     taken = Gateway(
         PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}}),
-        model_name="x",
-        model_folder=None,
-        context_length=256,
+        model=fake_model(),
         connect=never,
         secret=SECRET,
         registry_address=service.gateway.registry_address,

@@ -16,6 +16,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError
 from tests.certificates import Certificates
 from tests.fake_worker import FakeWorker
+from tests.gateway.conftest import fake_model
 from tests.gateway.test_callers import entry, save
 from tests.loopback import SECRET
 
@@ -64,7 +65,7 @@ async def test_a_gateway_does_not_begin_to_listen() -> None:
 
     config = PdserveConfig.parse({"gateway": {"host": "0.0.0.0", "port": 0}})
     with pytest.raises(ConfigError, match=r"^gateway\.host: "):
-        Gateway(config, model_name="x", model_folder=None, context_length=256, connect=never, secret=SECRET)
+        Gateway(config, model=fake_model(), connect=never, secret=SECRET)
 
 
 def test_files_that_do_not_fit(tmp_path: Path, certificates: Certificates) -> None:

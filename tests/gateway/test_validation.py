@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from gateway.validation import (
 )
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
 from pdserve.core.request import Mode
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, StructuredOutputs
 from pdserve.pb import inference_pb2 as pb
 from tests.gateway.test_fuzz import WRONG, spoil
 
@@ -56,33 +57,26 @@ def test_modes() -> None:
         submission(mode=17)
 
 
-def test_sampling_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
-    first, second = (read_sampling(submission(request_id=name), tokenizer) for name in ("first", "second"))
-    assert (first.max_tokens, first.temperature, first.top_k, first.top_p, first.stop) == (128, 0.0, 0, 1.0, ())
-    assert first.seed is not None
-    assert second.seed is not None
-    assert first.seed != second.seed
-    again = [read_sampling(submission(request_id=name), tokenizer).seed for name in ("a", "a", "b")]
-    assert again[0] == again[1] != again[2], "a request that is sent again gets the same tokens"
-    assert 0 <= first.seed < 2**63
-    assert (first.min_p, first.repetition_penalty, first.presence_penalty, first.frequency_penalty) == (0, 1, 0, 0)
-    assert (first.logit_bias, first.logprobs) == ({}, None)
-    given = pb.Sampling(
-        max_tokens=3, temperature=0.5, top_k=4, top_p=0.25, seed=0, stop=["x"], stop_token_ids=[9], ignore_eos=True
-    )
-    sampling = read_sampling(submission(sampling=given), tokenizer)
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.5, 4, 0.25)
-    assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (0, ("x",), (9,), True)
+def test_sampling_has_the_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
+    """A request that is sent again gets the same tokens."""
+    a, again, b = (read_sampling(submission(request_id=name), tokenizer) for name in ("a", "a", "b"))
+    assert msgspec.structs.replace(a, seed=None) == SamplingParams()
+    assert a == again != b
+    assert 0 <= (a.seed or 0) < 2**63
 
 
-def test_every_kind_of_sampling_is_read() -> None:
-    given = pb.Sampling(
-        min_p=0.5, repetition_penalty=1.5, presence_penalty=-2, frequency_penalty=2, logit_bias={4: -100}, logprobs=0
-    )
-    sampling = read_sampling(submission(sampling=given), None)
-    assert (sampling.min_p, sampling.repetition_penalty) == (0.5, 1.5)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
-    assert (sampling.logit_bias, sampling.logprobs) == ({4: -100.0}, 0)
+def test_every_kind_of_sampling_is_read(tokenizer: Tokenizer) -> None:
+    given: dict[str, Any] = {
+        "max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "seed": 0, "stop": ("x",), "ignore_eos": True,
+        "stop_token_ids": (9, 3), "min_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": -2.0, "logprobs": 0,
+        "frequency_penalty": 2.0, "logit_bias": {4: -100.0}, "prompt_logprobs": 2,
+    }  # fmt: skip
+    assert {*given, "structured_outputs"} == set(pb.Sampling.DESCRIPTOR.fields_by_name)
+    twice = {**given, "stop_token_ids": [9, 3, 9, 9, 3]}
+    assert read_sampling(submission(sampling=pb.Sampling(**twice)), tokenizer) == SamplingParams(**given)
+    structure = pb.Sampling(structured_outputs=pb.StructuredOutputs(regex="a"))
+    found = read_sampling(submission(sampling=structure), tokenizer).structured_outputs
+    assert found == StructuredOutputs("regex", "a")
 
 
 @pytest.mark.parametrize("field", [field for field in WRONG if field in pb.Sampling.DESCRIPTOR.fields_by_name])
@@ -126,11 +120,6 @@ async def test_prompts(tokenizer: Tokenizer) -> None:
 async def test_bad_prompts(tokenizer: Tokenizer, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^prompt: {problem}"):
         await prompt_of(submission(**fields), tokenizer, LIMITS)
-
-
-def test_stop_ids_come_once_each() -> None:
-    asked = submission(sampling=pb.Sampling(stop_token_ids=[3, 1, 3, 3, 1]))
-    assert read_sampling(asked, None).stop_token_ids == (3, 1)
 
 
 def test_a_message_that_is_none_says_so() -> None:

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from pdserve import AsyncClient, Client, ConfigError, InvalidRequest, NotReady, Unauthenticated
+from pdserve import AsyncClient, Client, NotReady, Unauthenticated
 from tests.certificates import Certificates
 from tests.gateway.conftest import Service, StartService
 from tests.gateway.test_callers import entry, save
@@ -126,28 +126,3 @@ async def test_tokens_travel_encrypted(start_tls: StartTls, certificates: Certif
     async with AsyncClient(target(service), ca=certificates.ca, token="wrong") as client:
         with pytest.raises(Unauthenticated):
             await client.status()
-
-
-def test_options_that_contradict_each_other(tmp_path: Path, certificates: Certificates) -> None:
-    pair = certificates.client
-    refused: list[tuple[str, dict[str, Any], str]] = [
-        ("http://head", {"tls": True}, r"^tls: True contradicts the target 'http://head'"),
-        ("https://head", {"tls": False}, r"^tls: False contradicts"),
-        ("http://head", {"ca": certificates.ca}, r"^ca: it is for TLS, which 'http://head' does not use"),
-        ("https://head", {"cert": pair.cert}, r"^key: it is missing"),
-        ("https://head", {"key": pair.key}, r"^cert: it is missing"),
-        ("https://head", {"password": "x"}, r"^password: unknown option; known: tls, ca, cert"),
-    ]
-    for where, access, message in refused:
-        for kind in (Client, AsyncClient):
-            with pytest.raises(InvalidRequest, match=message):
-                kind(where, **access)
-    files: list[tuple[dict[str, Any], str]] = [
-        ({"ca": tmp_path / "no"}, r"^ca: .*/no cannot be read: No such file"),
-        ({"ca": pair.key}, r"^ca: .* has no certificate in PEM"),
-        ({"cert": pair.cert, "key": certificates.server.key}, r"^key: .* is not the key of cert"),
-    ]
-    for access, message in files:
-        for kind in (Client, AsyncClient):
-            with pytest.raises(ConfigError, match=message):
-                kind("https://head", **access)
