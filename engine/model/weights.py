@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoints.families import FAMILIES, Family
+from checkpoints.families import Family, family_of
 from checkpoints.shape import ModelShape
 from pdserve.core.errors import ModelError
 
@@ -151,7 +151,7 @@ def quantized_parts(shape: ModelShape, layer: int) -> frozenset[str]:
     if shape.quantization is None:
         return frozenset()
     found: set[str] = set()
-    for part, modules in FAMILIES[shape.architecture].modules(shape.has_experts(layer)).items():
+    for part, modules in family_of(shape.architecture).modules(shape.has_experts(layer)).items():
         covered = [shape.quantization.covers(f"model.layers.{layer}.{module}") for module in modules]
         if any(covered) != all(covered):
             raise ModelError(
@@ -229,7 +229,7 @@ def named_tensors(weights: ModelWeights) -> dict[str, Matrix]:
     named: dict[str, Matrix] = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     if not shape.tie_word_embeddings:
         named["lm_head.weight"] = weights.head
-    family = FAMILIES[shape.architecture]
+    family = family_of(shape.architecture)
     for i, layer in enumerate(weights.layers):
         parts = _norms(layer, shape) | _attention(layer, shape, family)
         parts |= _mlp(layer.mlp, family) if isinstance(layer.mlp, MLPWeights) else _experts(layer.mlp, family)

@@ -4,9 +4,10 @@ Unknown keys and invalid values raise `ConfigError` with the dotted key, the pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from pdserve.core import plugins
 from pdserve.core.address import DEFAULT_PORT
 from pdserve.core.errors import ConfigError
 
@@ -42,7 +44,7 @@ PlacementPolicy = Literal["pack", "spread", "strict_spread"]
 CPU_TOKEN_BUDGET = 512
 _GPU_BUDGETS = {"prefill": 8192, "decode": 2048}
 
-RoutingPolicy = Literal[
+ROUTING_POLICIES = (
     "round_robin",
     "random",
     "least_tokens",
@@ -52,8 +54,31 @@ RoutingPolicy = Literal[
     "session",
     "slo",
     "nearest_link",
-]
-"""See `RouterConfig.policy`. `router.policies` has a function for each."""
+)
+"""pdserve's own. `router.policies` has a function for each."""
+
+NAMES: Mapping[str, Callable[[], tuple[str, ...]]] = {
+    "transfer.transport": partial(
+        plugins.names, plugins.TRANSPORTS, ("auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
+    ),
+    "router.policy": partial(plugins.names, plugins.POLICIES, ROUTING_POLICIES),
+}
+"""The values of keys to which plug-ins add names."""
+
+
+def _known(key: str, name: Any) -> Any:
+    """``name``, a value of ``key`` in `NAMES`."""
+    known = NAMES[key]()
+    if name not in known:
+        renamed = "; least_outstanding_tokens is now least_tokens" if name == "least_outstanding_tokens" else ""
+        raise PydanticCustomError(
+            "name", "Input should be one of {known}{renamed}", {"known": ", ".join(known), "renamed": renamed}
+        )
+    return name
+
+
+Transport = Annotated[str, AfterValidator(partial(_known, "transfer.transport"))]
+"""See `TransferConfig.transport`."""
 
 PrefixFetching = Literal["auto", "always", "off"]
 """See `RouterConfig.prefix_fetch`."""
@@ -241,7 +266,7 @@ class EngineConfig(_Section):
 class TransferConfig(_Section):
     """KV transfer between workers."""
 
-    transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl"] = Field(
+    transport: Transport = Field(
         "auto",
         description="auto: for each pair the best transport that both ends share: shm on one host, cuda_ipc on one "
         "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA and needs pip install nixl",
@@ -291,8 +316,8 @@ class TransferConfig(_Section):
 class RolePolicies(_Section):
     """How the workers of each role are chosen."""
 
-    prefill: RoutingPolicy = "kv_aware"
-    decode: RoutingPolicy = "kv_aware"
+    prefill: str = "kv_aware"
+    decode: str = "kv_aware"
 
 
 class SloConfig(_Section):
@@ -305,7 +330,7 @@ class SloConfig(_Section):
 class RouterConfig(_Section):
     """Routing of requests to workers."""
 
-    policy: RoutingPolicy | RolePolicies = Field(
+    policy: str | RolePolicies = Field(
         "kv_aware",
         description="how a worker is chosen among the ready ones (docs/routing.md): one name for both roles, or "
         "{prefill: NAME, decode: NAME}; requests of mode colocated are placed by that of prefill",
@@ -355,7 +380,7 @@ class RouterConfig(_Section):
     heartbeat_timeout_s: Seconds = Field(3.0, description="a worker without a heartbeat for this long counts as dead")
     forget_s: Seconds = Field(60.0, description="how long a dead worker is shown")
 
-    def policy_of(self, role: str) -> RoutingPolicy:
+    def policy_of(self, role: str) -> str:
         """``policy`` for ``prefill`` or ``decode``."""
         if isinstance(self.policy, RolePolicies):
             return self.policy.prefill if role == "prefill" else self.policy.decode
@@ -377,13 +402,8 @@ class RouterConfig(_Section):
             raise PydanticCustomError(
                 "policy", "{role} is no role; give policies for prefill and decode", {"role": unknown[0]}
             )
-        known = get_args(RoutingPolicy)
         for name in value.values() if isinstance(value, Mapping) else [value]:
-            if name not in known:
-                renamed = "; least_outstanding_tokens is now least_tokens" if name == "least_outstanding_tokens" else ""
-                raise PydanticCustomError(
-                    "policy", "Input should be one of {known}{renamed}", {"known": ", ".join(known), "renamed": renamed}
-                )
+            _known("router.policy", name)
         return value
 
     @field_validator("slo")
