@@ -23,8 +23,8 @@ def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
     architecture = fields.architecture()
     if architecture not in architectures():
         raise fields.error(
-            f"architecture {architecture!r} is not supported; supported: {[*architectures()]}; `pdserve model-info` tells "
-            "the sizes of others"
+            f"architecture {architecture!r} is not supported; supported: {[*architectures()]}; `pdserve model-info` "
+            "tells the sizes of others"
         )
     family = family_of(architecture)
     _refuse_unsupported(fields, family)

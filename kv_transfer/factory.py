@@ -31,10 +31,10 @@ def offered_transports(
 ) -> tuple[str, ...]:
     """The transports that a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) offers, best first.
 
-    ``configured`` is a transport's name or ``auto``, which chooses neither nixl nor a plug-in. ``shared_device``: workers
-    may share a GPU, which NCCL does not support. ``shaped``: links are to be shaped, for which ``auto`` chooses tcp.
-    ConfigError if the configured transport cannot work on this device, or cannot be shaped; the check may
-    take seconds."""
+    ``configured`` is a transport's name or ``auto``, which chooses neither nixl nor a plug-in. ``shared_device``:
+    workers may share a GPU, which NCCL does not support. ``shaped``: links are to be shaped, for which ``auto`` chooses
+    tcp. ConfigError if the configured transport cannot work on this device, or cannot be shaped; the check may take
+    seconds."""
     cuda, known = device.startswith("cuda"), plugins.names(plugins.TRANSPORTS, TRANSPORTS)
     if shaped:
         if configured == "auto":

@@ -8,8 +8,8 @@ from pdserve.core.errors import ConfigError
 
 
 def main() -> None:
-    """Run the command line. SystemExit with what to do in a client-only installation (``pip install pdserve``), and if a
-    plug-in cannot be loaded."""
+    """Run the command line. SystemExit says what to do in a client-only installation (``pip install pdserve``), and
+    which plug-in cannot be loaded."""
     try:
         command = importlib.import_module("ops.cli.main")
     except ModuleNotFoundError as error:

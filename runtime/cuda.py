@@ -46,14 +46,6 @@ class TimedEvent(Event, Protocol):
         ...
 
 
-class HostCopy(Protocol):
-    """Tensors on their way from a GPU to the host."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Wait until the GPU has computed and copied them, and return the copies."""
-        ...
-
-
 class Stream(Protocol):
     """A queue of a GPU's work, beside its default one: see `Cuda.stream`."""
 
@@ -120,9 +112,10 @@ class Cuda(Protocol):
         """The same for an event that notes the time."""
         ...
 
-    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> HostCopy:
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         """Have the current stream of GPU ``index`` copy ``tensors`` to memory of their own on the host. Does not wait,
-        and neither does anything that is launched later. Without tensors it is an `Event`."""
+        and neither does anything that is launched later. Returns a function that waits until the GPU has computed and
+        copied them, and returns the copies; without tensors, it waits until the GPU has come here."""
         ...
 
     def stream(self, index: int) -> Stream:

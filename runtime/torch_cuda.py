@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from runtime.cuda import Event, Graph, HostCopy, MemoryFigures, Stream, TimedEvent
-
-
-@dataclass(frozen=True, slots=True)
-class _PinnedCopy:
-    tensors: list[torch.Tensor]
-    copied: Event
-
-    def wait(self) -> list[torch.Tensor]:
-        self.copied.synchronize()
-        return self.tensors
+from runtime.cuda import Event, Graph, MemoryFigures, Stream, TimedEvent
 
 
 class TorchCuda:
@@ -81,9 +70,15 @@ class TorchCuda:
         event.record(torch.cuda.current_stream(index))
         return cast(TimedEvent, event)
 
-    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> HostCopy:
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-        return _PinnedCopy(copies, self.record(index))
+        copied = self.record(index)
+
+        def wait() -> list[torch.Tensor]:
+            copied.synchronize()
+            return copies
+
+        return wait
 
     def stream(self, index: int) -> Stream:
         return torch.cuda.Stream(torch.device("cuda", index))  # type: ignore[no-untyped-call]

@@ -252,9 +252,9 @@ class StrictCuda:
         self.use(index, "an event is recorded", same_device=True)
         return StrictEvent(self, index, time.perf_counter())
 
-    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> StrictHostCopy:
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         self.use(index, "results are copied to the host", same_device=True)
-        return StrictHostCopy(self, tensors, index)
+        return StrictHostCopy(self, tensors, index).wait
 
     def stream(self, index: int) -> StrictStream:
         self.use(index, "a stream is created", synchronises=True)

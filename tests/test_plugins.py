@@ -112,11 +112,14 @@ def test_a_model_of_its_family_is_served_over_its_transport_as_its_policy_says(
             assert result.kv_bytes == result.kv_bytes_expected > 0
             assert "the last name" in result.placements[0]
         (link, _) = next(worker.links for worker in client.status().workers if worker.role == "prefill")
-    assert (link.transport, link.reason) == ("carrier", "the only one that is configured or possible here, of a plug-in")
+    assert (link.transport, link.reason) == (
+        "carrier",
+        "the only one that is configured or possible here, of a plug-in",
+    )
 
 
 def test_its_experiment_is_a_command(cluster: LocalCluster, tmp_path: Path) -> None:
-    arguments = ["experiment", "carrier", "--quick", "--target", cluster.target, "--output", tmp_path, "--json"]
+    arguments = ["experiment", "carrier", "--quick", "--target", cluster.target, "--output", str(tmp_path), "--json"]
     command = [sys.executable, "-m", "ops.command", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     summary = json.loads(run.stdout)
@@ -150,9 +153,8 @@ def test_a_plugin_that_cannot_be_used_is_named_with_its_package(
     tmp_path: Path, group: str, at: str, use: Callable[[], object], why: str
 ) -> None:
     describe(tmp_path, "broken", "2.0", {group: {"pigeon": at}})
-    with installed_in(tmp_path):
-        with pytest.raises(ConfigError, match=f"^{group}: pigeon of package broken 2.0 .*{why}"):
-            use()
+    with installed_in(tmp_path), pytest.raises(ConfigError, match=f"^{group}: pigeon of package broken 2.0 .*{why}"):
+        use()
 
 
 def test_a_command_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:

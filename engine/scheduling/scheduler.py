@@ -17,7 +17,8 @@ from engine.messages import Finished, Load, Rejected, Step, Submit, TokenOut
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
-from engine.scheduling.sequence import Sequence, TokenMatcher
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from pdserve.core.prefix_digests import PrefixDigests
@@ -169,7 +170,7 @@ class Scheduler:
         memory of the device was divided for."""
         self._token_budget = max(1, min(num_tokens, self.config.max_num_batched_tokens))
 
-    def submit(self, submit: Submit, matcher: TokenMatcher | None = None) -> None:
+    def submit(self, submit: Submit, matcher: Matcher | None = None) -> None:
         """Queue a request, or answer with a `Rejected` event: `CapacityExceeded` if it can never fit, `InvalidRequest`
         for an empty prompt, a ``max_tokens`` below 1, or an id in use. ``matcher`` is that of its structured
         outputs."""

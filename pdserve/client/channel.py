@@ -72,8 +72,7 @@ def error_from_status(
     details = " ".join((details or "").split())
     metadata = dict(trailing or ())
     error = _error(code, details, target, metadata.get(ERROR_KIND_KEY, ""), has_begun)
-    if isinstance(error, CapacityExceeded | NotReady):
-        error.retry_after_s = _retry_after_s(metadata.get(RETRY_AFTER_KEY))
+    error.retry_after_s = _retry_after_s(metadata.get(RETRY_AFTER_KEY))
     return error
 
 

@@ -13,6 +13,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -30,6 +31,9 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 File = Annotated[Path, AfterValidator(Path.absolute)]
 """A path, absolute because gateway and workers have other working folders than the one who starts them."""
+
+Off = BeforeValidator(lambda value: "off" if value is False else value)
+"""Reads what YAML reads as a boolean."""
 
 HostName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$")]
 """The name of a host without a port, or `ANY_HOST`."""
@@ -148,7 +152,7 @@ class ClusterConfig(_Section):
         description="first port of gateway and workers: the registry's port, followed by four ports per worker; "
         "default: 20000 on a Ray that is joined, free ports on a Ray of its own",
     )
-    mps: Literal["auto", "off"] = Field(
+    mps: Annotated[Literal["auto", "off"], Off] = Field(
         "auto",
         description="on GPUs, CUDA's Multi-Process Service, with which transfers and steps run on a GPU at the same "
         "time. auto: a daemon per node if nvidia-cuda-mps-control is there, or the one that runs already; off: they "
@@ -170,11 +174,6 @@ class ClusterConfig(_Section):
     )
     tls_key: File | None = Field(None, description="its private key, in PEM, without a passphrase")
     tls_ca: File | None = Field(None, description="the CA of these certificates, used for nothing else; in PEM")
-
-    @field_validator("mps", mode="before")
-    @classmethod
-    def _read_mps(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads it as a boolean
 
 
 class EngineConfig(_Section):
@@ -335,7 +334,7 @@ class RouterConfig(_Section):
         description="how a worker is chosen among the ready ones (docs/routing.md): one name for both roles, or "
         "{prefill: NAME, decode: NAME}; requests of mode colocated are placed by that of prefill",
     )
-    prefix_fetch: PrefixFetching = Field(
+    prefix_fetch: Annotated[PrefixFetching, Off] = Field(
         "auto",
         description="KV of a prompt's beginning that another worker has cached. auto: it is fetched if, by the costs "
         "measured here, that is clearly quicker than to compute it; always: it is fetched, for experiments; off",
@@ -385,11 +384,6 @@ class RouterConfig(_Section):
         if isinstance(self.policy, RolePolicies):
             return self.policy.prefill if role == "prefill" else self.policy.decode
         return self.policy
-
-    @field_validator("prefix_fetch", mode="before")
-    @classmethod
-    def _read_prefix_fetch(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads it as a boolean
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -489,7 +483,7 @@ class GatewayConfig(_Section):
 class ScalingConfig(_Section):
     """The controller that moves workers between the roles, toward objectives."""
 
-    controller: Literal["off", "roles", "workers"] = Field(
+    controller: Annotated[Literal["off", "roles", "workers"], Off] = Field(
         "off",
         description="roles: while one role misses its objective and the other has capacity to spare, a worker of the "
         "other takes its role; workers: also adds workers, for which Ray is asked, and removes them (docs/routing.md)",
@@ -518,11 +512,6 @@ class ScalingConfig(_Section):
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         30.0, description="how long a worker that is removed may finish its requests"
     )
-
-    @field_validator("controller", mode="before")
-    @classmethod
-    def _read_controller(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads it as a boolean
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

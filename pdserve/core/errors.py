@@ -38,9 +38,15 @@ RETRY_AFTER_KEY = "retry-after-ms"
 
 
 class PdserveError(Exception):
-    """Base of all errors raised on purpose. ``retryable`` says whether the same request may be sent again."""
+    """Base of all errors raised on purpose."""
 
     retryable = False
+    """Whether the same request may be sent again."""
+
+    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
+        super().__init__(*args)
+        self.retry_after_s = retry_after_s
+        """Seconds until the service expects to have room (None: unknown)."""
 
 
 class ConfigError(PdserveError):
@@ -88,22 +94,13 @@ class Unauthenticated(PdserveError):
 
 
 class CapacityExceeded(PdserveError):
-    """The request does not fit, now or at all; the message names the limit. ``retry_after_s`` is the time in seconds
-    until the service expects to have room (None: unknown)."""
-
-    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
-        super().__init__(*args)
-        self.retry_after_s = retry_after_s
+    """The request does not fit, now or at all; the message names the limit."""
 
 
 class NotReady(PdserveError):
-    """No worker is ready for the request. ``retry_after_s`` is as in `CapacityExceeded`."""
+    """No worker is ready for the request."""
 
     retryable = True
-
-    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
-        super().__init__(*args)
-        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(PdserveError):

@@ -16,9 +16,10 @@ from engine.model import upload as upload_module
 from engine.model.kv_pool import KVPool
 from engine.model.runner import LastTokens, ModelRunner
 from engine.model.sampler import draw_tokens, likeliest_by_key, logprobs_of
-from engine.model.token_draw import DrawRow
+from engine.model.token_draw import Key
 from engine.scheduling.batch import PENDING, ScheduledSeq
 from engine.scheduling.sequence import TokenHistory
+from engine.scheduling.structures import Matcher
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
 
@@ -36,10 +37,11 @@ KINDS = {
 }
 
 
-class AnyToken:
+class AnyToken(Matcher):
     """Matches all outputs."""
 
-    error = ""
+    def __init__(self) -> None:
+        """Needs no structure."""
 
     def append(self, token_id: int) -> None:
         """Nothing."""
@@ -71,10 +73,10 @@ def a_gpu_without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dev
 
 
 def one_launch(
-    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]
+    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, keys: Sequence[Key], top_ps: Sequence[float]
 ) -> torch.Tensor:
     """In place of the kernel, which PyTorch does not see."""
-    return torch.empty(len(rows), dtype=torch.int64, device=weights.device)
+    return torch.empty(len(keys), dtype=torch.int64, device=weights.device)
 
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), [*KINDS]], ids=[*KINDS, "all"])

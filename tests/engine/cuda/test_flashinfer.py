@@ -13,11 +13,10 @@ from engine.kernels.cuda_flashinfer import (
     FlashInferPrefill,
     MakeWrapper,
     PrefillAttention,
-    PrefillShape,
     capability_of,
-    choose_prefill,
     installed_version,
     make_wrappers,
+    obstacle,
 )
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
@@ -39,10 +38,8 @@ def wrapper(device: torch.device) -> MakeWrapper:
     """Makes FlashInfer's wrappers on a GPU that can run it, else its stand-in's."""
     if device.type == "cpu":
         return StrictWrapper
-    shape = PrefillShape("float16", 64, 8, 2, capability_of(device))
-    choice = choose_prefill("auto", shape, installed_version())
-    if choice.backend != "flashinfer":
-        pytest.skip(choice.reason)
+    if (why := obstacle(installed_version(), capability_of(device), "float16", 64, 8, 2)) is not None:
+        pytest.skip(why)
     return make_wrappers(device)
 
 
@@ -100,6 +97,11 @@ def test_the_choice_is_tried_and_told(device: torch.device, monkeypatch: pytest.
     missing = PrefillAttention("auto")
     assert missing.planner(pool, model) is None
     assert "not installed" in missing.notes()[0]
+    with pytest.raises(ConfigError, match=r"^engine\.prefill_attention: flashinfer cannot be used: .* not installed"):
+        PrefillAttention("flashinfer").planner(pool, model)
+    by_name = PrefillAttention("triton")
+    assert by_name.planner(pool, model) is None
+    assert by_name.notes() == ["prefill attention by triton: engine.prefill_attention says so"]
 
 
 def test_tokens_are_those_of_our_kernels(device: torch.device, wrapper: MakeWrapper, tmp_path: Path) -> None:

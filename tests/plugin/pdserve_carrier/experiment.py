@@ -35,9 +35,7 @@ class Carrier(Experiment):
     async def measure(self, bench: Bench) -> None:
         async with AsyncClient(bench.target) as client:
             for index in range(self.options.requests):
-                await bench.send(
-                    client, [index + 1] * 40, arm="pd", repeat=0, index=index, mode="pd", max_tokens=2
-                )
+                await bench.send(client, [index + 1] * 40, arm="pd", repeat=0, index=index, mode="pd", max_tokens=2)
                 bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
