@@ -141,7 +141,7 @@ class Metrics(Observer):
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         """A request ended with ``error``, or was refused."""
-        self._failed(type(error).__name__).inc()
+        self._failed(error.kind).inc()
 
     def cancelled(self) -> None:
         """A request's client cancelled it."""

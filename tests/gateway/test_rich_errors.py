@@ -13,7 +13,6 @@ from grpc_status import rpc_status
 from gateway.failures import MAX_MESSAGE_BYTES, grpc_failure
 from pdserve.core.errors import (
     CapacityExceeded,
-    DuplicateRequest,
     InvalidRequest,
     NotReady,
     PdserveError,
@@ -104,7 +103,7 @@ async def test_a_failure_after_tokens_has_details_too(start_service: StartServic
     ("error", "field"),
     [
         (InvalidRequest("top_p: too much: by far"), "top_p"),
-        (DuplicateRequest("request_id: x"), "request_id"),
+        (InvalidRequest("request_id: x", kind="DuplicateRequest"), "request_id"),
         (CapacityExceeded("prompt and max_tokens: too much"), "prompt and max_tokens"),
         (CapacityExceeded("queue: full", retry_after_s=1.0), None),
         (InvalidRequest("no field"), None),
