@@ -75,7 +75,8 @@ def error_from_status(
     error = _error(code, details, target, kind, has_begun)
     if isinstance(error, InvalidRequest) and isinstance(kind, str):
         error.kind = kind or error.kind
-    error.retry_after_s = _retry_after_s(metadata.get(RETRY_AFTER_KEY))
+    if isinstance(error, CapacityExceeded | NotReady):
+        error.retry_after_s = _retry_after_s(metadata.get(RETRY_AFTER_KEY))
     return error
 
 

@@ -159,20 +159,37 @@ class Generation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values: the output of ``pdserve generate --json``. ``logprobs`` (one entry per token of ``token_ids``)
         are included only if they were requested."""
-        apart = ("breakdowns", "timeline")
-        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
-        plain |= {
+        plain = {
+            "request_id": self.request_id,
+            "text": self.text,
             "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "mode": self.mode,
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
+            "transport": self.transport,
+            "block_size": self.block_size,
+            "kv_bytes": self.kv_bytes,
+            "kv_bytes_expected": self.kv_bytes_expected,
+            "kv_blocks_sent": self.kv_blocks_sent,
+            "kv_blocks_skipped": self.kv_blocks_skipped,
+            "prefill_cached_tokens": self.prefill_cached_tokens,
             "prefix_fetch": None if self.prefix_fetch is None else asdict(self.prefix_fetch),
+            "ttft_ms": self.ttft_ms,
+            "ttft_decode_ms": self.ttft_decode_ms,
             "breakdown_ms": {
                 figure.value: dict(self.breakdowns[figure].stages_ms) if figure in self.breakdowns else None
                 for figure in Figure
             },
             "clock_error_ms": self.clock_error_ms,
             "itl_ms": list(self.itl_ms),
-            "tpot_ms": self.tpot_ms,
             "transfer": asdict(self.transfer),
+            "prompt_tokens": self.prompt_tokens,
+            "attempts": self.attempts,
             "placements": list(self.placements),
+            "resumes": self.resumes,
+            "tpot_ms": self.tpot_ms,
+            "total_ms": self.total_ms,
             "tokens": [{"token_id": t.token_id, "text": t.text, "arrived_s": t.arrived_s} for t in self.tokens],
             "events": [
                 {"kind": event.kind.value, "worker": event.worker, "time_s": event.time_s} for event in self.events
