@@ -37,12 +37,8 @@ class Event(Protocol):
         """Wait until the GPU has passed it."""
         ...
 
-
-class TimedEvent(Event, Protocol):
-    """An event whose time the GPU notes."""
-
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to ``end``, a later `TimedEvent`. The GPU must have passed both."""
+        """Milliseconds from this event to ``end``, a later one. Both are timed, and the GPU must have passed both."""
         ...
 
 
@@ -104,12 +100,8 @@ class Cuda(Protocol):
         from its index there. RuntimeError, TypeError or ValueError if that fails."""
         ...
 
-    def record(self, index: int) -> Event:
-        """Record an event in the current stream of GPU ``index``."""
-        ...
-
-    def record_time(self, index: int) -> TimedEvent:
-        """The same for an event that notes the time."""
+    def record(self, index: int, *, timed: bool = False) -> Event:
+        """Record an event in the current stream of GPU ``index``. The GPU notes the time of one that is ``timed``."""
         ...
 
     def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from runtime.cuda import Event, Graph, MemoryFigures, Stream, TimedEvent
+from runtime.cuda import Event, Graph, MemoryFigures, Stream
 
 
 class TorchCuda:
@@ -58,17 +58,10 @@ class TorchCuda:
         storage = torch.UntypedStorage._new_shared_cuda(at, *handle[1:])
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
-    def record(self, index: int) -> Event:
-        return self._recorded(index, timed=False)
-
-    def record_time(self, index: int) -> TimedEvent:
-        return self._recorded(index, timed=True)
-
-    @staticmethod
-    def _recorded(index: int, *, timed: bool) -> TimedEvent:
+    def record(self, index: int, *, timed: bool = False) -> Event:
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(index))
-        return cast(TimedEvent, event)
+        return cast(Event, event)
 
     def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]

@@ -244,13 +244,9 @@ class StrictCuda:
         shared.readers.append(weakref.ref(opened.untyped_storage()))
         return opened
 
-    def record(self, index: int) -> StrictEvent:
+    def record(self, index: int, *, timed: bool = False) -> StrictEvent:
         self.use(index, "an event is recorded", same_device=True)
-        return StrictEvent(self, index)
-
-    def record_time(self, index: int) -> StrictEvent:
-        self.use(index, "an event is recorded", same_device=True)
-        return StrictEvent(self, index, time.perf_counter())
+        return StrictEvent(self, index, time.perf_counter() if timed else None)
 
     def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         self.use(index, "results are copied to the host", same_device=True)

@@ -68,7 +68,6 @@ class Assembler:
         return from_message(
             Generation,
             completion,
-            token_ids=tuple(completion.token_ids),
             mode=str(_MODES.get(completion.mode, Mode.AUTO)),
             transport=transfer.transport,
             block_size=transfer.block_size,
@@ -76,7 +75,6 @@ class Assembler:
             kv_bytes_expected=transfer.kv_bytes_expected,
             kv_blocks_sent=transfer.blocks_sent,
             kv_blocks_skipped=transfer.blocks_skipped,
-            placements=tuple(completion.placements),
             transfer=from_message(TransferDetails, transfer),
             ttft_ms=ttft_ms,
             ttft_decode_ms=ttft_decode_ms,
