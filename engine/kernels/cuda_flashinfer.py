@@ -162,11 +162,9 @@ _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 
 
-def obstacle(
-    flashinfer: str | None, capability: tuple[int, int], dtype: str, head_dim: int, num_heads: int, num_kv_heads: int
-) -> str | None:
+def obstacle(flashinfer: str | None, capability: tuple[int, int], dtype: str, head_dim: int) -> str | None:
     """Why version ``flashinfer`` (None: it is not installed) cannot compute prompts on a GPU of this compute
-    capability, for a model of these sizes; None if it can. It has sliding windows, soft caps and any block size."""
+    capability, with such a pool; None if it can. It has sliding windows, soft caps and any block size."""
     if flashinfer is None:
         return f"{FLASHINFER} is not installed (extra cuda)"
     if _release(flashinfer) < LEAST_FLASHINFER:
@@ -177,8 +175,6 @@ def obstacle(
         return f"it does not compute in {dtype}"
     if head_dim not in _HEAD_DIMS:
         return f"it has no heads of {head_dim} (only {', '.join(map(str, _HEAD_DIMS))})"
-    if num_heads % num_kv_heads:
-        return f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads"
     return None
 
 
@@ -223,8 +219,7 @@ class PrefillAttention:
     def _tried(self, pool: KVPool, model: Decoder) -> tuple[str, str]:
         """Try FlashInfer. Returns what computes, and why."""
         device, installed = pool.tensor.device, installed_version()
-        capability, dtype = capability_of(device), pool.layout.dtype
-        why = obstacle(installed, capability, dtype, pool.head_dim, model.shape.num_heads, pool.kv_heads)
+        why = obstacle(installed, capability_of(device), pool.layout.dtype, pool.head_dim)
         if why is not None:
             if self._wanted == "flashinfer":
                 raise ConfigError(f"engine.prefill_attention: flashinfer cannot be used: {why}; use auto or triton")

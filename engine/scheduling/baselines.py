@@ -13,7 +13,6 @@ from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import Clock
-from pdserve.core.errors import ConfigError
 
 ChunkTokens = int | Literal["off"] | None
 """The option ``engine.chunk_tokens``: how many tokens of one prompt a step may compute. None: as many as the budget has
@@ -194,10 +193,7 @@ class ContiguousReservation(Scheduler):
 
 
 def scheduler_class(batching: str, chunk_tokens: ChunkTokens) -> type[Scheduler]:
-    """The scheduler for the options ``engine.batching`` and ``engine.chunk_tokens``; `ConfigError` for a ``batching``
-    that is neither continuous nor static."""
-    if batching not in ("continuous", "static"):
-        raise ConfigError(f"engine.batching: must be continuous or static, got {batching!r}")
+    """The scheduler for the options ``engine.batching`` and ``engine.chunk_tokens``."""
     if chunk_tokens == "off":
         return StaticWholePrompts if batching == "static" else WholePrompts
     return StaticBatching if batching == "static" else Scheduler

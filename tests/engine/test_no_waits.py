@@ -104,7 +104,7 @@ def test_inputs_of_a_step_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = ScheduledSeq("c", [1, 2, 3, 4], 0, [6], True, params)
     with a_gpu_without_numbers(monkeypatch) as device:
         pool = KVPool(layout, 8, torch.empty(8 * layout.block_bytes // 2, dtype=torch.bfloat16, device=device), {})
-        attention = CUDAAttention(pool, 4)
+        attention = CUDAAttention(pool)
         model: Any = None  # launches are not what is looked at
         graphs = DecodeGraphs(model, attention, pool, 8, 4)
         runner = ModelRunner(model, attention, pool, graphs)

@@ -23,7 +23,7 @@ from engine.scheduling.batch import SampledToken
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import SchedulerConfig, SchedulerEvent, SchedulerOutput
 from pdserve.core.clock import FakeClock
-from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
+from pdserve.core.errors import CapacityExceeded, InvalidRequest, from_wire
 from pdserve.core.handoff import FirstToken
 from pdserve.core.request import AGED_S, EngineStatus
 from pdserve.core.sampling import SamplingParams
@@ -362,14 +362,6 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     assert "in use" in event.message
     assert rig.parts() == {"a": 4}
     assert rig.submit("a", 4, 1) == []  # the id is free again
-
-
-@pytest.mark.parametrize("index", range(5))
-def test_limits_below_one_are_refused(index: int) -> None:
-    limits = [8, 8, 8, 8, 8]
-    limits[index] = 0
-    with pytest.raises(ConfigError, match="must be at least 1, got 0"):
-        SchedulerConfig(limits[0], limits[1], limits[2], limits[3], limits[4])
 
 
 # --- PUSH ------------------------------------------------------------------------------------------------------------

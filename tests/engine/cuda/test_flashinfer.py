@@ -38,7 +38,7 @@ def wrapper(device: torch.device) -> MakeWrapper:
     """Makes FlashInfer's wrappers on a GPU that can run it, else its stand-in's."""
     if device.type == "cpu":
         return StrictWrapper
-    if (why := obstacle(installed_version(), capability_of(device), "float16", 64, 8, 2)) is not None:
+    if (why := obstacle(installed_version(), capability_of(device), "float16", 64)) is not None:
         pytest.skip(why)
     return make_wrappers(device)
 
@@ -51,8 +51,8 @@ def test_a_mixed_step_is_that_of_our_kernels(shape: Shape, device: torch.device,
     size = shape.block_size
     windows = {shape.window, None}
     chunks = FlashInferPrefill(wrapper, pool, shape.heads, windows, scale, shape.softcap)
-    ours = CUDAAttention(pool, shape.heads, shape.softcap)
-    theirs = CUDAAttention(pool, shape.heads, shape.softcap, chunks)
+    ours = CUDAAttention(pool, shape.softcap)
+    theirs = CUDAAttention(pool, shape.softcap, chunks)
     seqs = [
         ScheduledSeq("decode", [0], size + 3, [5, 6], True, GREEDY),
         ScheduledSeq("whole", [0] * (size + 2), 0, [9, 2], True, GREEDY),
@@ -117,5 +117,5 @@ def test_tokens_are_those_of_our_kernels(device: torch.device, wrapper: MakeWrap
     chunks = FlashInferPrefill(
         wrapper, other.pool, shape.num_heads, other._model.windows, shape.attention_scale, shape.attention_softcap
     )
-    other._attention = CUDAAttention(other.pool, shape.num_heads, shape.attention_softcap, chunks)
+    other._attention = CUDAAttention(other.pool, shape.attention_softcap, chunks)
     assert generate(other, prompts, 3, chunk=20) == expected
