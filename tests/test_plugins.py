@@ -146,7 +146,7 @@ def test_its_names_are_among_those_that_are_known(carrier: None) -> None:
         (plugins.POLICIES, "json:pigeon", lambda: policy("pigeon"), "cannot be loaded: AttributeError: "),
         (plugins.MODEL_FAMILIES, "json:dumps", lambda: family_of("pigeon"), "not of kind Family"),
         (plugins.EXPERIMENTS, "experiments.sweep:Sweep", lambda: plugins.load_all(plugins.EXPERIMENTS, Experiment),
-         "has another name itself: sweep"),
+         "its own name is sweep"),
     ],
 )  # fmt: skip
 def test_a_plugin_that_cannot_be_used_is_named_with_its_package(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Literal
 
@@ -28,10 +28,8 @@ class StaticBatching(Scheduler):
     with theirs, these run first, one at a time: a pinned request needs no further block.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        super().__init__(config, clock, connector)
-        self._members: set[Sequence] = set()  # of the batch, including requests that have finished
-        self._instead: Sequence | None = None  # the request that runs instead of the batch
+    _members: Collection[Sequence] = ()  # of the batch, including requests that have finished
+    _instead: Sequence | None = None  # the request that runs instead of the batch
 
     @property
     def has_work(self) -> bool:
@@ -58,13 +56,13 @@ class StaticBatching(Scheduler):
         return any(seq in self._members for seq in self._running)
 
     def _form_batch(self) -> None:
-        self._members = set(self._batch())
+        self._members = members = set(self._batch())
         while True:
             self._reserve()
             head = super()._admissible(len(self._members))
             if head is None:
                 return
-            self._members.add(head)
+            members.add(head)
             self._start(head)
 
     def _batch(self) -> list[Sequence]:
@@ -84,9 +82,7 @@ class WholePrompts(Scheduler):
     """Never cuts a prompt. A prompt that does not fit beside the decodes gets a step of its own, whatever the budget.
     At most every second step is such a step, so that prompts and decodes both advance."""
 
-    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        super().__init__(config, clock, connector)
-        self._last_was_alone = False  # the last step computed one long prompt only
+    _last_was_alone = False  # the last step computed one long prompt only
 
     def schedule(self) -> SchedulerOutput:
         """Return the next step, which may compute a single long prompt."""

@@ -47,14 +47,14 @@ def load(group: str, name: str, kind: Any) -> Any:
     plugin = installed(group)[name]
     try:
         found = plugin.load()
+        if not (issubclass(found, kind) if isinstance(found, type) else isinstance(found, kind)):
+            raise TypeError(f"{found!r} is not of kind {kind.__name__}")
+        if getattr(found, "name", name) != name:
+            raise ValueError(f"its own name is {found.name}")
     except Exception as error:
         raise ConfigError(
             f"{group}: {name} of {_package(plugin)} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    if not (issubclass(found, kind) if isinstance(found, type) else isinstance(found, kind)):
-        raise ConfigError(f"{group}: {name} of {_package(plugin)} is {found!r}, not of kind {kind.__name__}")
-    if getattr(found, "name", name) != name:
-        raise ConfigError(f"{group}: {name} of {_package(plugin)} has another name itself: {found.name}")
     return found
 
 
