@@ -14,6 +14,7 @@ from typing import Protocol
 from engine.messages import (
     Abort,
     CacheChanged,
+    CoreCommand,
     EngineEvent,
     KVEvent,
     KVReady,
@@ -30,9 +31,6 @@ from pdserve.core.block_update import pack
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.prefix_digests import block_hash
-
-CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
-
 
 Sampled = Mapping[str, SampledToken]
 """The next token of each part of a step with ``sample``, by request id."""

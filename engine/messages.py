@@ -240,7 +240,8 @@ class Computed(Message, frozen=True):
     progress: list[Progress]
 
 
-Command = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget | Ping
+CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
+Command = CoreCommand | Ping
 EngineEvent = Ready | Failed | Rejected | Finished | Step | Pong | Load | CacheChanged
 KVEvent = Reserved | Computed
 
