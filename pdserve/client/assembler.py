@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails, from_message
+from pdserve.client.request import MODES
 from pdserve.core.errors import PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
 from pdserve.pb import inference_pb2 as pb
 
-_MODES = {pb.MODE_AUTO: Mode.AUTO, pb.MODE_PD: Mode.PD, pb.MODE_COLOCATED: Mode.COLOCATED}
+_MODES = {number: mode for mode, number in MODES.items()}
 
 
 class Assembler:
