@@ -22,7 +22,7 @@ from benchmarks.engine_process import on_one_core
 from benchmarks.frame import ROOT, Quick, in_turns, run
 
 if TYPE_CHECKING:
-    from engine.model.structures import Structures
+    from engine.scheduling.structures import Structures
 
 _VOCABULARY = 128_256
 _END = 0  # the id of the tiny model's end of a sequence
@@ -138,7 +138,7 @@ def _step(case: Case, device: object) -> Callable[[], None]:
 
 def _structures() -> Structures:
     """Structured outputs over the tiny model's vocabulary, made as large as the benchmark's by pairs of its tokens."""
-    from engine.model.structures import Structures
+    from engine.scheduling.structures import Structures
 
     data = json.loads((ROOT / "models" / "tiny" / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = data["model"]["vocab"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from checkpoints.shape import Norms
+from pdserve.core import plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +95,15 @@ FAMILIES = {
         kv_heads=4, reads_attention_bias=True, qk_norm=True, window="used", experts="qwen3_moe"
     ),
 }  # fmt: skip
+"""pdserve's own, by their architecture. Plug-ins add others."""
+
+
+def architectures() -> tuple[str, ...]:
+    """The architectures that the engine serves."""
+    return plugins.names(plugins.MODEL_FAMILIES, FAMILIES)
+
+
+def family_of(architecture: str) -> Family:
+    """The family of one of `architectures`. ConfigError if it is a plug-in that cannot be loaded."""
+    found: Family = FAMILIES.get(architecture) or plugins.load(plugins.MODEL_FAMILIES, architecture, Family)
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoints.config_fields import ConfigFields
-from checkpoints.families import FAMILIES, Family
+from checkpoints.families import Family, architectures, family_of
 from checkpoints.quantization import read_quantization
 from checkpoints.shape import Experts, ModelShape, Rope, RopeScaling
 
@@ -21,12 +21,12 @@ def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
     is missing, wrong or unsupported."""
     fields = ConfigFields(config, origin)
     architecture = fields.architecture()
-    family = FAMILIES.get(architecture)
-    if family is None:
+    if architecture not in architectures():
         raise fields.error(
-            f"architecture {architecture!r} is not supported; supported: {list(FAMILIES)}; `pdserve model-info` tells "
-            "the sizes of others"
+            f"architecture {architecture!r} is not supported; supported: {[*architectures()]}; `pdserve model-info` "
+            "tells the sizes of others"
         )
+    family = family_of(architecture)
     _refuse_unsupported(fields, family)
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")

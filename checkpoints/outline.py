@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpoints.config_fields import ConfigFields
-from checkpoints.families import FAMILIES
+from checkpoints.families import architectures
 from pdserve.core.kv_layout import DTYPE_BYTES
 
 
@@ -51,7 +51,7 @@ parameters of the layers."""
 
 def is_served(config: Mapping[str, Any]) -> bool:
     """Whether the engine serves the architecture of ``config``."""
-    return ConfigFields(config, "").architecture() in FAMILIES
+    return ConfigFields(config, "").architecture() in architectures()
 
 
 def outline_from_hf(config: Mapping[str, Any], origin: str) -> ModelOutline:

@@ -63,7 +63,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder of one of `checkpoints.families.FAMILIES`."""
+    """A decoder of one of `checkpoints.families.architectures`."""
 
     architecture: str
     vocab_size: int

@@ -14,6 +14,7 @@ from typing import Protocol
 from engine.messages import (
     Abort,
     CacheChanged,
+    CoreCommand,
     EngineEvent,
     KVEvent,
     KVReady,
@@ -23,17 +24,13 @@ from engine.messages import (
     SetTokenBudget,
     Submit,
 )
-from engine.model.structures import Structures
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
-from engine.scheduling.sequence import TokenMatcher
+from engine.scheduling.structures import Matcher, Structures
 from pdserve.core.block_update import pack
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.prefix_digests import block_hash
-
-CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
-
 
 Sampled = Mapping[str, SampledToken]
 """The next token of each part of a step with ``sample``, by request id."""
@@ -117,7 +114,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, RunningStep]] = deque()
         self._load: Load | None = None
         self._structures = structures
-        self._compiling: dict[str, tuple[Submit, Future[TokenMatcher]]] = {}
+        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}
 
     def take(self, command: CoreCommand) -> None:
         """Apply a command. Its events are sent by the next `step`."""

@@ -103,10 +103,6 @@ class Ping(Message, frozen=True):
     """Ask for a `Pong`, which the engine sends between steps."""
 
 
-class Shutdown(Message, frozen=True):
-    """End the engine process."""
-
-
 # --- events: engine → worker -----------------------------------------------------------------------------------------
 
 
@@ -246,7 +242,8 @@ class Computed(Message, frozen=True):
     progress: list[Progress]
 
 
-Command = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget | Ping | Shutdown
+CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
+Command = CoreCommand | Ping
 EngineEvent = Ready | Failed | Rejected | Finished | Step | Pong | Load | CacheChanged
 KVEvent = Reserved | Computed
 

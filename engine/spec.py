@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 DEFAULT_BLOCK_SIZE = 64
 DEFAULT_CPU_KV_BYTES = 512 * 2**20
@@ -54,10 +55,9 @@ class EngineSpec:
 
     def to_json(self) -> str:
         """Serialize to one line for `from_json`."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> EngineSpec:
-        """Parse the result of `to_json`. Raises TypeError or ValueError for anything else."""
-        data = json.loads(text)
-        return cls(**{**data, "cores": tuple(data["cores"])})
+        """Parse the result of `to_json`. Raises ValueError for anything else."""
+        return msgspec.json.decode(text, type=cls)

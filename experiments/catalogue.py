@@ -18,9 +18,10 @@ from experiments.routing import Routing
 from experiments.run_folder import RunFolder
 from experiments.sweep import Sweep
 from experiments.transport import Transport
+from pdserve.core import plugins
 from pdserve.core.errors import InvalidRequest
 
-EXPERIMENTS: tuple[type[Experiment], ...] = (
+_OWN: tuple[type[Experiment], ...] = (
     AddedTtft,
     Goodput,
     Routing,
@@ -33,6 +34,11 @@ EXPERIMENTS: tuple[type[Experiment], ...] = (
     LinkSweep,
 )
 
+EXPERIMENTS: tuple[type[Experiment], ...] = (
+    *_OWN,
+    *plugins.load_all(plugins.EXPERIMENTS, Experiment, [each.name for each in _OWN]),
+)
+"""pdserve's own, and those of plug-ins."""
 
 RUN_KINDS: tuple[type[RunKind], ...] = (*EXPERIMENTS, Sweep, BenchRun)
 """Everything that writes a run folder."""

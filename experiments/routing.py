@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -34,7 +34,7 @@ from experiments.workloads.conversation import Room
 from experiments.workloads.trace import TRACE_BLOCK_SIZE, SkewedPrefixes, Trace
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.config import RoutingPolicy
+from pdserve.core.config import NAMES, ROUTING_POLICIES
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval, apart
 from pdserve.core.request import Mode, counted_requests
@@ -52,7 +52,7 @@ class RoutingOptions(Options):
 
     model: str = Field("tiny", description="model of the services that are started (as model.path)")
     policies: tuple[str, ...] = option(
-        tuple(name for name in get_args(RoutingPolicy) if name != "nearest_link"),  # all links are within a host
+        tuple(name for name in ROUTING_POLICIES if name != "nearest_link"),  # all links are within a host
         description="policies to compare",
         quick=[BASELINE, "least_tokens", "prefix_affinity", "kv_aware"],
     )
@@ -93,8 +93,9 @@ class Routing(Experiment):
                 "--target: the routing policy of a running service cannot be changed; leave it out, and the services "
                 "are started"
             )
-        if unknown := [name for name in options.policies if name not in get_args(RoutingPolicy)]:
-            raise InvalidRequest(f"--policies: {unknown[0]!r} is none of {', '.join(get_args(RoutingPolicy))}")
+        known = NAMES["router.policy"]()
+        if unknown := [name for name in options.policies if name not in known]:
+            raise InvalidRequest(f"--policies: {unknown[0]!r} is none of {', '.join(known)}")
         if not options.policies:
             raise InvalidRequest("--policies: is empty")
         self._skewed().validate()

@@ -37,12 +37,11 @@ from experiments.statistics import mean_interval
 from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve.client.status import ServiceStatus
-from pdserve.core.config import PdserveConfig
+from pdserve.core.config import PdserveConfig, Transport
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.interval import MIN_VALUES, apart
 from pdserve.core.timeline import Figure
 
-Transport = Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl"]
 Overlap = Literal["none", "chunk", "layer"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.callers import Caller
 from gateway.validation import MAX_PROMPT_LOGPROBS, Submission
-from pdserve.core.errors import DuplicateRequest, InvalidRequest
+from pdserve.core.errors import InvalidRequest
 from router.deadline import Deadline
 
 MAX_USER_CHARACTERS = 256  # of a user's name, as far as it tells users apart
@@ -74,7 +74,7 @@ class Claim:
             self._task.cancel()
         await self.ended.wait()
 
-    def error(self) -> DuplicateRequest | None:
+    def error(self) -> InvalidRequest | None:
         """The error with which a cancelled call ends if it was cancelled because a later one has taken it over. Called
         once, in the call's own task or in one that awaits it."""
         task = asyncio.current_task()
@@ -83,6 +83,7 @@ class Claim:
         others = task.uncancel() > self._cancellations if task is self._task else task.cancelling() > 0
         if others:  # have cancelled it, too
             return None
-        return DuplicateRequest(
-            f"request_id: a later call has {self.request_id!r} and asks for the same; it gets the answer"
+        return InvalidRequest(
+            f"request_id: a later call has {self.request_id!r} and asks for the same; it gets the answer",
+            kind="DuplicateRequest",
         )

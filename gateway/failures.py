@@ -16,23 +16,18 @@ from grpc import StatusCode
 from pdserve.core.errors import (
     ERROR_KIND_KEY,
     RETRY_AFTER_KEY,
-    BodyIncomplete,
-    BodyTooLarge,
     CapacityExceeded,
     ConfigError,
     DeadlineExceeded,
-    DuplicateRequest,
-    HostNotAllowed,
     InvalidRequest,
     LaunchError,
     LayoutMismatch,
     ModelError,
     NotReady,
+    PdserveError,
     RequestAborted,
     TransferError,
     Unauthenticated,
-    UnknownModel,
-    UnsupportedMediaType,
     WorkerLost,
     field_of,
     to_wire,
@@ -41,12 +36,6 @@ from runtime.awake_clock import wait_awake
 
 STATUSES: Mapping[type[BaseException], tuple[StatusCode, int]] = {
     InvalidRequest: (StatusCode.INVALID_ARGUMENT, 400),
-    HostNotAllowed: (StatusCode.INVALID_ARGUMENT, 403),
-    UnknownModel: (StatusCode.INVALID_ARGUMENT, 404),
-    BodyIncomplete: (StatusCode.INVALID_ARGUMENT, 408),
-    DuplicateRequest: (StatusCode.INVALID_ARGUMENT, 409),
-    BodyTooLarge: (StatusCode.INVALID_ARGUMENT, 413),
-    UnsupportedMediaType: (StatusCode.INVALID_ARGUMENT, 415),
     Unauthenticated: (StatusCode.UNAUTHENTICATED, 401),
     CapacityExceeded: (StatusCode.RESOURCE_EXHAUSTED, 429),
     NotReady: (StatusCode.UNAVAILABLE, 503),
@@ -61,6 +50,16 @@ STATUSES: Mapping[type[BaseException], tuple[StatusCode, int]] = {
     BaseException: (StatusCode.INTERNAL, 500),
 }
 """The gRPC and the HTTP status of errors; that of the nearest base class holds for others."""
+
+INVALID = {
+    "HostNotAllowed": 403,  # the header Host is not a name of the service
+    "UnknownModel": 404,  # another model is served
+    "BodyIncomplete": 408,  # the body did not arrive within the deadline
+    "DuplicateRequest": 409,  # another request in progress has the same request id
+    "BodyTooLarge": 413,  # the body exceeds the limit of messages
+    "UnsupportedMediaType": 415,  # the body is not said to be JSON
+}
+"""The kinds of `InvalidRequest` that have an HTTP status of their own."""
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that gRPC libraries read `google.rpc.Status` from."""
@@ -79,6 +78,8 @@ def statuses_of(error: BaseException) -> tuple[StatusCode, int]:
     """The gRPC and the HTTP status of an error. Over HTTP a request that can never fit has status 400, as no other time
     would help."""
     code, status = next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+    if isinstance(error, InvalidRequest):
+        status = INVALID.get(error.kind, status)
     return code, 400 if status == 429 and _retry_after_s(error) is None else status
 
 
@@ -144,7 +145,7 @@ def http_failure(
 
 
 def _retry_after_s(error: BaseException) -> float | None:
-    return error.retry_after_s if isinstance(error, CapacityExceeded | NotReady) else None
+    return error.retry_after_s if isinstance(error, PdserveError) else None
 
 
 def _shortened(text: str) -> str:

@@ -32,7 +32,7 @@ from gateway.validation import (
 )
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
-from pdserve.core.errors import DuplicateRequest, NotReady, PdserveError, RequestAborted
+from pdserve.core.errors import InvalidRequest, NotReady, PdserveError, RequestAborted
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
@@ -273,13 +273,14 @@ class Inference:
         self, key: tuple[str, str], submission: Submission, arrival: Arrival, task: asyncio.Task[Any] | None
     ) -> Claim:
         """Use a request id. If a call uses it and asks for the same, that call ends first: a client whose connection
-        broke need not wait until the gateway has noticed. `DuplicateRequest` if it asks for something else."""
+        broke need not wait until the gateway has noticed. `InvalidRequest` if it asks for something else."""
         _, request_id = key
         check_request_id(request_id)
         while (earlier := self._claims.get(key)) is not None:
             if not submission.asks_the_same(earlier.submission):
-                raise DuplicateRequest(
-                    f"request_id: {request_id!r} is in use by another request; choose another or leave it out"
+                raise InvalidRequest(
+                    f"request_id: {request_id!r} is in use by another request; choose another or leave it out",
+                    kind="DuplicateRequest",
                 )
             await arrival.deadline.bound(earlier.take_over(), "an earlier call with its request_id ended")
         claim = self._claims[key] = Claim(request_id, submission, task)

@@ -105,7 +105,7 @@ def live_view(
     }
 
 
-def _failures(record: RequestRecord) -> list[str]:
+def _failures(record: Session) -> list[str]:
     """Workers and classes of errors; their texts may have addresses."""
     return [str(failed._replace(text="")) for failed in record.failures]
 

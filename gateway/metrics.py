@@ -142,7 +142,7 @@ class Metrics(Observer, Collector):
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         """A request ended with ``error``, or was refused."""
-        (self._cancelled if isinstance(error, RequestAborted) else self._failed(type(error).__name__)).inc()
+        (self._cancelled if isinstance(error, RequestAborted) else self._failed(error.kind)).inc()
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
         """A request ended with an answer."""

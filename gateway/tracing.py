@@ -49,7 +49,7 @@ class Tracing(Observer):
         if arrival is None or isinstance(error, RequestAborted) or (ends := self._ends(arrival)) is None:
             return
         epoch_ns = self._epoch()
-        attributes = {"error.type": type(error).__name__}
+        attributes = {"error.type": error.kind}
         status = Status(StatusCode.ERROR, str(error))
         now_s = self._clock.now()
         self._send("request", *ends, epoch_ns(arrival.received_s), epoch_ns(now_s), attributes, SpanKind.SERVER, status)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kv_transfer.base import KVTransport
 from kv_transfer.memory import Memory
 from kv_transfer.transports.shaped import SHAPEABLE, Shape, ShapedLink
+from pdserve.core import plugins
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
 from runtime.plane_tls import PlaneTls
@@ -22,6 +23,7 @@ _CLASSES = {
     "nixl": ("nixl", "NixlTransport"),
 }
 TRANSPORTS = tuple(_CLASSES)
+"""pdserve's own. Plug-ins add others."""
 
 
 def offered_transports(
@@ -29,15 +31,15 @@ def offered_transports(
 ) -> tuple[str, ...]:
     """The transports that a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) offers, best first.
 
-    ``configured`` is a transport's name or ``auto``, which never chooses nixl. ``shared_device``: workers may share a
-    GPU, which NCCL does not support. ``shaped``: links are to be shaped, for which ``auto``
-    chooses tcp. ConfigError if the configured transport cannot work on this device, or cannot be shaped; the check may
-    take seconds."""
-    cuda = device.startswith("cuda")
+    ``configured`` is a transport's name or ``auto``, which chooses neither nixl nor a plug-in. ``shared_device``:
+    workers may share a GPU, which NCCL does not support. ``shaped``: links are to be shaped, for which ``auto`` chooses
+    tcp. ConfigError if the configured transport cannot work on this device, or cannot be shaped; the check may take
+    seconds."""
+    cuda, known = device.startswith("cuda"), plugins.names(plugins.TRANSPORTS, TRANSPORTS)
     if shaped:
         if configured == "auto":
             return ("tcp",)
-        if configured in TRANSPORTS and (configured not in SHAPEABLE or (cuda and configured == "torch_dist")):
+        if configured in known and (configured not in SHAPEABLE or (cuda and configured == "torch_dist")):
             raise ConfigError(
                 f"transfer.shape_gbps, transfer.shape_round_trip_ms: {configured} moves payloads past the shaper in "
                 "user space; use tcp or grpc_stream, or torch_dist on CPUs"
@@ -47,8 +49,10 @@ def offered_transports(
             return ("shm", "tcp")
         nccl = () if shared_device or _backend_problem("nccl") is not None else ("torch_dist",)
         return ("cuda_ipc", *nccl, "tcp")
+    if configured not in known:
+        raise ConfigError(f"transfer.transport: {configured!r} is unknown; known: auto, {', '.join(known)}")
     if configured not in TRANSPORTS:
-        raise ConfigError(f"transfer.transport: {configured!r} is unknown; known: auto, {', '.join(TRANSPORTS)}")
+        _class_of(configured)
     if configured == "cuda_ipc" and not cuda:
         raise ConfigError(f"transfer.transport: cuda_ipc needs a GPU, and the device is {device}")
     if configured == "shm" and cuda:
@@ -103,18 +107,27 @@ def create_transport(
     pool lies in ``memory``. With ``tls``, links between hosts are encrypted, or refused by a transport that cannot.
     ``timeout_s`` bounds a send that makes no progress. ``shape``: that of its links, if they are to be shaped.
     ConfigError if the transport cannot be used here."""
-    on_device = memory.on_device
-    if name not in _CLASSES or name == ("shm" if on_device else "cuda_ipc"):
-        raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(TRANSPORTS)}")
+    on_device, known = memory.on_device, plugins.names(plugins.TRANSPORTS, TRANSPORTS)
+    if name not in known or name == ("shm" if on_device else "cuda_ipc"):
+        raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(known)}")
     if shape is not None or name == "torch_dist":
         offered_transports(name, device="cuda" if on_device else "cpu", shaped=shape is not None)
-    module, kind = _CLASSES[name]  # imported here, because each transport needs its own libraries
-    make = getattr(import_module(f"kv_transfer.transports.{module}"), kind)
-    transport: KVTransport = make(memory, secret, tls=tls, timeout_s=timeout_s)
+    transport: KVTransport = _class_of(name)(memory, secret, tls=tls, timeout_s=timeout_s)
     if shape is not None:
         transport.note += f", shaped in user space: {shape}"
         transport.wrap = lambda link: ShapedLink(link, shape)
     return transport
+
+
+def _class_of(name: str) -> Callable[..., KVTransport]:
+    """The class of a transport, imported here, because each needs its own libraries. ConfigError if that of a plug-in
+    cannot be imported."""
+    if name not in _CLASSES:
+        found: type[KVTransport] = plugins.load(plugins.TRANSPORTS, name, KVTransport)
+        return found
+    module, kind = _CLASSES[name]
+    own: type[KVTransport] = getattr(import_module(f"kv_transfer.transports.{module}"), kind)
+    return own
 
 
 def _backend_problem(backend: str) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 
+from pdserve.core.errors import ConfigError
+
 
 def main() -> None:
-    """Run the command line. In a client-only installation (``pip install pdserve``), SystemExit with what to
-    install."""
+    """Run the command line. SystemExit says what to do in a client-only installation (``pip install pdserve``), and
+    which plug-in cannot be loaded."""
     try:
         command = importlib.import_module("ops.cli.main")
     except ModuleNotFoundError as error:
@@ -15,6 +17,8 @@ def main() -> None:
             f"error: this installation of pdserve is a client ({error.name} is missing); the pdserve command needs the "
             "extra `service`: pip install 'pdserve[service]'"
         ) from None
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     command.main()
 
 

@@ -13,7 +13,7 @@ from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, Pdse
 from pdserve.core.request import Mode, counted_requests
 from pdserve.core.worker import Role
 from router.auto_mode import Pair, judge
-from router.policies import POLICIES, Choice
+from router.policies import Choice, policy
 from router.prefix_fetch import Fetch, plan_fetch
 from router.view import ClusterView, Needs, WorkerView
 
@@ -285,8 +285,8 @@ def _choose(
     if len(candidates) == 1:
         worker, why = candidates[0], "the only one free"
     else:
-        policy = POLICIES[view.config.policy_of(role)]
-        worker, why = policy(Choice(candidates, needs, role, source, view.costs, view.config.slo))
+        choose = policy(view.config.policy_of(role))
+        worker, why = choose(Choice(candidates, needs, role, source, view.costs, view.config.slo))
     if not good:
         return worker, f"{why}, though its heartbeat is late" if worker.late else f"{why}, though it failed the request"
     avoided = len(able) - len(good)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from pdserve.core.config import RoutingPolicy, SloConfig
+from pdserve.core import plugins
+from pdserve.core.config import SloConfig
 from pdserve.core.worker import Role
 from router.cost_model import NOTHING_KNOWN, Costs
 from router.view import Needs, WorkerView
@@ -47,6 +48,7 @@ class Choice(NamedTuple):
 
 
 Chosen = tuple[WorkerView, str]
+Policy = Callable[[Choice], Chosen]
 
 
 def round_robin(choice: Choice) -> Chosen:
@@ -170,7 +172,7 @@ def nearest_link(choice: Choice) -> Chosen:
     return worker, why + link
 
 
-POLICIES: dict[RoutingPolicy, Callable[[Choice], Chosen]] = {
+POLICIES: Mapping[str, Policy] = {
     "round_robin": round_robin,
     "random": random,
     "least_tokens": least_tokens,
@@ -182,8 +184,18 @@ POLICIES: dict[RoutingPolicy, Callable[[Choice], Chosen]] = {
     "nearest_link": nearest_link,
 }
 
-USE_PREFIXES = frozenset({"prefix_affinity", "kv_aware", "slo"})
-"""The policies that read `Needs.cached`."""
+_IGNORE_PREFIXES = POLICIES.keys() - {"prefix_affinity", "kv_aware", "slo"}
+
+
+def policy(name: str) -> Policy:
+    """The policy of a name, which may be that of a plug-in. ConfigError if that cannot be loaded."""
+    found: Policy = POLICIES.get(name) or plugins.load(plugins.POLICIES, name, Callable)
+    return found
+
+
+def uses_prefixes(name: str) -> bool:
+    """Whether the policy may read `Needs.cached`."""
+    return name not in _IGNORE_PREFIXES
 
 
 def least(choice: Choice, costs: Sequence[float]) -> Chosen:

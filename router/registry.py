@@ -21,7 +21,7 @@ from router.breaker import Breaker, BreakerState
 from router.cost_model import CostModel
 from router.handles import WorkerHandle
 from router.placement import Placed, unavailable
-from router.policies import USE_PREFIXES
+from router.policies import policy, uses_prefixes
 from router.prefix_fetch import PAUSE_S, Fetch
 from router.prefix_index import PrefixIndex, Prompt
 from router.registered_worker import RegisteredWorker, Share
@@ -62,7 +62,10 @@ class WorkerRegistry:
         self._gateways = gateways
         self.cost_model = CostModel()
         """Learns from the requests that the workers complete."""
-        wanted = config.prefix_fetch != "off" or any(config.policy_of(role) in USE_PREFIXES for role in Role)
+        policies = [config.policy_of(role) for role in Role]
+        for name in policies:
+            policy(name)  # a plug-in that cannot be loaded is an error now
+        wanted = config.prefix_fetch != "off" or any(map(uses_prefixes, policies))
         self.prefixes = PrefixIndex() if wanted else None
         """What the workers have in their prefix caches, if a policy needs to know, or workers fetch prefixes."""
         self._workers: dict[str, RegisteredWorker] = {}

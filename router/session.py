@@ -80,7 +80,7 @@ class Session:
         self.holder = self.holder or self.client
 
     def transition(self, to: RequestStatus) -> None:
-        """Change the status to ``to``. `IllegalTransition` if the table forbids it."""
+        """Change the status to ``to``. AssertionError if the table forbids it."""
         self.status = check_transition(REQUEST_TRANSITIONS, self.status, to)
 
     def next_attempt(self, chance: random.Random) -> Request:

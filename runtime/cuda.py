@@ -37,20 +37,8 @@ class Event(Protocol):
         """Wait until the GPU has passed it."""
         ...
 
-
-class TimedEvent(Event, Protocol):
-    """An event whose time the GPU notes."""
-
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to ``end``, a later `TimedEvent`. The GPU must have passed both."""
-        ...
-
-
-class HostCopy(Protocol):
-    """Tensors on their way from a GPU to the host."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Wait until the GPU has computed and copied them, and return the copies."""
+        """Milliseconds from this event to ``end``, a later one. Both are timed, and the GPU must have passed both."""
         ...
 
 
@@ -112,17 +100,14 @@ class Cuda(Protocol):
         from its index there. RuntimeError, TypeError or ValueError if that fails."""
         ...
 
-    def record(self, index: int) -> Event:
-        """Record an event in the current stream of GPU ``index``."""
+    def record(self, index: int, *, timed: bool = False) -> Event:
+        """Record an event in the current stream of GPU ``index``. The GPU notes the time of one that is ``timed``."""
         ...
 
-    def record_time(self, index: int) -> TimedEvent:
-        """The same for an event that notes the time."""
-        ...
-
-    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> HostCopy:
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         """Have the current stream of GPU ``index`` copy ``tensors`` to memory of their own on the host. Does not wait,
-        and neither does anything that is launched later. Without tensors it is an `Event`."""
+        and neither does anything that is launched later. Returns a function that waits until the GPU has computed and
+        copied them, and returns the copies; without tensors, it waits until the GPU has come here."""
         ...
 
     def stream(self, index: int) -> Stream:

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from runtime.cuda import Event, Graph, HostCopy, MemoryFigures, Stream, TimedEvent
-
-
-@dataclass(frozen=True, slots=True)
-class _PinnedCopy:
-    tensors: list[torch.Tensor]
-    copied: Event
-
-    def wait(self) -> list[torch.Tensor]:
-        self.copied.synchronize()
-        return self.tensors
+from runtime.cuda import Event, Graph, MemoryFigures, Stream
 
 
 class TorchCuda:
@@ -69,21 +58,20 @@ class TorchCuda:
         storage = torch.UntypedStorage._new_shared_cuda(at, *handle[1:])
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
-    def record(self, index: int) -> Event:
-        return self._recorded(index, timed=False)
-
-    def record_time(self, index: int) -> TimedEvent:
-        return self._recorded(index, timed=True)
-
-    @staticmethod
-    def _recorded(index: int, *, timed: bool) -> TimedEvent:
+    def record(self, index: int, *, timed: bool = False) -> Event:
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(index))
-        return cast(TimedEvent, event)
+        return cast(Event, event)
 
-    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> HostCopy:
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-        return _PinnedCopy(copies, self.record(index))
+        copied = self.record(index)
+
+        def wait() -> list[torch.Tensor]:
+            copied.synchronize()
+            return copies
+
+        return wait
 
     def stream(self, index: int) -> Stream:
         return torch.cuda.Stream(torch.device("cuda", index))  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from engine.core import ComputedStep, EngineCore
-from engine.messages import Command, EngineEvent, KVEvent, Ping, Pong, Ready, Shutdown, Submit
+from engine.messages import Command, EngineEvent, KVEvent, Ping, Pong, Ready, Submit
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -121,8 +121,6 @@ class WorldEngine:
                 await self._wake.wait()
             commands, self._inbox = self._inbox, []
             for command in commands:
-                if isinstance(command, Shutdown):
-                    return
                 if isinstance(command, Ping):
                     self._pipe.send(Pong())
                     continue

@@ -192,7 +192,7 @@ class LocalCluster:
                 **delays.environment(self._delays_ms or {}),
                 **self.secret.environment(),
                 MEMBERS_VARIABLE: f"{self._folder.name}/members.json",
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
                 **({"CUDA_VISIBLE_DEVICES": _gpu_of(self._gpus[name])} if name in self._gpus else {}),
             },
             stdin=subprocess.DEVNULL,

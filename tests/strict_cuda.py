@@ -244,17 +244,13 @@ class StrictCuda:
         shared.readers.append(weakref.ref(opened.untyped_storage()))
         return opened
 
-    def record(self, index: int) -> StrictEvent:
+    def record(self, index: int, *, timed: bool = False) -> StrictEvent:
         self.use(index, "an event is recorded", same_device=True)
-        return StrictEvent(self, index)
+        return StrictEvent(self, index, time.perf_counter() if timed else None)
 
-    def record_time(self, index: int) -> StrictEvent:
-        self.use(index, "an event is recorded", same_device=True)
-        return StrictEvent(self, index, time.perf_counter())
-
-    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> StrictHostCopy:
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         self.use(index, "results are copied to the host", same_device=True)
-        return StrictHostCopy(self, tensors, index)
+        return StrictHostCopy(self, tensors, index).wait
 
     def stream(self, index: int) -> StrictStream:
         self.use(index, "a stream is created", synchronises=True)

@@ -66,12 +66,10 @@ class CUDAStep(AttentionStep):
 
 
 class CUDAAttention(Attention):
-    """Attention over ``pool`` for ``num_heads`` query heads and layers with any windows, with scores softly capped by
-    ``softcap`` (None: not at all). ``chunks`` computes the chunks (None: our own kernel)."""
+    """Attention over ``pool`` for layers with any windows, with scores softly capped by ``softcap`` (None: not at all).
+    ``chunks`` computes the chunks (None: our own kernel)."""
 
-    def __init__(
-        self, pool: KVPool, num_heads: int, softcap: float | None = None, chunks: FlashInferPrefill | None = None
-    ) -> None:
+    def __init__(self, pool: KVPool, softcap: float | None = None, chunks: FlashInferPrefill | None = None) -> None:
         self.softcap = softcap
         self._chunks = chunks
         self.block_size = pool.layout.block_size
@@ -79,8 +77,6 @@ class CUDAAttention(Attention):
         self._kv_heads = pool.kv_heads
         self._tile_rows = tile_rows(pool.head_dim, pool.tensor.dtype, pool.tensor.device)
         self._processors = _processors(self.device)
-        if num_heads % self._kv_heads:
-            raise ValueError(f"{num_heads} query heads are no multiple of {self._kv_heads} KV heads")
 
     def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
         """Does nothing, because the kernels load only written slots."""

@@ -152,7 +152,6 @@ def _pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 
-PrefillBackend = Literal["flashinfer", "triton"]
 Wanted = Literal["auto", "flashinfer", "triton"]
 
 FLASHINFER = "flashinfer-python"
@@ -163,56 +162,19 @@ _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillShape:
-    """What a backend must support: the pool's dtype, head size and heads, and the GPU's compute capability. All
-    backends have sliding windows, soft caps and any block size."""
-
-    dtype: str
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
-    capability: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChoice:
-    """``backend``, and ``reason`` for users."""
-
-    backend: PrefillBackend
-    reason: str
-
-    def __str__(self) -> str:
-        return f"prefill attention by {self.backend}: {self.reason}"
-
-
-def choose_prefill(wanted: Wanted, shape: PrefillShape, flashinfer: str | None) -> PrefillChoice:
-    """The backend for ``wanted``, the value of ``engine.prefill_attention``. ``flashinfer`` is the installed version of
-    FlashInfer (None: there is none). `ConfigError` if FlashInfer is wanted and cannot be used."""
-    if wanted == "triton":
-        return PrefillChoice("triton", "engine.prefill_attention says so")
-    obstacle = _obstacle(shape, flashinfer)
-    if obstacle is None:
-        return PrefillChoice("flashinfer", f"{FLASHINFER} {flashinfer}")
-    if wanted == "flashinfer":
-        raise ConfigError(f"engine.prefill_attention: flashinfer cannot be used: {obstacle}; use auto or triton")
-    return PrefillChoice("triton", obstacle)
-
-
-def _obstacle(shape: PrefillShape, flashinfer: str | None) -> str | None:
-    """Why FlashInfer cannot compute ``shape``; None if it can."""
+def obstacle(flashinfer: str | None, capability: tuple[int, int], dtype: str, head_dim: int) -> str | None:
+    """Why version ``flashinfer`` (None: it is not installed) cannot compute prompts on a GPU of this compute
+    capability, with such a pool; None if it can. It has sliding windows, soft caps and any block size."""
     if flashinfer is None:
         return f"{FLASHINFER} is not installed (extra cuda)"
     if _release(flashinfer) < LEAST_FLASHINFER:
         return f"{FLASHINFER} {flashinfer} is older than {_dotted(LEAST_FLASHINFER)}"
-    if shape.capability < AMPERE:
-        return f"the GPU's compute capability {_dotted(shape.capability)} is below {_dotted(AMPERE)}"
-    if shape.dtype not in _DTYPES:
-        return f"it does not compute in {shape.dtype}"
-    if shape.head_dim not in _HEAD_DIMS:
-        return f"it has no heads of {shape.head_dim} (only {', '.join(map(str, _HEAD_DIMS))})"
-    if shape.num_heads % shape.num_kv_heads:
-        return f"{shape.num_heads} query heads are no multiple of {shape.num_kv_heads} KV heads"
+    if capability < AMPERE:
+        return f"the GPU's compute capability {_dotted(capability)} is below {_dotted(AMPERE)}"
+    if dtype not in _DTYPES:
+        return f"it does not compute in {dtype}"
+    if head_dim not in _HEAD_DIMS:
+        return f"it has no heads of {head_dim} (only {', '.join(map(str, _HEAD_DIMS))})"
     return None
 
 
@@ -231,43 +193,42 @@ def _dotted(numbers: Collection[int]) -> str:
 
 
 class PrefillAttention:
-    """Chooses once, for ``wanted``, the value of ``engine.prefill_attention``."""
+    """What computes the attention of prompts, chosen once, for ``wanted``, the value of `engine.prefill_attention`."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self.choice: PrefillChoice | None = None
-        self._make: MakeWrapper | None = None  # made once, because of its workspace
+        self._notes: list[str] = []
+        self._make: MakeWrapper | None = None  # made once, because of its workspace; None: our own kernel computes
+
+    def notes(self) -> list[str]:
+        """The choice, for the user, once there is one."""
+        return self._notes
 
     def planner(self, pool: KVPool, model: Decoder) -> FlashInferPrefill | None:
         """What plans the chunks of steps over ``pool`` (None: our own kernel). The first call chooses, and tries
         FlashInfer, which compiles its kernels when they are first used. `ConfigError` if FlashInfer was asked for by
         name and cannot be used."""
-        if self.choice is None:
-            self.choice = choose_prefill(
-                self._wanted,
-                PrefillShape(
-                    dtype=pool.layout.dtype,
-                    head_dim=pool.head_dim,
-                    num_heads=model.shape.num_heads,
-                    num_kv_heads=pool.kv_heads,
-                    capability=capability_of(pool.tensor.device),
-                ),
-                installed_version(),
-            )
-            if self.choice.backend == "flashinfer":
-                self._try(pool, model)
-            log.info("%s", self.choice)
-        return self._flashinfer(pool, model) if self.choice.backend == "flashinfer" else None
+        if not self._notes:
+            by, why = "triton", "engine.prefill_attention says so"
+            if self._wanted != "triton":
+                by, why = self._tried(pool, model)
+            self._notes = [f"prefill attention by {by}: {why}"]
+            log.info("%s", *self._notes)
+        return None if self._make is None else self._flashinfer(self._make, pool, model)
 
-    def notes(self) -> list[str]:
-        """The choice, for the user."""
-        return [str(self.choice)] if self.choice else []
-
-    def _try(self, pool: KVPool, model: Decoder) -> None:
+    def _tried(self, pool: KVPool, model: Decoder) -> tuple[str, str]:
+        """Try FlashInfer. Returns what computes, and why."""
+        device, installed = pool.tensor.device, installed_version()
+        why = obstacle(installed, capability_of(device), pool.layout.dtype, pool.head_dim)
+        if why is not None:
+            if self._wanted == "flashinfer":
+                raise ConfigError(f"engine.prefill_attention: flashinfer cannot be used: {why}; use auto or triton")
+            return "triton", why
         try:
-            self._flashinfer(pool, model).check()
-            if pool.tensor.device.type == "cuda":
-                torch.cuda.synchronize(pool.tensor.device)
+            make = make_wrappers(device)
+            self._flashinfer(make, pool, model).check()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         except Exception as error:  # no compiler, no cubin for this GPU, another version of CUDA
             if is_poison(error):
                 raise
@@ -275,12 +236,12 @@ class PrefillAttention:
             log.warning("%s", why, exc_info=True)
             if self._wanted == "flashinfer":
                 raise ConfigError(f"engine.prefill_attention: {why}; use auto or triton") from error
-            self.choice, self._make = PrefillChoice("triton", why), None
+            return "triton", why
+        self._make = make
+        return "flashinfer", f"{FLASHINFER} {installed}"
 
-    def _flashinfer(self, pool: KVPool, model: Decoder) -> FlashInferPrefill:
+    def _flashinfer(self, make: MakeWrapper, pool: KVPool, model: Decoder) -> FlashInferPrefill:
         shape = model.shape
-        if self._make is None:
-            self._make = make_wrappers(pool.tensor.device)
         return FlashInferPrefill(
-            *(self._make, pool, shape.num_heads, model.windows, shape.attention_scale, shape.attention_softcap)
+            *(make, pool, shape.num_heads, model.windows, shape.attention_scale, shape.attention_softcap)
         )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.cuda_decode_attention import FUSED
-from engine.model.token_draw import INCREMENT, MULTIPLIERS, DrawRow, first_bits
+from engine.model.token_draw import INCREMENT, MULTIPLIERS, Key, first_bits
 from engine.model.upload import upload
 
 _CHUNK = 4096
@@ -85,15 +85,17 @@ def _draw_row(
     tl.store(out + row, token.to(tl.int64))
 
 
-def draw_rows(weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
+def draw_rows(
+    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, keys: Sequence[Key], top_ps: Sequence[float]
+) -> torch.Tensor:
     """See `engine.model.token_draw.DrawRows`. ``weights`` are float32."""
     count, width = weights.shape
     # One copy: three numbers of 64 bits per row.
-    bits = np.array([first_bits(*row.key) for row in rows], np.uint64).view(np.int64)
-    tested = np.array([row.params.top_p < 1.0 for row in rows], np.int64)
+    bits = np.array([first_bits(*key) for key in keys], np.uint64).view(np.int64)
+    tested = np.array([top_p < 1.0 for top_p in top_ps], np.int64)
     factors = np.array([INCREMENT, *MULTIPLIERS], np.uint64).view(np.int64)
     inputs = upload(np.concatenate((bits, tested, factors)), torch.int64, weights.device)
-    keys, flags, numbers = torch.split(inputs, [count, count, 3])
     out = torch.empty(count, dtype=torch.int64, device=weights.device)
-    _draw_row[(count,)](weights, keys, wanted, flags, numbers, out, WIDTH=width, CHUNK=_CHUNK, num_warps=8, **FUSED)
+    first, flags, numbers = torch.split(inputs, [count, count, 3])
+    _draw_row[(count,)](weights, first, wanted, flags, numbers, out, WIDTH=width, CHUNK=_CHUNK, num_warps=8, **FUSED)
     return out

@@ -38,18 +38,14 @@ class KVPool:
     """The pool. ``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so a block is one run of
     ``layout.block_bytes`` bytes. The `probe_area` follows the last block.
 
-    ``handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). `ConfigError` for a layout with
-    several kinds of caches, which no supported model has.
+    ``handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``layout`` has one kind of
+    cache.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.handle = handle
-        if len(layout.caches) != 1:
-            raise ConfigError(
-                f"the engine supports models with one kind of KV cache; this model has {len(layout.caches)}"
-            )
         (cache,) = layout.caches
         self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache)), cache.head_dim
         self.tensor = flat.view(num_blocks, cache.num_layers, 2, kv_heads, layout.block_size, head_dim)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.families import FAMILIES
+from checkpoints.families import family_of
 from checkpoints.folder import read_tensor_shapes
 from checkpoints.shape import ModelShape
 from checkpoints.source import DUMMY_SEED, ModelSource
@@ -74,7 +74,7 @@ def _stored_shapes(weights: ModelWeights) -> dict[str, tuple[tuple[int, ...], ..
 
 def _quantized_names(shape: ModelShape) -> frozenset[str]:
     """The names of the weights that are stored in 8 bits."""
-    family, experts = FAMILIES[shape.architecture], shape.experts.count if shape.experts else 1
+    family, experts = family_of(shape.architecture), shape.experts.count if shape.experts else 1
     return frozenset(
         f"model.layers.{layer}.{module}.weight".replace("experts.0.", f"experts.{expert}.")
         for layer in range(shape.num_layers)

@@ -29,21 +29,20 @@ _LOGITS_BYTES = 8 * 2**20
 takes, for which a GPU keeps memory."""
 
 
-class _ComputedLayers:
-    """Calls ``done`` when a GPU has computed a group of layers, which is long after their launch. It waits for a group
-    after the next group has been launched, so that the GPU always has work."""
+def _one_behind(done: Callable[[int], None], cuda: Cuda, index: int) -> Callable[[int], None]:
+    """Returns a function that takes the numbers of layers that have been launched on a GPU, and calls ``done`` when
+    they have been computed, which is long after. It waits for a group after the next group has been launched, so that
+    the GPU always has work."""
+    launched: deque[tuple[int, Event]] = deque()
 
-    def __init__(self, done: Callable[[int], None], cuda: Cuda, index: int) -> None:
-        self._done, self._cuda, self._index = done, cuda, index
-        self._launched: deque[tuple[int, Event]] = deque()
-
-    def __call__(self, num_layers: int) -> None:
-        """Note that the first ``num_layers`` layers have been launched."""
-        self._launched.append((num_layers, self._cuda.record(self._index)))
-        if len(self._launched) > 1:
-            before, event = self._launched.popleft()
+    def note(num_layers: int) -> None:
+        launched.append((num_layers, cuda.record(index)))
+        if len(launched) > 1:
+            before, event = launched.popleft()
             event.synchronize()
-            self._done(before)
+            done(before)
+
+    return note
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class ModelRunner:
             return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last), ([], []))
         step, wanted = self._step(ordered)
         if hook is not None and self._cuda is not None:
-            hook = LayerHook(hook.after, _ComputedLayers(hook.done, self._cuda, self._device.index or 0))
+            hook = LayerHook(hook.after, _one_behind(hook.done, self._cuda, self._device.index or 0))
         prompts: PromptRows = ([], [])
         if tells:  # the last layer computes all rows, too
             hidden = self._model.forward(replace(step, wanted=None, wanted_attention=None), self._pool, hook)
@@ -194,7 +193,7 @@ class ModelRunner:
 
     def copy(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Copy results to the host when they are computed, as is everything before them. Returns what waits for it."""
-        return (lambda: tensors) if self._cuda is None else self._cuda.to_host(tensors, self._device.index or 0).wait
+        return (lambda: tensors) if self._cuda is None else self._cuda.to_host(tensors, self._device.index or 0)
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
         """The pass over ``seqs``, and the parts that get a token, in the order of its hidden states."""

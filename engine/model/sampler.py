@@ -23,7 +23,7 @@ import torch
 
 from engine.model.logit_adjustments import adjust
 from engine.model.token_blocks import argmax, largest
-from engine.model.token_draw import DrawRow, DrawRows, draw
+from engine.model.token_draw import DrawRows, draw
 from engine.model.upload import upload
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.sequence import TokenHistory
@@ -75,9 +75,9 @@ def draw_tokens(
     if not drawn:
         token_ids = argmax(scores)
     else:
-        draws = [DrawRow(params[row], positions[row]) for row in drawn]
         token_ids = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-        _put(token_ids, drawn, draw(_rows(scores, drawn), draws, draw_rows))
+        own, at = [params[row] for row in drawn], [positions[row] for row in drawn]
+        _put(token_ids, drawn, draw(_rows(scores, drawn), own, at, draw_rows))
         if greedy:
             _put(token_ids, greedy, argmax(_rows(scores, greedy)))
     num_top = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -29,52 +28,48 @@ MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class DrawRow:
-    """What a row's draw depends on besides its scores. ``params.temperature`` is above 0; ``position`` is that of the
-    new token."""
+Key = tuple[int, int]
+"""Seed and position, which select the uniform numbers of a row."""
 
-    params: SamplingParams
-    position: int
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Selects the row's uniform numbers."""
-        return self.params.seed or 0, self.position
-
-
-DrawRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[DrawRow]], torch.Tensor]
+DrawRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[Key], Sequence[float]], torch.Tensor]
 """Draws a token for each row until it passes the test of top-p: the greater weights sum to less than ``wanted``.
 Arguments: ``weights`` (``[rows, padded vocabulary]``), their ``sums`` over blocks (``[rows, blocks]``), ``wanted``
-(``[rows]``, float64), and the rows. Returns ids, ``[rows]``, int64."""
+(``[rows]``, float64), and of each row its key and its top-p. Returns ids, ``[rows]``, int64."""
 
 
-def draw(scores: torch.Tensor, rows: Sequence[DrawRow], draw_rows: DrawRows | None = None) -> torch.Tensor:
-    """Draw a token for each row of ``scores`` (``[rows, vocabulary]``). Returns ids, ``[rows]``, int64. ``draw_rows``
-    is the device's own way to draw (default: operations of PyTorch, which wait for a GPU at each turn).
+def draw(
+    scores: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    draw_rows: DrawRows | None = None,
+) -> torch.Tensor:
+    """Draw a token for each row of ``scores`` (``[rows, vocabulary]``), at these positions. All temperatures are above
+    0. Returns ids, ``[rows]``, int64. ``draw_rows`` is the device's own way to draw (default: operations of PyTorch,
+    which wait for a GPU at each turn).
 
     Weights are float32, or float64 if the scores are; sums over blocks are added up in float64."""
+    chosen, keys = draw_rows or draw_in_turns, [(p.seed or 0, at) for p, at in zip(params, positions, strict=True)]
     if scores.device.type != "cpu":
-        return _draw(scores, rows, draw_rows or draw_in_turns)
-    row_bytes = padded(scores.shape[1]) * scores.element_size()
-    tile = max(1, _TILE_BYTES // row_bytes)
-    parts = range(0, len(rows), tile)
-    chosen = draw_rows or draw_in_turns
-    return torch.cat([_draw(scores[start : start + tile], rows[start : start + tile], chosen) for start in parts])
+        return _draw(scores, params, keys, chosen)
+    tile = max(1, _TILE_BYTES // (padded(scores.shape[1]) * scores.element_size()))
+    parts = [slice(start, start + tile) for start in range(0, len(keys), tile)]
+    return torch.cat([_draw(scores[part], params[part], keys[part], chosen) for part in parts])
 
 
-def _draw(scores: torch.Tensor, rows: Sequence[DrawRow], draw_rows: DrawRows) -> torch.Tensor:
-    params = [row.params for row in rows]
+def _draw(
+    scores: torch.Tensor, params: Sequence[SamplingParams], keys: Sequence[Key], draw_rows: DrawRows
+) -> torch.Tensor:
+    top_ps = [p.top_p for p in params]
     weights = _weights(scores, [p.temperature for p in params])
     limited = [i for i, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
     if limited:
         _drop_below(weights, _least_of_top_k(weights, params, limited))
     sums = blocks(weights).sum(dim=2)
-    wanted = sums.double().sum(dim=1) * _column([p.top_p for p in params], scores.device, torch.float64)[:, 0]
+    wanted = sums.double().sum(dim=1) * _column(top_ps, scores.device, torch.float64)[:, 0]
     if any(p.min_p > 0.0 for p in params):
         _drop_below(weights, _column([p.min_p for p in params], scores.device, weights.dtype))
         sums = blocks(weights).sum(dim=2)
-    ids = draw_rows(weights, sums, wanted, rows)
+    ids = draw_rows(weights, sums, wanted, keys, top_ps)
     sound = wanted.isfinite()
     if scores.device.type == "cpu" and bool(sound.all()):  # elsewhere the question would wait
         return ids
@@ -114,24 +109,24 @@ def _drop_below(weights: torch.Tensor, least: torch.Tensor) -> None:
 
 
 def draw_in_turns(
-    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]
+    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, keys: Sequence[Key], top_ps: Sequence[float]
 ) -> torch.Tensor:
     """See `DrawRows`. Each turn draws for the rows that are left."""
     device = weights.device
-    ids = torch.empty(len(rows), dtype=torch.int64, device=device)
-    left = list(range(len(rows)))
+    ids = torch.empty(len(keys), dtype=torch.int64, device=device)
+    left = list(range(len(keys)))
     turn = 0
     while left:
-        numbers = torch.tensor([uniform(*rows[i].key, turn) for i in left], dtype=torch.float64, device=device)
+        numbers = torch.tensor([uniform(*keys[i], turn) for i in left], dtype=torch.float64, device=device)
         drawn = search(weights, sums, numbers)
         ids[torch.tensor(left, device=device)] = drawn
-        if all(rows[i].params.top_p >= 1.0 for i in left):
+        if all(top_ps[i] >= 1.0 for i in left):
             break
         greater = torch.gt(weights, weights.gather(1, drawn[:, None]), out=torch.empty_like(weights)).mul_(weights)
         sums = blocks(greater).sum(dim=2)
         left_over = sums.double().sum(dim=1)
         again = ((left_over >= wanted) & (left_over > 0)).tolist()  # False where weights are not numbers
-        places = [place for place, i in enumerate(left) if again[place] and rows[i].params.top_p < 1.0]
+        places = [place for place, i in enumerate(left) if again[place] and top_ps[i] < 1.0]
         chosen = torch.tensor(places, dtype=torch.int64, device=device)
         weights, sums, wanted = greater[chosen], sums[chosen], wanted[chosen]
         left = [left[place] for place in places]

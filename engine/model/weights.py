@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from checkpoints.families import FAMILIES, Family
+from checkpoints.families import family_of
 from checkpoints.shape import ModelShape
 from pdserve.core.errors import ModelError
 
@@ -151,7 +151,7 @@ def quantized_parts(shape: ModelShape, layer: int) -> frozenset[str]:
     if shape.quantization is None:
         return frozenset()
     found: set[str] = set()
-    for part, modules in FAMILIES[shape.architecture].modules(shape.has_experts(layer)).items():
+    for part, modules in family_of(shape.architecture).modules(shape.has_experts(layer)).items():
         covered = [shape.quantization.covers(f"model.layers.{layer}.{module}") for module in modules]
         if any(covered) != all(covered):
             raise ModelError(
@@ -229,10 +229,9 @@ def named_tensors(weights: ModelWeights) -> dict[str, Matrix]:
     named: dict[str, Matrix] = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     if not shape.tie_word_embeddings:
         named["lm_head.weight"] = weights.head
-    family = FAMILIES[shape.architecture]
+    family = family_of(shape.architecture)
     for i, layer in enumerate(weights.layers):
-        parts = _norms(layer, shape) | _attention(layer, shape, family)
-        parts |= _mlp(layer.mlp, family) if isinstance(layer.mlp, MLPWeights) else _experts(layer.mlp, family)
+        parts = _norms(layer, shape) | _products(layer, shape, family.modules(shape.has_experts(i)))
         named |= {f"model.layers.{i}.{name}": tensor for name, tensor in parts.items()}
     return named
 
@@ -249,42 +248,29 @@ def _norms(layer: LayerWeights, shape: ModelShape) -> dict[str, Matrix]:
     return {f"{name}.weight": norm for name, norm in norms.items() if norm is not None}
 
 
-def _attention(layer: LayerWeights, shape: ModelShape, family: Family) -> dict[str, Matrix]:
+def _products(layer: LayerWeights, shape: ModelShape, modules: Mapping[str, Sequence[str]]) -> dict[str, Matrix]:
+    """The matrices of a layer, their biases, and the norms of queries and keys. ``modules`` are the matrices' names."""
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    parts: dict[str, Matrix] = {}
-    for kind, qkv, out in (("weight", layer.qkv, layer.out), ("bias", layer.qkv_bias, layer.out_bias)):
-        if qkv is not None and family.fused_projections:
-            parts[f"self_attn.qkv_proj.{kind}"] = qkv
-        elif qkv is not None:
-            q, k, v = qkv.split([q_size, kv_size, kv_size])
-            parts |= {f"self_attn.{name}_proj.{kind}": part for name, part in (("q", q), ("k", k), ("v", v))}
-        if out is not None:
-            parts[f"self_attn.o_proj.{kind}"] = out
+    mlp, named = layer.mlp, dict[str, Matrix]()
     if layer.qk_norm is not None:
         query, key = torch.split(layer.qk_norm, [q_size, kv_size]) if shape.qk_norm_spans_heads else layer.qk_norm
-        parts["self_attn.q_norm.weight"], parts["self_attn.k_norm.weight"] = query, key
-    return parts
-
-
-def _mlp(mlp: MLPWeights, family: Family) -> dict[str, Matrix]:
-    parts: dict[str, Matrix] = {}
-    for kind, gate_up, down in (("weight", mlp.gate_up, mlp.down), ("bias", mlp.gate_up_bias, mlp.down_bias)):
-        if gate_up is not None and family.fused_projections:
-            parts[f"mlp.gate_up_proj.{kind}"] = gate_up
-        elif gate_up is not None:
-            parts[f"mlp.gate_proj.{kind}"], parts[f"mlp.up_proj.{kind}"] = gate_up.chunk(2)
-        if down is not None:
-            parts[f"mlp.down_proj.{kind}"] = down
-    return parts
-
-
-def _experts(mlp: ExpertWeights, family: Family) -> dict[str, Matrix]:
-    mixtral = family.experts == "mixtral"
-    prefix = "block_sparse_moe" if mixtral else "mlp"
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    parts: dict[str, Matrix] = {f"{prefix}.gate.weight": mlp.router}
-    for i, (gate_up, out) in enumerate(zip(unbind(mlp.gate_up), unbind(mlp.down), strict=True)):
-        expert = f"{prefix}.experts.{i}"
-        parts[f"{expert}.{gate}.weight"], parts[f"{expert}.{up}.weight"] = gate_up.chunk(2)
-        parts[f"{expert}.{down}.weight"] = out
-    return parts
+        named["self_attn.q_norm.weight"], named["self_attn.k_norm.weight"] = query, key
+    parts: list[tuple[str, Matrix, torch.Tensor | None, int]] = [  # with the number of the expert, if there are any
+        ("qkv", layer.qkv, layer.qkv_bias, 0),
+        ("out", layer.out, layer.out_bias, 0),
+    ]
+    if isinstance(mlp, MLPWeights):
+        parts += [("gate_up", mlp.gate_up, mlp.gate_up_bias, 0), ("down", mlp.down, mlp.down_bias, 0)]
+    else:
+        named[f"{modules['down'][0].partition('.experts')[0]}.gate.weight"] = mlp.router
+        for expert, (gate_up, down) in enumerate(zip(unbind(mlp.gate_up), unbind(mlp.down), strict=True)):
+            parts += [("gate_up", gate_up, None, expert), ("down", down, None, expert)]
+    for part, matrix, bias, expert in parts:
+        names = [name.replace("experts.0.", f"experts.{expert}.") for name in modules[part]]
+        sizes = [matrix.shape[0] // len(names)] * len(names)
+        if part == "qkv" and len(names) > 1:
+            sizes = [q_size, kv_size, kv_size]
+        for kind, rows in (("weight", matrix), ("bias", bias)):
+            if rows is not None:
+                named |= {f"{name}.{kind}": own for name, own in zip(names, rows.split(sizes), strict=True)}
+    return named

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.messages import KVReady
 from engine.offload.stores import BlockStore
@@ -18,18 +17,6 @@ from pdserve.core.clock import Clock
 from pdserve.core.kv_layout import KVLayout
 
 _log = logging.getLogger(__name__)
-
-
-class BlockMemory(Protocol):
-    """The bytes of the pool's blocks (`engine.model.kv_pool.KVPool`)."""
-
-    def read(self, block: int) -> bytes:
-        """A copy of a block."""
-        ...
-
-    def write(self, block: int, data: bytes) -> None:
-        """Overwrite a block. Returns when steps that are launched from then on see it."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +37,8 @@ class OffloadConnector(TransferConnector):
     A block that the prefix cache forgets is copied from the pool at once, and the store keeps it. A request whose KV
     does not come from another worker, and whose beginning continues in the store where the prefix cache ends, awaits
     the blocks that a thread reads for it; ``done`` is called in that thread with the command that lets it run. Blocks
-    that cannot be read are computed.
+    that cannot be read are computed. ``read`` copies a block of the pool, and ``write`` overwrites one: steps that are
+    launched after it see that.
     """
 
     def __init__(
@@ -59,13 +47,14 @@ class OffloadConnector(TransferConnector):
         layout: KVLayout,
         layer_groups: int,
         store: BlockStore,
-        memory: BlockMemory,
+        read: Callable[[int], bytes],
+        write: Callable[[int, bytes], None],
         done: Callable[[KVReady], None],
     ) -> None:
         super().__init__(clock, layout, layer_groups)
         self._block_size = layout.block_size
         self._store = store
-        self._memory = memory
+        self._read_block, self._write_block = read, write
         self._done = done
         self._planned: set[str] = set()
         self._readings: dict[str, _Reading] = {}
@@ -113,7 +102,7 @@ class OffloadConnector(TransferConnector):
     def evicted(self, block: int, digest: bytes) -> None:
         """Keep a block that the prefix cache has forgotten."""
         if digest not in self._store:
-            self._store.put(digest, self._memory.read(block))
+            self._store.put(digest, self._read_block(block))
 
     @property
     def num_stored_blocks(self) -> int:
@@ -142,5 +131,5 @@ class OffloadConnector(TransferConnector):
             with reading.lock:
                 if data is None or reading.cancelled:
                     return
-                self._memory.write(block, data)
+                self._write_block(block, data)
             reading.num_blocks += 1

@@ -20,12 +20,12 @@ from engine.model.decoder import Decoder
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
-from engine.model.structures import Structures
 from engine.offload.connector import OffloadConnector
 from engine.offload.stores import BlockStore, DiskStore, MemoryStore
 from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import SchedulerConfig
+from engine.scheduling.structures import Structures
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
@@ -150,7 +150,7 @@ def make_connector(spec: EngineSpec, pool: KVPool, clock: Clock, done: Callable[
         store = MemoryStore(spec.offload_host_bytes, store)
     if store is None:
         return TransferConnector(clock, pool.layout, spec.layer_groups)
-    return OffloadConnector(clock, pool.layout, spec.layer_groups, store, pool, done)
+    return OffloadConnector(clock, pool.layout, spec.layer_groups, store, pool.read, pool.write, done)
 
 
 def _trim_heap() -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Generic
 
-from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, Shutdown, encode
+from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, encode
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core.errors import LaunchError, from_wire
 from runtime import memory_file
@@ -176,7 +176,7 @@ class EngineClient:
 
         May be called twice. Mappings of the pool stay valid until they are closed.
         """
-        self.send(Shutdown())
+        self._close_commands()
         try:
             if not await self._gone_within(timeout_s) and self._process is not None:
                 self._process.terminate()
@@ -185,7 +185,6 @@ class EngineClient:
             if self._process is not None and self._process.poll() is None:
                 self._process.kill()
                 self._process.wait()  # the kernel ends it at once
-            self._close_commands()
             if self._reader is not None:
                 self._reader.close()
             for fd in (self._kv_events_fd, self._memory_fd):

@@ -69,7 +69,7 @@ def triton_parts(spec: EngineSpec) -> CudaParts:
 
     def attention(pool: KVPool, model: Decoder) -> Attention:
         shape = model.shape
-        return CUDAAttention(pool, shape.num_heads, shape.attention_softcap, prefill.planner(pool, model))
+        return CUDAAttention(pool, shape.attention_softcap, prefill.planner(pool, model))
 
     return CudaParts(CUDALayer, attention, graphs, draw_rows, prefill.notes)
 

@@ -1,7 +1,7 @@
 """The engine process: ``python -m engine.process.loop SPEC COMMANDS_FD EVENTS_FD KV_EVENTS_FD MEMORY_FD``.
 
 Its one thread runs the steps of an `engine.core.EngineCore` and moves messages (`engine.messages`) between it and three
-pipes. It ends on `Shutdown`, when the command pipe closes, and when its parent dies.
+pipes. It ends when the command pipe closes, and when its parent dies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from engine.core import EngineCore, Outbox, Runner
-from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, Shutdown, encode
-from engine.model.structures import Structures
+from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, encode
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.structures import Structures
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -34,58 +34,42 @@ MakeCore = Callable[[Scheduler, Runner, Clock, Outbox, bool, Structures], Engine
 
 
 class ParentGone(Exception):
-    """The worker process closed its end of a pipe, or died."""
-
-
-class Mailbox:
-    """A queue of commands. `fileno` is readable while it is not empty, so that one poll waits for it and for pipes."""
-
-    def __init__(self) -> None:
-        self._commands: deque[Command] = deque()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        """A file descriptor to poll for reading."""
-        return self._fd
-
-    def put(self, command: Command) -> None:
-        """Add a command. May be called by any thread."""
-        self._commands.append(command)
-        self.wake()
-
-    def wake(self) -> None:
-        """End a wait for commands. May be called by any thread."""
-        os.eventfd_write(self._fd, 1)
-
-    def take(self) -> list[Command]:
-        """Remove and return the commands, in order."""
-        with contextlib.suppress(BlockingIOError):  # empty
-            os.eventfd_read(self._fd)  # before the queue is read, so that nothing stays behind unannounced
-        return [self._commands.popleft() for _ in range(len(self._commands))]
+    """The worker process closed its end of a pipe, because the engine is to end, or died."""
 
 
 class WorkerPipe:
-    """The engine's end of the three pipes. Commands also come from ``mailbox``."""
+    """The engine's end of the three pipes. Commands also come from the engine's own threads (`put`)."""
 
     def __init__(self, commands_fd: int, events_fd: int, kv_events_fd: int) -> None:
-        self.mailbox = Mailbox()
+        self._own_commands: deque[Command] = deque()
+        self._woken_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._commands_fd = commands_fd
         self._events_fd = events_fd
         self._kv_events_fd = kv_events_fd
         self._frames: FrameReader[Command] = FrameReader(Command)  # type: ignore[arg-type]  # a union
         self._poll = select.poll()
         self._poll.register(commands_fd, select.POLLIN | select.POLLHUP)
-        self._poll.register(self.mailbox, select.POLLIN)
+        self._poll.register(self._woken_fd, select.POLLIN)
         os.set_blocking(commands_fd, False)
 
+    def put(self, command: Command) -> None:
+        """Add a command. May be called by any thread."""
+        self._own_commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """End a wait for commands. May be called by any thread."""
+        os.eventfd_write(self._woken_fd, 1)
+
     def receive(self, wait: bool) -> list[Command]:
-        """Return the commands that have arrived; with ``wait``, at least one, or none if the mailbox was woken.
-        `ParentGone` at the end of the pipe."""
+        """Return the commands that have arrived; with ``wait``, at least one, or none after `wake`. `ParentGone`
+        at the end of the pipe."""
         commands: list[Command] = []
         while True:
             ready = [fd for fd, _ in self._poll.poll(None if wait and not commands else 0)]
-            if self.mailbox.fileno() in ready:
-                commands += self.mailbox.take()
+            if self._woken_fd in ready:
+                os.eventfd_read(self._woken_fd)  # before the queue is read, so that nothing stays behind unannounced
+                commands += [self._own_commands.popleft() for _ in range(len(self._own_commands))]
             if self._commands_fd not in ready:
                 return commands
             data = os.read(self._commands_fd, _READ_BYTES)
@@ -111,13 +95,11 @@ class WorkerPipe:
             raise ParentGone from None
 
 
-def serve(pipe: WorkerPipe, core: EngineCore) -> None:
-    """Alternate commands and steps until `Shutdown`. `ParentGone` when the pipe closes."""
+def serve(pipe: WorkerPipe, core: EngineCore) -> NoReturn:
+    """Alternate commands and steps until `ParentGone`."""
     busy = False
     while True:
         for command in pipe.receive(wait=not busy):
-            if isinstance(command, Shutdown):
-                return
             if isinstance(command, Ping):
                 pipe.send(Pong())
             else:
@@ -135,8 +117,6 @@ def main(make_core: MakeCore = EngineCore) -> NoReturn:
     status = 0
     try:
         _run(pipe, EngineSpec.from_json(spec_json), int(memory_fd), make_core)
-    except ParentGone:
-        pass
     except Exception as error:  # the worker needs to know of any error
         kind, message = to_wire(error)
         with contextlib.suppress(ParentGone):
@@ -158,14 +138,15 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
     # After binding: torch counts the cores when it is imported.
     from engine.process.build import build_engine, make_connector
 
-    built = build_engine(spec, memory_fd, woken=pipe.mailbox.wake)
+    built = build_engine(spec, memory_fd, woken=pipe.wake)
     clock = MonotonicClock()
-    connector = make_connector(spec, built.runner.pool, clock, pipe.mailbox.put)
+    connector = make_connector(spec, built.runner.pool, clock, pipe.put)
     scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
     core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead, built.structures)
     freeze_heap()
-    pipe.send(built.ready)
-    serve(pipe, core)
+    with contextlib.suppress(ParentGone):
+        pipe.send(built.ready)
+        serve(pipe, core)
     connector.close()
 
 

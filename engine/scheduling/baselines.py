@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Literal
 
@@ -13,7 +13,6 @@ from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import Clock
-from pdserve.core.errors import ConfigError
 
 ChunkTokens = int | Literal["off"] | None
 """The option ``engine.chunk_tokens``: how many tokens of one prompt a step may compute. None: as many as the budget has
@@ -29,10 +28,8 @@ class StaticBatching(Scheduler):
     with theirs, these run first, one at a time: a pinned request needs no further block.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        super().__init__(config, clock, connector)
-        self._members: set[Sequence] = set()  # of the batch, including requests that have finished
-        self._instead: Sequence | None = None  # the request that runs instead of the batch
+    _members: Collection[Sequence] = ()  # of the batch, including requests that have finished
+    _instead: Sequence | None = None  # the request that runs instead of the batch
 
     @property
     def has_work(self) -> bool:
@@ -59,13 +56,13 @@ class StaticBatching(Scheduler):
         return any(seq in self._members for seq in self._running)
 
     def _form_batch(self) -> None:
-        self._members = set(self._batch())
+        self._members = members = set(self._batch())
         while True:
             self._reserve()
             head = super()._admissible(len(self._members))
             if head is None:
                 return
-            self._members.add(head)
+            members.add(head)
             self._start(head)
 
     def _batch(self) -> list[Sequence]:
@@ -88,9 +85,7 @@ class WholePrompts(Scheduler):
     """Never cuts a prompt. A prompt that does not fit beside the decodes gets a step of its own, whatever the budget.
     At most every second step is such a step, so that prompts and decodes both advance."""
 
-    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        super().__init__(config, clock, connector)
-        self._last_was_alone = False  # the last step computed one long prompt only
+    _last_was_alone = False  # the last step computed one long prompt only
 
     def schedule(self) -> SchedulerOutput:
         """Return the next step, which may compute a single long prompt."""
@@ -197,10 +192,7 @@ class ContiguousReservation(Scheduler):
 
 
 def scheduler_class(batching: str, chunk_tokens: ChunkTokens) -> type[Scheduler]:
-    """The scheduler for the options ``engine.batching`` and ``engine.chunk_tokens``; `ConfigError` for a ``batching``
-    that is neither continuous nor static."""
-    if batching not in ("continuous", "static"):
-        raise ConfigError(f"engine.batching: must be continuous or static, got {batching!r}")
+    """The scheduler for the options ``engine.batching`` and ``engine.chunk_tokens``."""
     if chunk_tokens == "off":
         return StaticWholePrompts if batching == "static" else WholePrompts
     return StaticBatching if batching == "static" else Scheduler

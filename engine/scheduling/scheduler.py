@@ -17,9 +17,10 @@ from engine.messages import Finished, Load, Rejected, Step, Submit, TokenOut
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
-from engine.scheduling.sequence import Sequence, TokenMatcher
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
+from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
 from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import AGED_S, EngineStatus
 
@@ -36,7 +37,7 @@ WATERMARK_DIVISOR = 100  # 1 % of the pool is kept free for running requests to 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of one engine. All numbers must be at least 1 (`ConfigError`)."""
+    """The limits of one engine. All numbers are at least 1."""
 
     # ``max_num_batched_tokens``, ``max_num_seqs``: tokens and requests of a step
     max_num_batched_tokens: int
@@ -48,13 +49,6 @@ class SchedulerConfig:
     eos_token_ids: Collection[int] = ()  # end every request that does not ignore them
     prefix_caching: bool = True  # requests of the same salt share the blocks of equal beginnings
     chunk_tokens: int | None = None  # tokens of one prompt in a step (None: limited by the step's budget only)
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.{name}: must be at least 1, got {getattr(self, name)}")
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigError(f"engine.chunk_tokens: must be 'off' or at least 1, got {self.chunk_tokens}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +167,7 @@ class Scheduler:
         memory of the device was divided for."""
         self._token_budget = max(1, min(num_tokens, self.config.max_num_batched_tokens))
 
-    def submit(self, submit: Submit, matcher: TokenMatcher | None = None) -> None:
+    def submit(self, submit: Submit, matcher: Matcher | None = None) -> None:
         """Queue a request, or answer with a `Rejected` event: `CapacityExceeded` if it can never fit, `InvalidRequest`
         for an empty prompt, a ``max_tokens`` below 1, or an id in use. ``matcher`` is that of its structured
         outputs."""

@@ -6,31 +6,13 @@ from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.messages import KVRole, Submit
+from engine.scheduling.structures import Matcher
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
 from pdserve.core.sampling import FinishReason, SamplingParams
-
-
-class TokenMatcher(Protocol):
-    """Follows an output that has to match a structure, token by token (`engine.model.structures.Matcher`)."""
-
-    @property
-    def error(self) -> str:
-        """Why the output cannot go on; empty while it can."""
-        ...
-
-    def append(self, token_id: int) -> None:
-        """Add an output token."""
-        ...
-
-    def mask(self) -> bytes:
-        """The tokens that may come next: a bit for each token of the vocabulary, lowest bit first. After an `error` it
-        may be anything."""
-        ...
 
 
 class TokenHistory:
@@ -42,10 +24,10 @@ class TokenHistory:
     followed the outputs if these have to match a structure.
     """
 
-    def __init__(self, token_ids: Seq[int], num_prompt_tokens: int, matcher: TokenMatcher | None = None) -> None:
+    def __init__(self, token_ids: Seq[int], num_prompt_tokens: int, matcher: Matcher | None = None) -> None:
         """Start with ``token_ids``, of which the first ``num_prompt_tokens`` are the prompt. ``matcher`` has followed
         the others."""
-        self.matcher: TokenMatcher | None = None
+        self.matcher: Matcher | None = None
         self.seen_ids = array("q", dict.fromkeys(token_ids[:num_prompt_tokens]))
         self.output_ids = array("q")
         self.output_counts = array("q")
@@ -124,7 +106,7 @@ class Sequence:
         arrival: int,
         now_s: float,
         eos_token_ids: Collection[int],
-        matcher: TokenMatcher | None = None,
+        matcher: Matcher | None = None,
     ) -> Sequence:
         """Create a WAITING request from its `Submit`, with the ``matcher`` of its structured outputs."""
         request, sampling = submit.request, submit.request.sampling
@@ -199,7 +181,7 @@ class Sequence:
         return self.max_tokens - self.num_output_tokens - self.num_pending_tokens
 
     def transition(self, to: EngineStatus) -> None:
-        """Change the status to ``to``. `pdserve.core.request.IllegalTransition` if the table forbids it."""
+        """Change the status to ``to``. AssertionError if the table forbids it."""
         self.status = check_transition(ENGINE_TRANSITIONS, self.status, to)
 
     def append(self, token_id: int) -> FinishReason | None:

@@ -97,8 +97,8 @@ class Ceilings:
     def _gpu_s(self, work: Callable[[], object]) -> float:
         cuda = self._cuda
         assert cuda is not None
-        started = cuda.record_time(self._index)
+        started = cuda.record(self._index, timed=True)
         work()
-        ended = cuda.record_time(self._index)
+        ended = cuda.record(self._index, timed=True)
         ended.synchronize()
         return max(started.elapsed_time(ended) / 1e3, _TICK_S)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.callers import Caller
 from gateway.failures import http_failure
 from gateway.inference import Inference
-from pdserve.core.errors import HostNotAllowed, PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/", "/docs"})
 """Paths that need no token: load balancers and orchestrators ask for the health, the live page is a form until it has a
@@ -66,8 +66,10 @@ class Access:
                     return
             else:
                 return
-        error = HostNotAllowed(
-            f"host: {host[:80]!r} is no name of this service; use its address, or add the name to gateway.allowed_hosts"
+        error = InvalidRequest(
+            f"host: {host[:80]!r} is no name of this service; use its address, or add the name to "
+            "gateway.allowed_hosts",
+            kind="HostNotAllowed",
         )
         self._inference.failed(error)
         raise error

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from starlette.datastructures import Headers
 
 from gateway.shared_threads import SharedThreads
-from pdserve.core.errors import BodyTooLarge, CapacityExceeded, InvalidRequest, UnsupportedMediaType
+from pdserve.core.errors import CapacityExceeded, InvalidRequest
 from router.deadline import Deadline
 
 IN_THREAD_BYTES = 8 * 2**10
@@ -101,9 +101,11 @@ class Body:
         self._kept_bytes = 0
 
     def expect(self, size_bytes: int) -> None:
-        """Count so many bytes in all. `BodyTooLarge`, or `CapacityExceeded` if there is no room for them now."""
+        """Count so many bytes in all. `InvalidRequest` if these are too many, `CapacityExceeded` if there is no room
+        for them now."""
         if size_bytes > self._bodies.max_body_bytes:
-            raise BodyTooLarge(f"body: it is larger than {self._bodies.max_body_bytes} bytes; shorten it")
+            why = f"body: it is larger than {self._bodies.max_body_bytes} bytes; shorten it"
+            raise InvalidRequest(why, kind="BodyTooLarge")
         if (more_bytes := size_bytes - FREE_BYTES - self._kept_bytes) > 0:
             self._bodies.keep(self.client, more_bytes)
             self._kept_bytes += more_bytes
@@ -138,7 +140,7 @@ class Bodies:
     @contextlib.contextmanager
     def arriving(self, client: str, headers: Headers, shape: Callable[[int], Shape]) -> Iterator[Body]:
         """A body that has not been read yet; ``shape`` gives its bounds for a context. Its bytes count until the
-        context ends, because a call keeps what was parsed of them. `UnsupportedMediaType` if it is not JSON, and what
+        context ends, because a call keeps what was parsed of them. `InvalidRequest` if it is not JSON, and what
         `Body.expect` raises."""
         _check_media_type(headers.get("content-type", ""))
         body = Body(self, client, shape(self._context_length))
@@ -174,9 +176,10 @@ class Bodies:
 
 
 def _check_media_type(value: str) -> None:
-    """`UnsupportedMediaType` unless it is JSON. Web pages of other sites can send forms, plain text, and bodies without
+    """`InvalidRequest` unless it is JSON. Web pages of other sites can send forms, plain text, and bodies without
     a type to every address that their reader reaches."""
     if value.partition(";")[0].strip().lower() != "application/json":
-        raise UnsupportedMediaType(
-            f"content-type: {value[:80]!r} is not application/json; send the header `content-type: application/json`"
+        raise InvalidRequest(
+            f"content-type: {value[:80]!r} is not application/json; send the header `content-type: application/json`",
+            kind="UnsupportedMediaType",
         )

@@ -20,7 +20,7 @@ from gateway.http_api.access import caller_of
 from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.requests import CallBody, parsed
 from gateway.inference import Inference
-from pdserve.core.errors import BodyIncomplete, DeadlineExceeded, PdserveError, RequestAborted, UnknownModel
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, RequestAborted
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Served:
     bodies: Bodies
 
     def check_model(self, asked: str | None) -> None:
-        """`UnknownModel` unless ``asked`` is the served model, or None."""
+        """`InvalidRequest` unless ``asked`` is the served model, or None."""
         if asked not in (None, self.model):
-            raise UnknownModel(f"model: {asked!r} is not served here; use {self.model!r}")
+            raise InvalidRequest(f"model: {asked!r} is not served here; use {self.model!r}", kind="UnknownModel")
 
 
 class Exchange(Response):
@@ -83,7 +83,7 @@ class Exchange(Response):
                 try:
                     await arrival.deadline.bound(_receive(receive, body), "the client was sending its body")
                 except DeadlineExceeded as error:
-                    raise BodyIncomplete(f"body: {error}") from None
+                    raise InvalidRequest(f"body: {error}", kind="BodyIncomplete") from None
                 inference.was_read()
                 responding = asyncio.create_task(self._run(body, arrival))
                 leaving = asyncio.create_task(_left(receive))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from ops.cli.options import JsonOption, print_json
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 
 def config() -> None:
@@ -20,7 +17,7 @@ def config() -> None:
 
 def documented_defaults() -> str:
     """The default configuration as a commented file; `PdserveConfig.parse` reads it back."""
-    from pdserve.core.config import PdserveConfig
+    from pdserve.core.config import NAMES, PdserveConfig
 
     lines = [
         "# The configuration of `pdserve up -c FILE`: all keys with their defaults. Omit the ones you do not change."
@@ -29,15 +26,12 @@ def documented_defaults() -> str:
         lines += ["", f"# {section.description}", f"{name}:"]
         assert section.annotation is not None
         for key, field in section.annotation.model_fields.items():
-            lines.append(f"  # {_described(field)}")
+            named = NAMES.get(f"{name}.{key}")
+            choices = _choices(field.annotation) if named is None else named()
+            suffix = " | ".join(choices)
+            lines.append(f"  # {field.description}{suffix and f' [{suffix}]'}")
             lines.append(f"  {key}: {_yaml(field.get_default(call_default_factory=True, validated_data={}))}")
     return "\n".join(lines) + "\n"
-
-
-def _described(field: FieldInfo) -> str:
-    choices = list(_choices(field.annotation))
-    suffix = f" [{' | '.join(choices)}]" if choices else ""
-    return f"{field.description}{suffix}"
 
 
 def _choices(annotation: Any) -> Iterator[str]:

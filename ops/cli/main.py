@@ -8,13 +8,13 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
 from ops.cli import chat, config, demo, doctor, generate, logs, model_info, simulate, status, up
+from pdserve.core import plugins
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.version import VERSION
 
@@ -57,8 +57,8 @@ app.command("config")(config.config)
 app.add_typer(config.token_app, name="token")
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
-for _added in entry_points(group="pdserve.commands"):
-    _added.load()(app)
+for _add_commands in plugins.load_all(plugins.COMMANDS, Callable):
+    _add_commands(app)
 for _command in (*app.registered_commands, *config.token_app.registered_commands):
     # typer keeps the line ends of all paragraphs but the first, and wraps each line again at the terminal's width.
     _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")

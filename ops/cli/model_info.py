@@ -230,13 +230,13 @@ def _outline_facts(
 
 def _show_outline(facts: dict[str, Any]) -> None:
     """Print ``facts``."""
-    from checkpoints.families import FAMILIES
+    from checkpoints.families import architectures
     from ops.waterfall.bars import human_bytes
 
     console = stdout_console()
     console.print(f"[bold]{facts['model']}[/] · {facts['architecture']} · {facts['num_layers']} layers")
     console.print(
-        f"[bold]not served[/]: pdserve counts its sizes, but cannot run it; it runs {', '.join(FAMILIES)}",
+        f"[bold]not served[/]: pdserve counts its sizes, but cannot run it; it runs {', '.join(architectures())}",
         soft_wrap=True,
     )
     about = "" if facts["exact"] else " (about: counted like a Llama of this shape)"

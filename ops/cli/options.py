@@ -53,7 +53,7 @@ _SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
     "nodes": ("cluster.nodes", int, "wait for this many nodes of a Ray that is joined"),
     "autoscale": ("cluster.autoscale", bool, "ask Ray for nodes that are missing"),
     "dtype": ("model.dtype", str, "auto, float32, bfloat16 or float16"),
-    "transport": ("transfer.transport", str, "auto, shm, tcp, grpc_stream, torch_dist or nixl"),
+    "transport": ("transfer.transport", str, "auto, shm, tcp, grpc_stream, torch_dist, nixl, or that of a plug-in"),
     "host": ("gateway.host", str, "address to listen on; 0.0.0.0: all, which needs TLS and tokens (docs/security.md)"),
     "port": ("gateway.port", int, "port of the gRPC API; 0 picks a free one"),
     "gateways": ("gateway.replicas", int, "gateways, on --port and the ports after it"),

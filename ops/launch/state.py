@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, find
-from pdserve.core.address import TargetAddress, join_address, split_address, target_of
+from pdserve.core.address import join_address, split_address, stays_on_this_host, target_of
 from pdserve.core.config import GatewayConfig
 from pdserve.core.errors import LaunchError
 
@@ -99,7 +99,7 @@ def new_socket() -> str:
 
 def port_of(target: str) -> int:
     """The port of a target; `InvalidRequest` if it is none."""
-    return split_address(target_of(target).address)[1]
+    return split_address(target_of(target)[0])[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,8 @@ class ServiceState:
     @property
     def targets(self) -> list[str]:
         """Where clients reach the gateways."""
-        where = target_of(self.target)
-        host = split_address(where.address)[0]
-        scheme = "https://" if where.tls else ""
+        address, tls = target_of(self.target)
+        host, scheme = split_address(address)[0], "https://" if tls else ""
         return [f"{scheme}{join_address(host, self.port + number)}" for number in range(self.gateways)]
 
     @property
@@ -209,11 +208,10 @@ class ServiceState:
     @classmethod
     def at(cls, address: str) -> ServiceState | None:
         """The running service that clients reach at ``address``; None if it is none of this user's on this host."""
-        where = TargetAddress(address, None)
         for state in cls.all():
             ports = range(state.port, state.port + state.gateways)
-            ours = where.stays_on_this_host and any(address.endswith(f":{port}") for port in ports)
-            named = state.target and address in [target_of(target).address for target in state.targets]
+            ours = stays_on_this_host(address) and any(address.endswith(f":{port}") for port in ports)
+            named = state.target and address in [target_of(target)[0] for target in state.targets]
             if (ours or named) and state.process() is not None:
                 return state
         return None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails, from_message
+from pdserve.client.request import MODES
 from pdserve.core.errors import PdserveError
 from pdserve.core.request import FailedAttempt, Mode
 from pdserve.core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
 from pdserve.pb import inference_pb2 as pb
 
-_MODES = {pb.MODE_AUTO: Mode.AUTO, pb.MODE_PD: Mode.PD, pb.MODE_COLOCATED: Mode.COLOCATED}
+_MODES = {number: mode for mode, number in MODES.items()}
 
 
 class Assembler:
@@ -68,7 +69,6 @@ class Assembler:
         return from_message(
             Generation,
             completion,
-            token_ids=tuple(completion.token_ids),
             mode=str(_MODES.get(completion.mode, Mode.AUTO)),
             transport=transfer.transport,
             block_size=transfer.block_size,
@@ -76,7 +76,6 @@ class Assembler:
             kv_bytes_expected=transfer.kv_bytes_expected,
             kv_blocks_sent=transfer.blocks_sent,
             kv_blocks_skipped=transfer.blocks_skipped,
-            placements=tuple(completion.placements),
             failures=tuple([FailedAttempt(each.worker, each.error, each.text) for each in completion.failures]),
             transfer=from_message(TransferDetails, transfer),
             ttft_ms=ttft_ms,

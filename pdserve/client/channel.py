@@ -71,7 +71,10 @@ def error_from_status(
     For calls that this client did not cancel itself. No status becomes `RequestAborted`, which means just that."""
     details = " ".join((details or "").split())
     metadata = dict(trailing or ())
-    error = _error(code, details, target, metadata.get(ERROR_KIND_KEY, ""), has_begun)
+    kind = metadata.get(ERROR_KIND_KEY, "")
+    error = _error(code, details, target, kind, has_begun)
+    if isinstance(error, InvalidRequest) and isinstance(kind, str):
+        error.kind = kind or error.kind
     if isinstance(error, CapacityExceeded | NotReady):
         error.retry_after_s = _retry_after_s(metadata.get(RETRY_AFTER_KEY))
     return error

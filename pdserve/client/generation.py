@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,9 +16,14 @@ T = TypeVar("T")
 
 
 def from_message(kind: type[T], message: Any, **values: Any) -> T:
-    """A dataclass with the fields of a protobuf message that have its names. ``values`` are its other fields."""
+    """A dataclass with the fields of a protobuf message that have its names, repeated ones as tuples and maps as
+    dictionaries. ``values`` are its other fields."""
     names = [each.name for each in fields(kind) if each.name not in values]  # type: ignore[arg-type]
-    return kind(**{name: getattr(message, name) for name in names}, **values)
+    return kind(**{name: _plain(getattr(message, name)) for name in names}, **values)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, MutableSequence) else dict(value) if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pdserve.pb import inference_pb2 as pb
 
 Prompt = str | Sequence[int]
 
-_MODES = {Mode.AUTO: pb.MODE_AUTO, Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
+MODES = {Mode.AUTO: pb.MODE_AUTO, Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
 _MAX_TOKEN_ID = 2**32 - 1
 _WHOLE = ("max_tokens", "top_k", "seed", "logprobs")
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -106,7 +106,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         raise InvalidRequest(f"{unknown[0]}: unknown option; known: {', '.join(GenerateOptions.__annotations__)}")
     request = pb.GenerateRequest(
         request_id=_text("request_id", options.get("request_id") or ""),
-        mode=_MODES[_mode(options.get("mode", Mode.AUTO))],
+        mode=MODES[_mode(options.get("mode", Mode.AUTO))],
         salt=_text("salt", options.get("salt") or ""),
         priority=_priority(options.get("priority", 0)),
         session_id=_text("session_id", options.get("session_id") or ""),

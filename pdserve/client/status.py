@@ -46,14 +46,7 @@ class ServiceWorker:
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:
         """The worker that the message describes."""
-        return from_message(
-            cls,
-            worker,
-            transports=tuple(worker.transports),
-            links=tuple([from_message(PeerLink, link) for link in worker.links]),
-            kv_refused=dict(worker.kv_refused),
-            kv_addresses=dict(worker.kv_addresses),
-        )
+        return from_message(cls, worker, links=tuple([from_message(PeerLink, link) for link in worker.links]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +131,11 @@ class ServiceStatus:
     @classmethod
     def from_proto(cls, status: pb.GetStatusResponse) -> ServiceStatus:
         """The status that the message describes."""
-        scaling = status.scaling
         return from_message(
             cls,
             status,
             workers=tuple([ServiceWorker.from_proto(worker) for worker in status.workers]),
-            notes=tuple(status.notes),
-            costs=tuple(status.costs),
             break_even_tokens=status.break_even_tokens if status.HasField("break_even_tokens") else None,
             gateways=tuple([from_message(ServiceGateway, each) for each in status.gateways]),
-            scaling=from_message(ServiceScaling, scaling, actions=dict(scaling.actions))
-            if status.HasField("scaling")
-            else None,
+            scaling=from_message(ServiceScaling, status.scaling) if status.HasField("scaling") else None,
         )

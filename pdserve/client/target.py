@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from pdserve.core.address import target_of
+from pdserve.core.address import stays_on_this_host, target_of
 from pdserve.core.errors import InvalidRequest
 
 DEFAULT_TARGET = "localhost:50051"
@@ -51,13 +51,13 @@ class Target:
         unknown = sorted(set(options) - set(AccessOptions.__annotations__))
         if unknown:
             raise InvalidRequest(f"{unknown[0]}: unknown option; known: {', '.join(AccessOptions.__annotations__)}")
-        where = target_of(target)
+        address, said = target_of(target)
         given = {"ca": options.get("ca"), "cert": options.get("cert"), "key": options.get("key")}
         files = {name: Path(path) for name, path in given.items() if path}
         asked = options.get("tls")
-        if asked is not None and where.tls is not None and asked != where.tls:
+        if asked is not None and said is not None and asked != said:
             raise InvalidRequest(f"tls: {asked} contradicts the target {target.strip()!r}; leave one out")
-        said = where.tls if asked is None else asked
+        said = said if asked is None else asked
         tls = bool(files) if said is None else said
         if files and not tls:
             raise InvalidRequest(f"{min(files)}: it is for TLS, which {target.strip()!r} does not use; use https://")
@@ -65,13 +65,13 @@ class Target:
             absent = "key" if "cert" in files else "cert"
             raise InvalidRequest(f"{absent}: it is missing; a client's certificate and its key belong together")
         token = _checked(options.get("token") or "")
-        if token and not (tls or where.stays_on_this_host or options.get("token_in_clear")):
+        if token and not (tls or stays_on_this_host(address) or options.get("token_in_clear")):
             raise InvalidRequest(
-                f"token: it would travel to {where.address} unencrypted, where others can read it; use "
-                f"https://{where.address} (the service needs gateway.tls_cert), or allow it with token_in_clear "
+                f"token: it would travel to {address} unencrypted, where others can read it; use "
+                f"https://{address} (the service needs gateway.tls_cert), or allow it with token_in_clear "
                 "(--token-in-clear) on a network that you trust"
             )
-        return Target(where.address, tls, files.get("ca"), files.get("cert"), files.get("key"), token)
+        return Target(address, tls, files.get("ca"), files.get("cert"), files.get("key"), token)
 
     @staticmethod
     def all_of(targets: Targets, **options: Unpack[AccessOptions]) -> tuple[Target, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pdserve.core.errors import InvalidRequest
@@ -39,30 +38,25 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class TargetAddress(NamedTuple):
-    """The ``address`` of a service in gRPC's terms, and whether it uses TLS (None: the target does not say)."""
-
-    address: str
-    tls: bool | None
-
-    @property
-    def stays_on_this_host(self) -> bool:
-        """Whether messages to the address do not leave this host."""
-        if self.address.startswith(_OF_THIS_HOST):
-            return True
-        try:
-            return is_loopback(split_address(self.address)[0])
-        except ValueError:
-            return False
+def stays_on_this_host(address: str) -> bool:
+    """Whether messages to an address, in gRPC's terms, do not leave this host."""
+    if address.startswith(_OF_THIS_HOST):
+        return True
+    try:
+        return is_loopback(split_address(address)[0])
+    except ValueError:
+        return False
 
 
-def target_of(text: str) -> TargetAddress:
-    """The address that a user means: a host, ``host:port``, a URL (``http://host:port/``; ``https://`` and ``grpcs://``
-    mean TLS), or a name of gRPC's own (``unix:/path``), which stays as it is. Without a port it is `DEFAULT_PORT`.
-    `InvalidRequest` if it is none of them."""
+def target_of(text: str) -> tuple[str, bool | None]:
+    """The address that a user means, in gRPC's terms, and whether it uses TLS (None: the user does not say).
+
+    A user gives a host, ``host:port``, a URL (``http://host:port/``; ``https://`` and ``grpcs://`` mean TLS), or a name
+    of gRPC's own (``unix:/path``), which stays as it is. Without a port it is `DEFAULT_PORT`. `InvalidRequest` if it is
+    none of them."""
     text = text.strip()
     if _GRPC_NAME.match(text):
-        return TargetAddress(text, None)
+        return text, None
     with_scheme = "://" in text
     if not with_scheme:
         text = f"grpc://[{text}]" if _is_ipv6(text) else f"grpc://{text}"
@@ -76,7 +70,7 @@ def target_of(text: str) -> TargetAddress:
     if not host or " " in host or parts.path not in ("", "/") or parts.query or parts.username:
         raise InvalidRequest(f"target: {text.removeprefix('grpc://')!r} is not host:port")
     address = join_address(host, DEFAULT_PORT if port is None else port)
-    return TargetAddress(address, _SCHEMES[parts.scheme] if with_scheme else None)
+    return address, _SCHEMES[parts.scheme] if with_scheme else None
 
 
 def _is_ipv6(text: str) -> bool:

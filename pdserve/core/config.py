@@ -4,14 +4,16 @@ Unknown keys and invalid values raise `ConfigError` with the dotted key, the pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -21,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from pdserve.core import plugins
 from pdserve.core.address import DEFAULT_PORT
 from pdserve.core.errors import ConfigError
 
@@ -28,6 +31,9 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 File = Annotated[Path, AfterValidator(Path.absolute)]
 """A path, absolute because gateway and workers have other working folders than the one who starts them."""
+
+Off = BeforeValidator(lambda value: "off" if value is False else value)
+"""Reads what YAML reads as a boolean."""
 
 HostName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$")]
 """The name of a host without a port, or `ANY_HOST`."""
@@ -42,7 +48,7 @@ PlacementPolicy = Literal["pack", "spread", "strict_spread"]
 CPU_TOKEN_BUDGET = 512
 _GPU_BUDGETS = {"prefill": 8192, "decode": 2048}
 
-RoutingPolicy = Literal[
+ROUTING_POLICIES = (
     "round_robin",
     "random",
     "least_tokens",
@@ -52,8 +58,31 @@ RoutingPolicy = Literal[
     "session",
     "slo",
     "nearest_link",
-]
-"""See `RouterConfig.policy`. `router.policies` has a function for each."""
+)
+"""pdserve's own. `router.policies` has a function for each."""
+
+NAMES: Mapping[str, Callable[[], tuple[str, ...]]] = {
+    "transfer.transport": partial(
+        plugins.names, plugins.TRANSPORTS, ("auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
+    ),
+    "router.policy": partial(plugins.names, plugins.POLICIES, ROUTING_POLICIES),
+}
+"""The values of keys to which plug-ins add names."""
+
+
+def _known(key: str, name: Any) -> Any:
+    """``name``, a value of ``key`` in `NAMES`."""
+    known = NAMES[key]()
+    if name not in known:
+        renamed = "; least_outstanding_tokens is now least_tokens" if name == "least_outstanding_tokens" else ""
+        raise PydanticCustomError(
+            "name", "Input should be one of {known}{renamed}", {"known": ", ".join(known), "renamed": renamed}
+        )
+    return name
+
+
+Transport = Annotated[str, AfterValidator(partial(_known, "transfer.transport"))]
+"""See `TransferConfig.transport`."""
 
 PrefixFetching = Literal["auto", "always", "off"]
 """See `RouterConfig.prefix_fetch`."""
@@ -123,7 +152,7 @@ class ClusterConfig(_Section):
         description="first port of gateway and workers: the registry's port, followed by four ports per worker; "
         "default: 20000 on a Ray that is joined, free ports on a Ray of its own",
     )
-    mps: Literal["auto", "off"] = Field(
+    mps: Annotated[Literal["auto", "off"], Off] = Field(
         "auto",
         description="on GPUs, CUDA's Multi-Process Service, with which transfers and steps run on a GPU at the same "
         "time. auto: a daemon per node if nvidia-cuda-mps-control is there, or the one that runs already; off: they "
@@ -145,11 +174,6 @@ class ClusterConfig(_Section):
     )
     tls_key: File | None = Field(None, description="its private key, in PEM, without a passphrase")
     tls_ca: File | None = Field(None, description="the CA of these certificates, used for nothing else; in PEM")
-
-    @field_validator("mps", mode="before")
-    @classmethod
-    def _read_mps(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads it as a boolean
 
 
 class EngineConfig(_Section):
@@ -241,7 +265,7 @@ class EngineConfig(_Section):
 class TransferConfig(_Section):
     """KV transfer between workers."""
 
-    transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl"] = Field(
+    transport: Transport = Field(
         "auto",
         description="auto: for each pair the best transport that both ends share: shm on one host, cuda_ipc on one "
         "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA and needs pip install nixl",
@@ -291,8 +315,8 @@ class TransferConfig(_Section):
 class RolePolicies(_Section):
     """How the workers of each role are chosen."""
 
-    prefill: RoutingPolicy = "kv_aware"
-    decode: RoutingPolicy = "kv_aware"
+    prefill: str = "kv_aware"
+    decode: str = "kv_aware"
 
 
 class SloConfig(_Section):
@@ -305,12 +329,12 @@ class SloConfig(_Section):
 class RouterConfig(_Section):
     """Routing of requests to workers."""
 
-    policy: RoutingPolicy | RolePolicies = Field(
+    policy: str | RolePolicies = Field(
         "kv_aware",
         description="how a worker is chosen among the ready ones (docs/routing.md): one name for both roles, or "
         "{prefill: NAME, decode: NAME}; requests of mode colocated are placed by that of prefill",
     )
-    prefix_fetch: PrefixFetching = Field(
+    prefix_fetch: Annotated[PrefixFetching, Off] = Field(
         "auto",
         description="KV of a prompt's beginning that another worker has cached. auto: it is fetched if, by the costs "
         "measured here, that is clearly quicker than to compute it; always: it is fetched, for experiments; off",
@@ -355,16 +379,11 @@ class RouterConfig(_Section):
     heartbeat_timeout_s: Seconds = Field(3.0, description="a worker without a heartbeat for this long counts as dead")
     forget_s: Seconds = Field(60.0, description="how long a dead worker is shown")
 
-    def policy_of(self, role: str) -> RoutingPolicy:
+    def policy_of(self, role: str) -> str:
         """``policy`` for ``prefill`` or ``decode``."""
         if isinstance(self.policy, RolePolicies):
             return self.policy.prefill if role == "prefill" else self.policy.decode
         return self.policy
-
-    @field_validator("prefix_fetch", mode="before")
-    @classmethod
-    def _read_prefix_fetch(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads it as a boolean
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -377,13 +396,8 @@ class RouterConfig(_Section):
             raise PydanticCustomError(
                 "policy", "{role} is no role; give policies for prefill and decode", {"role": unknown[0]}
             )
-        known = get_args(RoutingPolicy)
         for name in value.values() if isinstance(value, Mapping) else [value]:
-            if name not in known:
-                renamed = "; least_outstanding_tokens is now least_tokens" if name == "least_outstanding_tokens" else ""
-                raise PydanticCustomError(
-                    "policy", "Input should be one of {known}{renamed}", {"known": ", ".join(known), "renamed": renamed}
-                )
+            _known("router.policy", name)
         return value
 
     @field_validator("slo")
@@ -469,7 +483,7 @@ class GatewayConfig(_Section):
 class ScalingConfig(_Section):
     """The controller that moves workers between the roles, toward objectives."""
 
-    controller: Literal["off", "roles", "workers"] = Field(
+    controller: Annotated[Literal["off", "roles", "workers"], Off] = Field(
         "off",
         description="roles: while one role misses its objective and the other has capacity to spare, a worker of the "
         "other takes its role; workers: also adds workers, for which Ray is asked, and removes them (docs/routing.md)",
@@ -498,11 +512,6 @@ class ScalingConfig(_Section):
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         30.0, description="how long a worker that is removed may finish its requests"
     )
-
-    @field_validator("controller", mode="before")
-    @classmethod
-    def _read_controller(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads it as a boolean
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

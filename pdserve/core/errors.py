@@ -5,12 +5,6 @@
     ├── ModelError            the model folder is missing, unsupported or corrupt
     ├── LaunchError           the service cannot start as requested (port in use, too few device slots)
     ├── InvalidRequest        one field of a request is wrong; names the field; do not retry unchanged
-    │   ├── DuplicateRequest  another request in progress has the same request id
-    │   ├── UnknownModel      another model is served
-    │   ├── HostNotAllowed    the Host of an HTTP request is not a name of the service
-    │   ├── UnsupportedMediaType  the body of an HTTP request is not said to be JSON
-    │   ├── BodyTooLarge      the body of an HTTP request exceeds the limit of messages
-    │   └── BodyIncomplete    the body of an HTTP request did not arrive within the deadline
     ├── Unauthenticated       the call has no token that the service knows; do not retry with the same one
     ├── CapacityExceeded      the request does not fit, or the queue is full; retry later or ask for less
     ├── NotReady              no worker can take the request yet; retry later
@@ -31,16 +25,24 @@ not included; the gateway sends it as metadata of its answer.
 from __future__ import annotations
 
 ERROR_KIND_KEY = "pdserve-error"
-"""Trailing metadata of a failed gRPC call: the name of the error's class, which is more specific than the status."""
+"""Trailing metadata of a failed gRPC call: the error's kind, which is more specific than the status."""
 
 RETRY_AFTER_KEY = "retry-after-ms"
 """Trailing metadata of a refused gRPC call: decimal milliseconds after which the service expects to have room."""
 
 
 class PdserveError(Exception):
-    """Base of all errors raised on purpose. ``retryable`` says whether the same request may be sent again."""
+    """Base of all errors raised on purpose."""
 
     retryable = False
+    """Whether the same request may be sent again."""
+
+    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
+        super().__init__(*args)
+        self.kind = type(self).__name__
+        """Its name on the wire, in metrics and in traces."""
+        self.retry_after_s = retry_after_s
+        """Seconds until the service expects to have room (None: unknown)."""
 
 
 class ConfigError(PdserveError):
@@ -56,31 +58,12 @@ class LaunchError(PdserveError):
 
 
 class InvalidRequest(PdserveError):
-    """One field of a request is wrong; the message starts with the field's name."""
+    """One field of a request is wrong; the message starts with the field's name. Those that have an HTTP status of
+    their own have a ``kind`` of their own, too (`gateway.failures.INVALID`)."""
 
-
-class DuplicateRequest(InvalidRequest):
-    """A request in progress has the same request id."""
-
-
-class UnknownModel(InvalidRequest):
-    """The request names a model that is not served."""
-
-
-class HostNotAllowed(InvalidRequest):
-    """The header Host of an HTTP request is not a name of the service."""
-
-
-class UnsupportedMediaType(InvalidRequest):
-    """The header Content-Type of an HTTP request is not ``application/json``."""
-
-
-class BodyTooLarge(InvalidRequest):
-    """The body of an HTTP request exceeds the limit of messages."""
-
-
-class BodyIncomplete(InvalidRequest):
-    """The body of an HTTP request did not arrive within the deadline."""
+    def __init__(self, *args: object, kind: str = "InvalidRequest") -> None:
+        super().__init__(*args)
+        self.kind = kind
 
 
 class Unauthenticated(PdserveError):
@@ -88,22 +71,13 @@ class Unauthenticated(PdserveError):
 
 
 class CapacityExceeded(PdserveError):
-    """The request does not fit, now or at all; the message names the limit. ``retry_after_s`` is the time in seconds
-    until the service expects to have room (None: unknown)."""
-
-    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
-        super().__init__(*args)
-        self.retry_after_s = retry_after_s
+    """The request does not fit, now or at all; the message names the limit."""
 
 
 class NotReady(PdserveError):
-    """No worker is ready for the request. ``retry_after_s`` is as in `CapacityExceeded`."""
+    """No worker is ready for the request."""
 
     retryable = True
-
-    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
-        super().__init__(*args)
-        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(PdserveError):
@@ -167,7 +141,7 @@ def field_of(error: BaseException) -> str | None:
 def to_wire(error: BaseException) -> tuple[str, str]:
     """``(kind, message)`` of an error; anything outside the tree becomes ``PdserveError`` with its type named."""
     if isinstance(error, PdserveError):
-        return type(error).__name__, str(error)
+        return error.kind, str(error)
     return PdserveError.__name__, f"{type(error).__name__}: {error}"
 
 

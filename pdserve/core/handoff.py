@@ -96,11 +96,6 @@ class TransferProof(msgspec.Struct, frozen=True):
         busy_ms = self.wire_ms + self.import_ms
         return self.kv_bytes / busy_ms / 1e6 if busy_ms else 0.0
 
-    @property
-    def share_of_ceiling(self) -> float | None:
-        """``gbs`` over ``ceiling_gbs``; at most 1. None if nothing was sent."""
-        return self.gbs / self.ceiling_gbs if self.ceiling_gbs and self.gbs else None
-
 
 class PrefixFetch(msgspec.Struct, frozen=True):
     """The result of fetching the prefix of a prompt from worker ``source``, by the worker that computes the prompt.

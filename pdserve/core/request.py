@@ -1,7 +1,7 @@
 """A request, and the tables of its states: end to end (the router's) and within one engine (the scheduler's).
 
 What happens within a state is an event (`pdserve.core.timeline`). Both tables are exhaustive: a transition that is not
-listed raises `IllegalTransition`."""
+listed is a bug, and raises AssertionError."""
 
 from __future__ import annotations
 
@@ -64,17 +64,13 @@ ENGINE_TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
 }
 
 
-class IllegalTransition(AssertionError):
-    """A state transition that is not in its table: a bug in pdserve."""
-
-
 S = TypeVar("S", RequestStatus, EngineStatus)
 
 
 def check_transition(table: Mapping[S, frozenset[S]], current: S, to: S) -> S:
-    """Return ``to`` if the table allows it from ``current``; else raise `IllegalTransition`."""
+    """Return ``to`` if the table allows it from ``current``; else raise AssertionError."""
     if to not in table[current]:
-        raise IllegalTransition(f"{current} → {to} is not in the table; allowed: {sorted(table[current]) or 'none'}")
+        raise AssertionError(f"{current} → {to} is not in the table; allowed: {sorted(table[current]) or 'none'}")
     return to
 
 

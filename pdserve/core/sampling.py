@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal
@@ -132,7 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         """Raise `InvalidRequest` naming the first field that is out of range."""
         if self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens: {self.max_tokens} is below 1; ask for at least one token")
-        if not math.isfinite(self.temperature) or not 0.0 <= self.temperature <= 100.0:
+        if not 0.0 <= self.temperature <= 100.0:  # also if it is no number
             raise InvalidRequest(f"temperature: {self.temperature} is outside 0 to 100; 0 is greedy, 1 the model's own")
         if self.top_k < 0:
             raise InvalidRequest(f"top_k: {self.top_k} is negative; 0 turns it off")

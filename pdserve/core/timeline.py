@@ -66,12 +66,8 @@ class ClockOffset:
     error_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """From the first of ``starts`` that happened to ``end``. If the end did not happen, the span is empty."""
-
-    starts: tuple[EventKind, ...]
-    end: EventKind
+Span = tuple[EventKind, ...]
+"""From the first of these events that happened to the last one of them. If that did not happen, the span is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,47 +89,47 @@ def _stages(arrived: EventKind, emitted: EventKind, *sent: EventKind) -> tuple[S
     return (
         Stage(
             "gateway",
-            (Span((_K.RECEIVED,), _K.TOKENIZED), Span((arrived,), emitted)),
+            ((_K.RECEIVED, _K.TOKENIZED), (arrived, emitted)),
             "tokenization before, detokenization after",
         ),
-        Stage("route", (Span((_K.TOKENIZED,), _K.PAIR_CHOSEN),), "queueing for a free prefill worker, retries"),
+        Stage("route", ((_K.TOKENIZED, _K.PAIR_CHOSEN),), "queueing for a free prefill worker, retries"),
         Stage(
             "dispatch",
-            (Span((_K.PREFILL_SENT,), _K.PREFILL_RECEIVED), Span(sent, arrived)),
+            ((_K.PREFILL_SENT, _K.PREFILL_RECEIVED), (*sent, arrived)),
             "control messages between gateway and workers",
         ),
         Stage(
             "prefix_fetch",
-            (Span((_K.PREFIX_AWAITED,), _K.PREFIX_READY),),
+            ((_K.PREFIX_AWAITED, _K.PREFIX_READY),),
             "KV of the prompt's beginning, from another worker's cache",
         ),
         Stage(
             "prefill_queue",
             (
-                Span((_K.PREFILL_RECEIVED,), _K.PREFIX_AWAITED),
-                Span((_K.PREFIX_READY, _K.PREFILL_RECEIVED), _K.PREFILL_SCHEDULED),
+                (_K.PREFILL_RECEIVED, _K.PREFIX_AWAITED),
+                (_K.PREFIX_READY, _K.PREFILL_RECEIVED, _K.PREFILL_SCHEDULED),
             ),
             "waiting for the engine",
         ),
-        Stage("prefill", (Span((_K.PREFILL_SCHEDULED,), _K.TOKEN_1_SAMPLED),), "computing the prompt"),
+        Stage("prefill", ((_K.PREFILL_SCHEDULED, _K.TOKEN_1_SAMPLED),), "computing the prompt"),
     )
 
 
 _HANDOFF = (
-    Stage("kv_exposed", (Span((_K.TOKEN_1_SAMPLED,), _K.KV_VERIFIED),), "KV transfer not hidden behind the prefill"),
+    Stage("kv_exposed", ((_K.TOKEN_1_SAMPLED, _K.KV_VERIFIED),), "KV transfer not hidden behind the prefill"),
     Stage(
         "decode_queue",
-        (Span((_K.KV_VERIFIED, _K.TOKEN_1_SAMPLED), _K.DECODE_SCHEDULED),),
+        ((_K.KV_VERIFIED, _K.TOKEN_1_SAMPLED, _K.DECODE_SCHEDULED),),
         "waiting for a decode step",
     ),
-    Stage("first_decode", (Span((_K.DECODE_SCHEDULED,), _K.TOKEN_2_SAMPLED),), "the step that makes token 2"),
+    Stage("first_decode", ((_K.DECODE_SCHEDULED, _K.TOKEN_2_SAMPLED),), "the step that makes token 2"),
 )
 
 STAGES: Mapping[Figure, tuple[Stage, ...]] = {
     Figure.TTFT: (
         *_stages(_K.TOKEN_1_ARRIVED, _K.TOKEN_1_EMITTED, _K.DECODE_READY, _K.TOKEN_1_SAMPLED),
         # Only of requests whose token 1 was held back.
-        Stage("kv_exposed", (Span((_K.TOKEN_1_SAMPLED,), _K.DECODE_READY),), _HANDOFF[0].what),
+        Stage("kv_exposed", ((_K.TOKEN_1_SAMPLED, _K.DECODE_READY),), _HANDOFF[0].what),
     ),
     Figure.TTFT_DECODE: (*_stages(_K.TOKEN_2_ARRIVED, _K.TOKEN_2_EMITTED, _K.TOKEN_2_SAMPLED), *_HANDOFF),
 }
@@ -261,8 +257,9 @@ class Timeline:
 
 def _ends(span: Span, events: Container[EventKind]) -> tuple[EventKind, EventKind] | None:
     """The events at which the span began and ended, if it happened."""
-    if span.end in events:
-        for kind in span.starts:
+    *starts, end = span
+    if end in events:
+        for kind in starts:
             if kind in events:
-                return kind, span.end
+                return kind, end
     return None

@@ -39,7 +39,7 @@ def test_times_are_read_from_timed_events_of_one_gpu_that_have_passed() -> None:
     gpus = StrictGpus(num_gpus=2)
     cuda = gpus.process()
     cuda.init(0)
-    first, plain, last = cuda.record_time(0), cuda.record(0), cuda.record_time(0)
+    first, plain, last = cuda.record(0, timed=True), cuda.record(0), cuda.record(0, timed=True)
     with pytest.raises(CudaMisuse, match="without timing"):
         first.elapsed_time(plain)
     with pytest.raises(CudaMisuse, match="has not passed"):
@@ -48,7 +48,7 @@ def test_times_are_read_from_timed_events_of_one_gpu_that_have_passed() -> None:
     assert first.elapsed_time(last) >= 0
     other = gpus.process()
     other.init(0)
-    foreign = other.record_time(0)
+    foreign = other.record(0, timed=True)
     foreign.synchronize()
     with pytest.raises(CudaMisuse, match="two GPUs"):
         first.elapsed_time(foreign)

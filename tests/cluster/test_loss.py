@@ -7,11 +7,11 @@ import math
 import time
 
 import pytest
+from tests.cluster.load import Load
 
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from tests.cluster.host import Host
-from tests.cluster.load import Load
 from tests.cluster.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.cluster

@@ -47,7 +47,7 @@ def test_it_says_what_the_service_says(service: tuple[int, health.HealthServicer
 def test_it_asks_over_tls(certificates: Certificates) -> None:
     """The certificate has another name than the address that a probe in the pod connects to."""
     with ScriptedService(certificates.server) as service:
-        port = target_of(service.target).address.rpartition(":")[2]
+        port = target_of(service.target)[0].rpartition(":")[2]
         assert is_ready(int(port), certificates.ca, "localhost")
         assert not is_ready(int(port), certificates.ca, "elsewhere")
         assert not is_ready(int(port), certificates.stranger.cert, "localhost")

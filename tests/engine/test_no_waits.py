@@ -17,9 +17,10 @@ from engine.model import upload as upload_module
 from engine.model.kv_pool import KVPool
 from engine.model.runner import LastTokens, ModelRunner
 from engine.model.sampler import draw_tokens, likeliest_by_key, logprobs_of
-from engine.model.token_draw import DrawRow
+from engine.model.token_draw import Key
 from engine.scheduling.batch import PENDING, ScheduledSeq
 from engine.scheduling.sequence import PromptLogprobs, TokenHistory
+from engine.scheduling.structures import Matcher
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
 
@@ -37,10 +38,11 @@ KINDS = {
 }
 
 
-class AnyToken:
+class AnyToken(Matcher):
     """Matches all outputs."""
 
-    error = ""
+    def __init__(self) -> None:
+        """Needs no structure."""
 
     def append(self, token_id: int) -> None:
         """Nothing."""
@@ -72,10 +74,10 @@ def a_gpu_without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dev
 
 
 def one_launch(
-    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]
+    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, keys: Sequence[Key], top_ps: Sequence[float]
 ) -> torch.Tensor:
     """In place of the kernel, which PyTorch does not see."""
-    return torch.empty(len(rows), dtype=torch.int64, device=weights.device)
+    return torch.empty(len(keys), dtype=torch.int64, device=weights.device)
 
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), [*KINDS]], ids=[*KINDS, "all"])
@@ -117,7 +119,7 @@ def test_inputs_of_a_step_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = ScheduledSeq("c", [1, 2, 3, 4], 0, [6], True, params)
     with a_gpu_without_numbers(monkeypatch) as device:
         pool = KVPool(layout, 8, torch.empty(8 * layout.block_bytes // 2, dtype=torch.bfloat16, device=device), {})
-        attention = CUDAAttention(pool, 4)
+        attention = CUDAAttention(pool)
         model: Any = None  # launches are not what is looked at
         graphs = DecodeGraphs(model, attention, pool, 8, 4)
         runner = ModelRunner(model, attention, pool, graphs)

@@ -2,65 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from engine.kernels.cuda_flashinfer import FlashInferPrefill, PrefillShape, Wanted, choose_prefill
+from engine.kernels.cuda_flashinfer import FlashInferPrefill, obstacle
 from engine.model.kv_pool import KVPool
 from engine.scheduling.batch import ScheduledSeq
-from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import GREEDY
 from tests.engine.strict_flashinfer import Misuse, StrictWrapper
 
-LLAMA = PrefillShape("bfloat16", 128, 32, 8, (9, 0))
+LLAMA: dict[str, Any] = {"capability": (9, 0), "dtype": "bfloat16", "head_dim": 128}
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LAYERS, NUM_BLOCKS = 6, 2, 16, 8, 3, 20
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        LLAMA,
-        replace(LLAMA, dtype="float16", capability=(8, 0)),
-        replace(LLAMA, head_dim=64, num_heads=9, num_kv_heads=3, capability=(8, 9)),
-        replace(LLAMA, head_dim=256, num_heads=8, num_kv_heads=4, capability=(10, 0)),
+        {},
+        {"dtype": "float16", "capability": (8, 0)},
+        {"head_dim": 64, "capability": (8, 9)},
+        {"head_dim": 256, "capability": (10, 0)},
     ],
 )
-def test_flashinfer_is_chosen_where_it_can_compute(shape: PrefillShape) -> None:
-    for wanted in ("auto", "flashinfer"):
-        choice = choose_prefill(wanted, shape, "0.7.2.post1")
-        assert choice.backend == "flashinfer"
-        assert str(choice) == "prefill attention by flashinfer: flashinfer-python 0.7.2.post1"
+def test_flashinfer_is_chosen_where_it_can_compute(shape: dict[str, Any]) -> None:
+    assert obstacle("0.7.2.post1", **LLAMA | shape) is None
 
 
 @pytest.mark.parametrize(
     ("shape", "installed", "reason"),
     [
-        (LLAMA, None, "not installed (extra cuda)"),
-        (LLAMA, "0.5.3", "flashinfer-python 0.5.3 is older than 0.6"),
-        (LLAMA, "unknown", "older than 0.6"),
-        (replace(LLAMA, capability=(7, 5)), "0.7.2", "compute capability 7.5 is below 8.0"),
-        (replace(LLAMA, dtype="float32"), "0.7.2", "does not compute in float32"),
-        (replace(LLAMA, head_dim=96), "0.7.2", "no heads of 96 (only 64, 128, 256)"),
-        (replace(LLAMA, num_heads=10), "0.7.2", "10 query heads are no multiple of 8 KV heads"),
+        ({}, None, "not installed (extra cuda)"),
+        ({}, "0.5.3", "flashinfer-python 0.5.3 is older than 0.6"),
+        ({}, "unknown", "older than 0.6"),
+        ({"capability": (7, 5)}, "0.7.2", "compute capability 7.5 is below 8.0"),
+        ({"dtype": "float32"}, "0.7.2", "does not compute in float32"),
+        ({"head_dim": 96}, "0.7.2", "no heads of 96 (only 64, 128, 256)"),
     ],
 )
-def test_else_triton_is_with_the_reason(shape: PrefillShape, installed: str | None, reason: str) -> None:
-    choice = choose_prefill("auto", shape, installed)
-    assert choice.backend == "triton"
-    assert reason in choice.reason
-    with pytest.raises(ConfigError) as raised:
-        choose_prefill("flashinfer", shape, installed)
-    assert str(raised.value).startswith("engine.prefill_attention: flashinfer cannot be used")
-    assert reason in str(raised.value)
-
-
-@pytest.mark.parametrize("installed", [None, "0.7.2"])
-def test_triton_by_name(installed: str | None) -> None:
-    wanted: Wanted = "triton"
-    assert choose_prefill(wanted, LLAMA, installed).backend == "triton"
+def test_else_the_reason_is_told(shape: dict[str, Any], installed: str | None, reason: str) -> None:
+    why = obstacle(installed, **LLAMA | shape)
+    assert why is not None
+    assert reason in why
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from engine.core import EngineCore
 from engine.messages import Abort, KVReady, KVRole, Submit
 from engine.model.logit_adjustments import adjust
 from engine.model.runner import ModelRunner
-from engine.model.structures import Structures
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.scheduling.sequence import TokenHistory, TokenMatcher
+from engine.scheduling.sequence import TokenHistory
+from engine.scheduling.structures import Matcher, Structures
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
@@ -141,9 +141,9 @@ class Gate:
     """Structures that are compiled when the test says so."""
 
     def __init__(self) -> None:
-        self.futures: list[Future[TokenMatcher]] = []
+        self.futures: list[Future[Matcher]] = []
 
-    def match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Future[TokenMatcher]:
+    def match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Future[Matcher]:
         self.futures.append(Future())
         return self.futures[-1]
 

@@ -13,7 +13,6 @@ from grpc_status import rpc_status
 from gateway.failures import MAX_MESSAGE_BYTES, grpc_failure, statuses_of
 from pdserve.core.errors import (
     CapacityExceeded,
-    DuplicateRequest,
     InvalidRequest,
     NotReady,
     PdserveError,
@@ -138,7 +137,7 @@ async def test_other_failures_have_their_class_also_after_tokens(start_service: 
     ("error", "field"),
     [
         (InvalidRequest("top_p: too much: by far"), "top_p"),
-        (DuplicateRequest("request_id: x"), "request_id"),
+        (InvalidRequest("request_id: x", kind="DuplicateRequest"), "request_id"),
         (CapacityExceeded("prompt and max_tokens: too much"), "prompt and max_tokens"),
         (CapacityExceeded("queue: full", retry_after_s=1.0), None),
         (InvalidRequest("no field"), None),

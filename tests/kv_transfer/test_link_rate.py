@@ -123,8 +123,7 @@ async def test_hand_offs_are_at_most_as_fast_as_the_ceiling_of_their_link(name: 
                 sender.send_blocks(f"r{number}", 0, range(BLOCKS), last=True)
                 await sender.wait(f"r{number}")
                 proof = msgspec.json.decode(await process.stdout.readline(), type=TransferProof)
-                assert proof.share_of_ceiling is not None
-                assert 0 < proof.share_of_ceiling <= 1
+                assert 0 < proof.gbs <= proof.ceiling_gbs
                 assert proof.kv_bytes > 16e6
                 ceilings.append(sender.links()[0].ceiling_gbs)
                 assert ceilings[-1] == pytest.approx(proof.ceiling_gbs)

@@ -143,7 +143,7 @@ async def test_a_refusal_tells_when_to_come_back(
 def test_no_other_error_has_a_time_to_come_back(service: ScriptedService) -> None:
     with Client(service.target) as client, pytest.raises(InvalidRequest) as error:
         client.generate("refuse INVALID_ARGUMENT InvalidRequest 250 prompt: empty").result()
-    assert not hasattr(error.value, "retry_after_s")
+    assert error.value.retry_after_s is None
     with Client(service.target) as client, pytest.raises(CapacityExceeded) as silent:
         client.generate("fail RESOURCE_EXHAUSTED the queue is full").result()
     assert silent.value.retry_after_s is None

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from engine.core import ComputedStep, CoreCommand, EngineCore, Outbox, Runner
-from engine.messages import Abort, KVReady, KVRole, Submit
-from engine.model.structures import Structures
+from engine.core import ComputedStep, EngineCore, Outbox, Runner
+from engine.messages import Abort, CoreCommand, KVReady, KVRole, Submit
 from engine.process.loop import main
 from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.structures import Structures
 from pdserve.core.clock import Clock
 from tests.planted.delays import planted_delays_s
 

@@ -64,7 +64,7 @@ def test_a_recording_must_not_be_disturbed() -> None:
         event.synchronize,
         lambda: cuda.zeros(8, 0),
         lambda: cuda.share(data),
-        lambda: cuda.to_host([data], 0).wait(),
+        lambda: cuda.to_host([data], 0)(),
         lambda: cuda.record_graph(lambda: None, 0),
         lambda: data[0].item(),
         data.nonzero,

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from engine.kernels import cuda_decode_attention, cuda_layer, cuda_prefill_attention, cuda_top_p
-from engine.model.token_draw import DrawRow
-from pdserve.core.sampling import SamplingParams
 from tests.engine.cuda.conftest import INTERPRETED
 
 if INTERPRETED:
@@ -128,7 +126,6 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
         cuda_prefill_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
     cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
-    row = DrawRow(SamplingParams(temperature=1.0, top_p=0.9, seed=1), 5)
     weights = meta(1, 128 * 1024 + 512, dtype=torch.float32)
-    cuda_top_p.draw_rows(weights, meta(1, 257, dtype=torch.float32), meta(1, dtype=torch.float64), [row])
+    cuda_top_p.draw_rows(weights, meta(1, 257, dtype=torch.float32), meta(1, dtype=torch.float64), [(1, 5)], [0.9])
     assert all(kernel.compiled for kernel in kernels)

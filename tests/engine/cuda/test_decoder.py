@@ -90,7 +90,7 @@ def make_engine(
     pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
     weights = load_weights(source, torch.float32, device, keep_quantized)
     model = Decoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128))
-    attention = CUDAAttention(pool, shape.num_heads, shape.attention_softcap)
+    attention = CUDAAttention(pool, shape.attention_softcap)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
     recordable = shape.experts is None or groups_natively(weights.norm.dtype, device)
     cuda: Cuda = TorchCuda() if device.type == "cuda" else StrictGpus().process()

@@ -13,11 +13,10 @@ from engine.kernels.cuda_flashinfer import (
     FlashInferPrefill,
     MakeWrapper,
     PrefillAttention,
-    PrefillShape,
     capability_of,
-    choose_prefill,
     installed_version,
     make_wrappers,
+    obstacle,
 )
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
@@ -39,10 +38,8 @@ def wrapper(device: torch.device) -> MakeWrapper:
     """Makes FlashInfer's wrappers on a GPU that can run it, else its stand-in's."""
     if device.type == "cpu":
         return StrictWrapper
-    shape = PrefillShape("float16", 64, 8, 2, capability_of(device))
-    choice = choose_prefill("auto", shape, installed_version())
-    if choice.backend != "flashinfer":
-        pytest.skip(choice.reason)
+    if (why := obstacle(installed_version(), capability_of(device), "float16", 64)) is not None:
+        pytest.skip(why)
     return make_wrappers(device)
 
 
@@ -54,8 +51,8 @@ def test_a_mixed_step_is_that_of_our_kernels(shape: Shape, device: torch.device,
     size = shape.block_size
     windows = {shape.window, None}
     chunks = FlashInferPrefill(wrapper, pool, shape.heads, windows, scale, shape.softcap)
-    ours = CUDAAttention(pool, shape.heads, shape.softcap)
-    theirs = CUDAAttention(pool, shape.heads, shape.softcap, chunks)
+    ours = CUDAAttention(pool, shape.softcap)
+    theirs = CUDAAttention(pool, shape.softcap, chunks)
     seqs = [
         ScheduledSeq("decode", [0], size + 3, [5, 6], True, GREEDY),
         ScheduledSeq("whole", [0] * (size + 2), 0, [9, 2], True, GREEDY),

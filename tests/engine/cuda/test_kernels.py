@@ -112,7 +112,7 @@ def check_step(shape: Shape, dtype: str, pool: KVPool, tables: list[list[int]], 
     """Run a step of ``spans`` (start, rows) over ``tables``, and compare what it writes and returns."""
     torch.manual_seed(0)
     device = pool.tensor.device
-    attention = CUDAAttention(pool, shape.heads, shape.softcap)
+    attention = CUDAAttention(pool, shape.softcap)
     seqs = [
         ScheduledSeq(str(i), [0] * rows, start, blocks, True, GREEDY)
         for i, ((start, rows), blocks) in enumerate(zip(spans, tables, strict=True))

@@ -45,7 +45,9 @@ class Engine:
         self.done: deque[KVReady] = deque()
         self.arrived = threading.Condition()
         layout = KVLayout.uniform("m", "float32", SIZE, 1, 1, 2)
-        self.connector = OffloadConnector(FakeClock(), layout, 0, store, self.memory, self._done)
+        self.connector = OffloadConnector(
+            FakeClock(), layout, 0, store, self.memory.read, self.memory.write, self._done
+        )
         config = SchedulerConfig(16, 4, NUM_BLOCKS * SIZE, SIZE, NUM_BLOCKS)
         self.scheduler = Scheduler(config, FakeClock(), self.connector)
         self.salts: dict[str, str] = {}

@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gateway.inference import OutputToken
 from gateway.validation import Submission
 from pdserve import AsyncClient, CapacityExceeded, Client, InvalidRequest, Unauthenticated
-from pdserve.core.errors import DuplicateRequest
 from pdserve.core.sampling import SamplingParams
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
@@ -315,8 +314,9 @@ async def test_callers_neither_see_nor_block_each_other(start: StartHttp) -> Non
     assert await live(OTHER) == (["mine"], [f"done-{OTHER}"], [3])
     assert await live("op-token") == (["mine", "mine"], [f"done-{OTHER}", f"done-{GOOD}"], [3, 3])
     async with AsyncClient(target(http), token=GOOD) as client:
-        with pytest.raises(DuplicateRequest, match=r"'mine' is in use by another request"):
+        with pytest.raises(InvalidRequest, match=r"'mine' is in use by another request") as refused:
             await client.generate([5], max_tokens=4, request_id="mine").result()
+        assert refused.value.kind == "DuplicateRequest"
         # The owner takes over its own request, and nobody else's.
         assert (await client.generate(PROMPT, max_tokens=4, request_id="mine").result()).token_ids == (4, 5, 6, 7)
     assert "mine" in (await live(OTHER))[0]

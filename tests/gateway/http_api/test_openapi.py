@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from gateway.failures import STATUSES
+from gateway.failures import INVALID, STATUSES
 from tests.gateway.http_api.conftest import Http
 
 API = Path(__file__).resolve().parents[3] / "docs" / "api.md"
@@ -74,7 +74,8 @@ def test_routes_and_statuses(document: dict[str, Any]) -> None:
         "get /health", "get /live.json", "get /metrics", "get /v1/models", "get /v1/models/{name}", "get /version",
         "post /detokenize", "post /tokenize", "post /v1/chat/completions", "post /v1/completions",
     ]  # fmt: skip
-    answered = {str(status) for status in {200, *(status for _, status in STATUSES.values())} - NOT_SENT}
+    refused = {*INVALID.values(), *(status for _, status in STATUSES.values())}
+    answered = {str(status) for status in {200, *refused} - NOT_SENT}
     for path in ("/v1/completions", "/v1/chat/completions"):
         route = routes[f"post {path}"]
         assert set(route["responses"]) == answered

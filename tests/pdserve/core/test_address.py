@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.address import join_address, split_address, target_of
+from pdserve.core.address import join_address, split_address, stays_on_this_host, target_of
 from pdserve.core.errors import InvalidRequest
 
 
@@ -57,7 +57,7 @@ def test_targets(text: str, address: str, tls: bool | None) -> None:
     ],
 )
 def test_what_stays_on_this_host(target: str, stays: bool) -> None:
-    assert target_of(target).stays_on_this_host == stays
+    assert stays_on_this_host(target_of(target)[0]) == stays
 
 
 @pytest.mark.parametrize(

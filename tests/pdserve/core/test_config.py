@@ -155,7 +155,7 @@ def test_an_unknown_section_is_named_with_the_known_ones() -> None:
         ("engine.block_size", 4.5, "valid integer"),
         ("engine.num_blocks", "many", "valid integer"),
         ("engine.max_num_seqs", 0, "greater than or equal to 1"),
-        ("transfer.transport", "pigeon", "'auto'"),
+        ("transfer.transport", "pigeon", "auto, shm"),
         ("transfer.message_bytes", 1, "greater than or equal to 4096"),
         ("transfer.lease_s", 0, "greater than 0"),
         ("transfer.lease_s", float("nan"), "86400"),

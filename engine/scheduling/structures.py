@@ -15,7 +15,6 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.scheduling.sequence import TokenMatcher
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import StructuredOutputs
 
@@ -27,7 +26,7 @@ _WHITESPACE = r"[ \t\n\r]{1,32}"  # between the parts of JSON: enough to indent,
 
 
 class Matcher:
-    """One output that has to match a structure: a `TokenMatcher`."""
+    """Follows one output that has to match a structure, token by token."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -42,7 +41,8 @@ class Matcher:
         self._matcher.consume_token(token_id)
 
     def mask(self) -> bytes:
-        """The tokens that may come next: a bit for each token of the vocabulary, lowest bit first."""
+        """The tokens that may come next: a bit for each token of the vocabulary, lowest bit first. After an `error` it
+        may be anything."""
         return self._matcher.compute_bitmask()
 
     def after(self, token_ids: Sequence[int]) -> Matcher:
@@ -83,14 +83,14 @@ class Structures:
         except ValueError as error:
             self._lacking = f"this model's tokenizer is not supported for it: {_one_line(str(error))}"
 
-    def match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Future[TokenMatcher]:
+    def match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Future[Matcher]:
         """A matcher for an output that begins with ``output_token_ids``. `InvalidRequest` if ``wanted`` cannot be
         compiled, or the output does not match it."""
         future = self._thread.submit(self._match, wanted, output_token_ids)
         future.add_done_callback(lambda _: self._woken())
         return future
 
-    def _match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> TokenMatcher:
+    def _match(self, wanted: StructuredOutputs, output_token_ids: Sequence[int]) -> Matcher:
         matcher = self._compiled.get(wanted)
         if matcher is None:
             matcher = self._compiled[wanted] = self._compile(wanted)
