@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.request_states import (
+from experiments.benchmarks.request_states import (
     BLOCKER,
     OUTPUTS,
     PROMPTS,

@@ -1,0 +1,89 @@
+"""The engine beside transformers and beside what the machine can do at all: `python -m experiments.benchmarks.engine`.
+
+On one core (or one GPU), in one run: every case is measured on pdserve's engine, on transformers and as a floor, one
+after the other, again and again; figures are medians over the rounds. Both sides run under the allocator settings that
+an engine process gets."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import statistics
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from experiments.benchmarks.engine_process import on_one_core, process_costs
+from experiments.benchmarks.frame import Quick, in_turns, note, run
+
+
+def engine(
+    cuda: Annotated[bool, typer.Option(help="on a GPU, with the 8b shape")] = False,
+    quick: Quick = False,
+    rounds: Annotated[int, typer.Option(min=1, help="how often each case is measured")] = 5,
+    model: Annotated[str, typer.Option(help="tiny, dummy:135m, dummy:8b or dummy:PATH/config.json")] = "",
+) -> dict[str, Any]:
+    """Measure the engine."""
+    cores = on_one_core("experiments.benchmarks.engine", cuda=cuda)
+    import torch
+    import transformers
+
+    from experiments.benchmarks.engine_sides import CPU_CASES, CUDA_CASES, QUICK_CASES, Floor, PdserveSide, TransformersSide
+    from experiments.benchmarks.isolation import measure_isolation
+    from checkpoints.source import resolve_model
+    from experiments.engine_alone.ceilings import QUICK_SIZES, Ceilings
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    device = "cuda" if cuda else "cpu"
+    model = model or ("tiny" if quick else "dummy:8b" if cuda else "dummy:135m")
+    shape = resolve_model(model).shape
+    note(f"{model} in bfloat16 on {torch.cuda.get_device_name() if cuda else f'core {cores[0]}'}")
+    bound, prompt_tokens = (() if cuda else (cores[0],)), 64 if quick else 2048
+    starts = 1 if quick else 3
+    costs = [asyncio.run(process_costs(model, shape, bound, device, prompt_tokens)) for _ in range(starts)]
+    rounds, cases = (1, QUICK_CASES) if quick else (rounds, CUDA_CASES if cuda else CPU_CASES)
+    ours = PdserveSide(model, device, cases)
+    ceilings = Ceilings(torch.device(device), sizes=QUICK_SIZES) if quick and not cuda else None
+    floor = Floor(shape, device, ours.chunk, ceilings)
+    sides: dict[str, Any] = {"ours": ours, "transformers": TransformersSide(shape, device), "floor": floor}
+    times_s = {case: {name: list[float]() for name in sides} for case in cases}
+    for number, case in in_turns(cases, rounds, warm_up=1):
+        for name, side in sides.items():
+            taken_s = side.measure_s(case)
+            if number >= 0:
+                times_s[case][name].append(taken_s)
+    result: dict[str, Any] = {}
+    for case, taken in times_s.items():
+        result.setdefault(case.kind, {})[case.name] = {
+            "ms": statistics.median(taken["ours"]) * 1e3,
+            "x_transformers": _ratio(taken["transformers"], taken["ours"]),
+            "x_floor": _ratio(taken["ours"], taken["floor"]),
+            "transformers_ms": statistics.median(taken["transformers"]) * 1e3,
+            "floor_ms": statistics.median(taken["floor"]) * 1e3,
+        }
+    result["ready_s"] = statistics.median(each.ready_s for each in costs)
+    result["peak_over_weights_and_kv"] = statistics.median(each.peak_bytes / each.held_bytes for each in costs)
+    if not cuda and len(cores) > 1:
+        result["isolation"] = measure_isolation(model, cores, turns=1 if quick else 8, turn_s=1.0 if quick else 4.0)
+    elif not cuda:
+        note("step time under a busy control server: not measured, for that takes a second core")
+    return result | {
+        "model": model,
+        "device": device,
+        "rounds": rounds,
+        "bare_product_gflops": floor.product_flops() / 1e9,
+        "read_gbs": floor.read_bytes_per_s() / 1e9,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the rounds' ratios, which cancels what slows a whole round down."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+if __name__ == "__main__":
+    run(engine)

@@ -1,0 +1,189 @@
+"""What all benchmarks share: options, services, rounds, statistics, tables, and the last line.
+
+`python -m experiments.benchmarks.NAME` calls `run` with a function that returns its figures: mappings, or mappings of mappings,
+with numbers at the end. They are printed as tables, and as JSON on the last line. What happens meanwhile goes to
+standard error."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import numpy as np
+import psutil
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from experiments.deployment import Deployment
+from gateway.token_file import digest_of
+from ops.launch.ports import free_port
+from ops.launch.state import ServiceState, port_of
+from pdserve import Client
+from pdserve.client.status import ServiceStatus
+
+Quick = Annotated[bool, typer.Option("--quick", help="smallest sizes, shortest windows: does it run?")]
+"""The option of every benchmark that `make` names. Such a run has all figures, and they mean nothing."""
+ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
+_out = Console(highlight=False)
+_progress = Console(stderr=True, highlight=False)
+
+
+def run(measure: Callable[..., Mapping[str, Any]]) -> None:
+    """The program of a benchmark. The parameters of ``measure`` are its options."""
+
+    @functools.wraps(measure)
+    def program(**options: Any) -> None:
+        figures = _rounded(measure(**options))
+        _show(figures)
+        print(json.dumps(figures))  # noqa: T201 - the last line is for programs
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(program)
+    app()
+
+
+def note(text: str) -> None:
+    """Tell what happens."""
+    _progress.print(text, markup=False, soft_wrap=True)
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------
+
+
+def in_turns(arms: Iterable[T], rounds: int, warm_up: int = 0) -> Iterator[tuple[int, T]]:
+    """Each arm once in every round, with the round's number. Every second round goes backwards, so that whatever else
+    the machine does meets all arms. Rounds with a negative number are warm-up and do not count."""
+    order = list(arms)
+    turns = [
+        (number, arm) for number in range(-warm_up, rounds) for arm in (order if number % 2 == 0 else reversed(order))
+    ]
+    yield from track(turns, "measuring", console=_progress, transient=True)
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The value at ``share``; None without values."""
+    return float(np.quantile(values, share)) if values else None
+
+
+def cpu_s(processes: Iterable[psutil.Process]) -> float:
+    """The CPU time of the processes so far."""
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+@contextlib.asynccontextmanager
+async def memory_of(process: psutil.Process, every_s: float) -> AsyncIterator[list[int]]:
+    """The resident bytes of a process, taken again and again: now, meanwhile, and at the end."""
+    found = [process.memory_info().rss]
+
+    async def sample() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            found.append(process.memory_info().rss)
+
+    sampling = asyncio.create_task(sample())
+    try:
+        yield found
+    finally:
+        sampling.cancel()
+        found.append(process.memory_info().rss)
+
+
+# --- services --------------------------------------------------------------------------------------------------------
+
+
+class Service(NamedTuple):
+    """A service that runs, and where clients reach it. Its ``state`` has the operator's targets."""
+
+    target: str
+    http: str
+    state: ServiceState
+
+    def status(self) -> ServiceStatus:
+        """The status with addresses and processes."""
+        with Client(self.state.operator) as operator:
+            return operator.status()
+
+    @property
+    def gateway(self) -> psutil.Process:
+        """The gateway's process."""
+        return psutil.Process(self.status().pid)
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """Those of the gateway and the workers, without the engines."""
+        status = self.status()
+        return [psutil.Process(pid) for pid in (status.pid, *(worker.pid for worker in status.workers))]
+
+
+@contextlib.contextmanager
+def service(
+    settings: Mapping[str, Any], *, http: bool = False, tokens: Mapping[str, Mapping[str, Any]] | None = None
+) -> Iterator[Service]:
+    """A service on this host with these settings (dotted keys). ``tokens`` are those that it accepts, with the limits
+    of each."""
+    chosen = {"gateway.port": 0, **settings}
+    http_port = free_port("127.0.0.1", 0) if http else 0
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
+        if tokens:
+            path = Path(folder) / "tokens.yaml"
+            path.touch(mode=0o600)
+            entries = [{"name": token, "sha256": digest_of(token).hex(), **tokens[token]} for token in tokens]
+            path.write_text(json.dumps({"tokens": entries}))
+            chosen["gateway.tokens"] = str(path)
+        with Deployment(settings={**chosen, "gateway.http_port": http_port}, report=note) as deployment:
+            target = str(deployment.provide({}))
+            yield Service(target, f"127.0.0.1:{http_port}", ServiceState.read(port_of(target)))
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _rounded(value: Any) -> Any:
+    """The same with five significant digits."""
+    if isinstance(value, Mapping):
+        return {str(name): _rounded(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _show(figures: Mapping[str, Any], title: str = "") -> None:
+    """Mappings of the same kind become one table, with its longer side downwards. Other nested ones have their own."""
+    nested = {name: each for name, each in figures.items() if isinstance(each, Mapping)}
+    if len(nested) == len(figures) and all(any(map(_is_plain, each.values())) for each in nested.values()):
+        columns = list(dict.fromkeys(column for each in nested.values() for column in each))
+        cells = {name: {column: nested[name].get(column, "") for column in columns} for name in nested}
+        if len(columns) > len(cells):
+            cells = {column: {name: row[column] for name, row in cells.items()} for column in columns}
+        _print_table(title, cells)
+        return
+    _print_table(title, {name: {"": each} for name, each in figures.items() if name not in nested})
+    for name, each in nested.items():
+        _show(each, f"{title} {name}".strip())
+
+
+def _print_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    if rows:
+        table = Table(title, *next(iter(rows.values())), box=None)
+        for name, row in rows.items():
+            table.add_row(name, *map(_text, row.values()))
+        _out.print(table)
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, Mapping)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    return ", ".join(map(_text, value)) if isinstance(value, list) else "–" if value is None else str(value)
