@@ -64,7 +64,7 @@ bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP
 	$(BIN)/python -m experiments.benchmarks.transfer
 
 bench-abuse: $(INSTALLED)  ## what abuse of one client, and of strangers, costs others; fairness; a burst of streams (about 20 minutes)
-	$(BIN)/python -m experiments.benchmarks.abuse
+	$(BIN)/python -m experiments.benchmarks.abuse --only abuse,fairness,burst
 
 bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and beside a busy decode (about 4 minutes)
 	$(BIN)/python -m experiments.benchmarks.dispatch
@@ -73,19 +73,19 @@ bench-api: $(INSTALLED)  ## HTTP beside gRPC: time to first token, CPU time per 
 	$(BIN)/python -m experiments.benchmarks.api
 
 bench-gateways: $(INSTALLED)  ## two gateways beside one, and how soon a stream goes on when one is killed (about 2 minutes)
-	$(BIN)/python -m experiments.benchmarks.gateways
+	$(BIN)/python -m experiments.benchmarks.front_door --only gateways
 
 bench-flips: $(INSTALLED)  ## goodput after a load step, with and without the controller of roles (about 5 minutes)
 	$(BIN)/python -m experiments.benchmarks.role_flips
 
 bench-router: $(INSTALLED)  ## the front door with stub workers beside a bare echo, on one core (about 8 minutes)
-	$(BIN)/python -m experiments.benchmarks.router
+	$(BIN)/python -m experiments.benchmarks.front_door --only router
 
 bench-overload: $(INSTALLED)  ## goodput at twice the load that is borne, and from a cancel to free blocks (about 4 minutes)
 	$(BIN)/python -m experiments.benchmarks.overload
 
 bench-strangers: $(INSTALLED)  ## what 1,000 connections of strangers cost requests (about 7 minutes)
-	$(BIN)/python -m experiments.benchmarks.strangers
+	$(BIN)/python -m experiments.benchmarks.abuse --only strangers
 
 bench-served: $(INSTALLED)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (12 to 15 minutes)
 	$(BIN)/python -m experiments.benchmarks.served --vllm "$(VLLM)"

@@ -1,27 +1,39 @@
-"""A client that misbehaves until it is ended: `python -m experiments.benchmarks.abuse_client KIND TARGET TOKEN`.
+"""Clients that misbehave until they are ended, each a process of its own:
 
-``TARGET`` is the HTTP port for `HTTP_KINDS`, and else the gRPC port. `STRANGER_KINDS` need no token: they are frames of
-HTTP/2 that no library sends (`experiments.benchmarks.http2_attacks`)."""
+- `python -m experiments.benchmarks.abuse_client KIND TARGET TOKEN`. ``TARGET`` is the HTTP port for `HTTP_KINDS`, and
+  else the gRPC port. `STRANGER_KINDS` need no token: they are frames of HTTP/2 that no library sends
+  (`experiments.benchmarks.http2_attacks`).
+- `… strangers COUNT PACE_S ADDRESS...` keeps connections of strangers. Each sends nothing, or random bytes, after the
+  opening of one of the service's protocols or none, and stays open. One that the server closes is opened again, PACE_S
+  after it was opened. The process gets the time that others leave (SCHED_IDLE), because it stands for other machines.
+  When its input ends, it says `Opened`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import http.client
+import os
+import random
 import signal
-import subprocess
+import socketserver
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from experiments.benchmarks.bare_grpc import GENERATE
-from experiments.benchmarks.http2_attacks import ATTACKS, Attack
+from experiments.benchmarks.http2_attacks import ATTACKS, PREFACE, Attack
+from experiments.child_process import ChildProcess
+from experiments.messages import Message, say
+from kv_transfer.transports.socket_transport import MAGIC
 from pdserve import AsyncClient
 from pdserve.core.errors import CapacityExceeded
 from pdserve.pb import inference_pb2 as pb
+from runtime.process import end_with_parent
 
 FLOOD = "flood"
 LIMITED = "beyond-limits"
@@ -38,21 +50,63 @@ AT_ONCE = 50
 FLOOD_REQUESTS = 192
 FLOOD_PAUSE_S = 2.0
 BODY_BYTES = 2**20
+RANDOM_BYTES = 4096
+OPENINGS = (b"", MAGIC, PREFACE, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n")
+_MODULE = "experiments.benchmarks.abuse_client"
 
 
 @contextlib.contextmanager
 def abusing(kind: str, target: str, token: str) -> Iterator[None]:
     """A context in which a process of its own misbehaves."""
-    abuser = subprocess.Popen([sys.executable, "-m", "experiments.benchmarks.abuse_client", kind, target, token])
-    try:
+    with ChildProcess(f"the client of kind {kind}", _MODULE, kind, target, token) as abuser:
         yield
-        ended = abuser.poll()
-    finally:
-        abuser.terminate()
-        abuser.wait(30)
-    # An attack ends when its connection is closed; the others go on until they are ended.
-    if ended or (ended == 0 and kind not in STRANGER_KINDS):
-        raise RuntimeError(f"the client of kind {kind} ended by itself, with status {ended}")
+        # An attack ends when its connection is closed; the others go on until they are ended.
+        if abuser.status or (abuser.status == 0 and kind not in STRANGER_KINDS):
+            raise RuntimeError(f"the client of kind {kind} ended by itself{abuser.log_tail()}")
+
+
+class Opened(Message):
+    """How many connections were opened."""
+
+    connections: int
+
+
+@contextlib.contextmanager
+def strangers(count: int, pace_s: float, addresses: Sequence[str]) -> Iterator[list[int]]:
+    """Keep ``count`` connections of strangers open at these addresses, or without any, at a server that closes them at
+    once. The list that is yielded gets the number of those that were opened."""
+    opened: list[int] = []
+    if not count:
+        yield opened
+        return
+    with contextlib.ExitStack() as stack:
+        where = addresses or [stack.enter_context(_closing_server())]
+        arguments = ("strangers", str(count), str(pace_s), *where)
+        child = stack.enter_context(ChildProcess("the process of strangers", _MODULE, *arguments))
+        time.sleep(pace_s)  # until all are connected
+        yield opened
+        child.end_input()
+        opened.append(child.receive(30.0, Opened).connections)
+
+
+class _ClosingServer(socketserver.TCPServer):
+    allow_reuse_address = True
+    request_queue_size = 1024
+
+
+@contextlib.contextmanager
+def _closing_server() -> Iterator[str]:
+    with _ClosingServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+# --- the programs ----------------------------------------------------------------------------------------------------
 
 
 def main(kind: str, target: str, token: str) -> None:
@@ -160,5 +214,41 @@ def _post(kind: str, target: str, token: str) -> None:
         time.sleep(PAUSE_S)
 
 
+async def _keep_strangers(count: int, pace_s: float, addresses: Sequence[str]) -> None:
+    """Keep ``count`` connections, spread over the addresses, until the input ends."""
+    opened = 0
+
+    async def stranger(address: str, seed: int) -> None:
+        nonlocal opened
+        chance = random.Random(seed)
+        host, _, port = address.rpartition(":")
+        await asyncio.sleep(chance.uniform(0.0, pace_s))
+        while True:
+            began_s = time.monotonic()
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                opened += 1
+                try:
+                    if chance.random() < 0.8:
+                        writer.write(chance.choice(OPENINGS) + chance.randbytes(RANDOM_BYTES))
+                    while await reader.read(2**16):
+                        continue
+                finally:
+                    writer.transport.abort()
+            await asyncio.sleep(max(0.0, began_s + pace_s - time.monotonic()))
+
+    tasks = [asyncio.create_task(stranger(addresses[number % len(addresses)], number)) for number in range(count)]
+    await asyncio.to_thread(sys.stdin.read)
+    for task in tasks:
+        task.cancel()
+    say(Opened(opened))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    end_with_parent()
+    kind, *given = sys.argv[1:]
+    if kind == "strangers":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        asyncio.run(_keep_strangers(int(given[0]), float(given[1]), given[2:]))
+    else:
+        main(kind, *given)

@@ -1,8 +1,8 @@
 """What HTTP costs beside gRPC: time to first token of single requests, and CPU time of the gateway per token.
 
-`python -m experiments.benchmarks.api` starts the embedded model on one prefill and one decode worker. Requests alternate between
-the two APIs, so that both meet the same machine. The HTTP client is a bare socket, because the clients of the field
-cost more than the server."""
+`python -m experiments.benchmarks.api` starts the embedded model on one prefill and one decode worker. Requests
+alternate between the two APIs, so that both meet the same machine. The HTTP client is a bare socket, because the
+clients of the field cost more than the server."""
 
 from __future__ import annotations
 

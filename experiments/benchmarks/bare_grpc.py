@@ -1,6 +1,7 @@
 """Both ends of gRPC with as little work as possible, each in a process of its own: what bounds a front door.
 
-- `python -m experiments.benchmarks.bare_grpc echo` streams messages back at once; a request's first two bytes are their number.
+- `python -m experiments.benchmarks.bare_grpc echo` streams messages back at once; a request's first two bytes are their
+  number.
 - `… refuse` refuses every request, as the gateway does when its queue is full.
 - `… load TARGET METHOD REQUEST_HEX MESSAGES STREAMS SECONDS` keeps STREAMS streams open for SECONDS, each followed by
   the next, and counts those that have at least MESSAGES messages."""
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +17,8 @@ from typing import Any
 
 import grpc
 
-from experiments.messages import Message, message_of, say
+from experiments.child_process import ChildProcess
+from experiments.messages import Message, say
 from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY
 from pdserve.pb import inference_pb2 as pb
 from runtime.process import end_with_parent
@@ -28,6 +29,8 @@ CONNECTIONS = 4
 ECHO = "/echo/Generate"
 GENERATE = "/pdserve.v1.Inference/Generate"
 MESSAGE = pb.GenerateResponse(token=pb.Token(token_id=300, text=" word", index=7))
+_MODULE = "experiments.benchmarks.bare_grpc"
+_START_S = 60.0
 
 
 class Listening(Message):
@@ -46,19 +49,15 @@ class Finished(Message):
 @contextlib.contextmanager
 def bare_server(kind: str) -> Iterator[tuple[str, int]]:
     """Run a server, ``echo`` or ``refuse``; its address and process id."""
-    with subprocess.Popen([sys.executable, "-m", "experiments.benchmarks.bare_grpc", kind], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            yield f"127.0.0.1:{message_of(process.stdout.readline(), Listening, kind).port}", process.pid
-        finally:
-            process.terminate()
+    with ChildProcess(f"the server of kind {kind}", _MODULE, kind) as child:
+        yield f"127.0.0.1:{child.receive(_START_S, Listening).port}", child.pid
 
 
 def bare_load(target: str, method: str, request: bytes, messages: int, streams: int, seconds: float) -> Finished:
     """Load a server from a process of its own."""
-    given = [target, method, request.hex(), str(messages), str(streams), str(seconds)]
-    command = [sys.executable, "-m", "experiments.benchmarks.bare_grpc", "load", *given]
-    return message_of(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout, Finished, "the bare client")
+    given = (target, method, request.hex(), str(messages), str(streams), str(seconds))
+    with ChildProcess("the bare client", _MODULE, "load", *given) as child:
+        return child.receive(_START_S + 10 * seconds, Finished)
 
 
 async def _echo(data: bytes, context: grpc.aio.ServicerContext[bytes, Any]) -> AsyncIterator[pb.GenerateResponse]:

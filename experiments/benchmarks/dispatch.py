@@ -1,7 +1,7 @@
 """What disaggregation adds to TTFT where nothing else does: on an idle service, and on one whose decode is busy.
 
-`python -m experiments.benchmarks.dispatch` measures a service of one prefill and one decode worker: single requests in both modes,
-the CPU time of several streams, and new requests while decode runs others."""
+`python -m experiments.benchmarks.dispatch` measures a service of one prefill and one decode worker: single requests in
+both modes, the CPU time of several streams, and new requests while decode runs others."""
 
 from __future__ import annotations
 

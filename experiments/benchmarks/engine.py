@@ -1,4 +1,5 @@
-"""The engine beside transformers and beside what the machine can do at all: `python -m experiments.benchmarks.engine`.
+"""The engine beside transformers and beside what the machine can do at all:
+`python -m experiments.benchmarks.engine`.
 
 On one core (or one GPU), in one run: every case is measured on pdserve's engine, on transformers and as a floor, one
 after the other, again and again; figures are medians over the rounds. Both sides run under the allocator settings that
@@ -29,9 +30,10 @@ def engine(
     import torch
     import transformers
 
-    from experiments.benchmarks.engine_sides import CPU_CASES, CUDA_CASES, QUICK_CASES, Floor, PdserveSide, TransformersSide
-    from experiments.benchmarks.isolation import measure_isolation
     from checkpoints.source import resolve_model
+    from experiments.benchmarks.engine_sides import CPU_CASES, CUDA_CASES, QUICK_CASES, Floor, TransformersSide, name_of
+    from experiments.benchmarks.isolation import measure_isolation
+    from experiments.engine_alone.bare_engine import BareEngine, blocks_of
     from experiments.engine_alone.ceilings import QUICK_SIZES, Ceilings
 
     torch.set_num_threads(1)
@@ -44,8 +46,8 @@ def engine(
     starts = 1 if quick else 3
     costs = [asyncio.run(process_costs(model, shape, bound, device, prompt_tokens)) for _ in range(starts)]
     rounds, cases = (1, QUICK_CASES) if quick else (rounds, CUDA_CASES if cuda else CPU_CASES)
-    ours = PdserveSide(model, device, cases)
-    ceilings = Ceilings(torch.device(device), sizes=QUICK_SIZES) if quick and not cuda else None
+    ours = BareEngine(model, device, num_blocks=blocks_of(cases), dtype="bfloat16")
+    ceilings = Ceilings(torch.device(device), sizes=QUICK_SIZES if quick and not cuda else None)
     floor = Floor(shape, device, ours.chunk, ceilings)
     sides: dict[str, Any] = {"ours": ours, "transformers": TransformersSide(shape, device), "floor": floor}
     times_s = {case: {name: list[float]() for name in sides} for case in cases}
@@ -56,7 +58,8 @@ def engine(
                 times_s[case][name].append(taken_s)
     result: dict[str, Any] = {}
     for case, taken in times_s.items():
-        result.setdefault(case.kind, {})[case.name] = {
+        kind, name = name_of(case)
+        result.setdefault(kind, {})[name] = {
             "ms": statistics.median(taken["ours"]) * 1e3,
             "x_transformers": _ratio(taken["transformers"], taken["ours"]),
             "x_floor": _ratio(taken["ours"], taken["floor"]),
@@ -73,8 +76,8 @@ def engine(
         "model": model,
         "device": device,
         "rounds": rounds,
-        "bare_product_gflops": floor.product_flops() / 1e9,
-        "read_gbs": floor.read_bytes_per_s() / 1e9,
+        "bare_product_gflops": ceilings.product_flops() / 1e9,
+        "read_gbs": ceilings.read_bytes_per_s() / 1e9,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
     }

@@ -4,18 +4,20 @@ process of their own, with requests to it and what it costs besides its steps.""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.benchmarks.frame import ROOT
 from checkpoints.shape import ModelShape
-from engine.messages import KVRole, Step, Submit
-from engine.process.client import ALLOCATOR_SETTINGS, EngineClient
+from engine.messages import KVRole, Ready, Step, Submit
+from engine.process.client import EngineClient
 from engine.spec import EngineSpec
+from experiments.child_process import ROOT
+from experiments.engine_alone.program import ONE_THREAD
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 
@@ -29,16 +31,57 @@ def on_one_core(module: str, *, cuda: bool = False) -> list[int]:
         cores = sorted(os.sched_getaffinity(0))
         if not cuda:
             os.sched_setaffinity(0, cores[:1])
-        settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _CORES: ",".join(map(str, cores))}
-        command = [sys.executable, "-m", module, *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **settings, **ALLOCATOR_SETTINGS})
+        settings = {**ONE_THREAD, "PYTHONPATH": str(ROOT), _CORES: ",".join(map(str, cores))}
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **settings})
     return [int(core) for core in os.environ[_CORES].split(",")]
 
 
-START_S = 300.0
+_START_S = 300.0
 _REQUEST_S = 300.0
 _OUTPUT_TOKENS = 4
 _REQUESTS = 4
+
+
+class RunningEngine:
+    """An engine in a process of its own. ``ready`` is what it says of itself."""
+
+    def __init__(self, client: EngineClient, ready: Ready) -> None:
+        self._client, self.ready = client, ready
+        self._sent = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest resident size of its process so far."""
+        status = dict(line.split(":") for line in Path(f"/proc/{self._client.pid}/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) * 1024
+
+    async def steps(self, prompts: Sequence[tuple[int, ...]], output_tokens: int) -> Sequence[Step]:
+        """Send greedy requests, all at once; returns the steps until they have ended."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, seed=0, ignore_eos=True)
+        for prompt in prompts:
+            self._sent += 1
+            name = f"r{self._sent}"
+            self._client.send(Submit(Request(name, prompt, sampling, attempt_id=name), KVRole.LOCAL))
+        steps: list[Step] = []
+        running = len(prompts)
+        async with asyncio.timeout(_REQUEST_S):
+            async for event in self._client.events():
+                if isinstance(event, Step):
+                    steps.append(event)
+                    running -= sum(bool(token.finish_reason) for token in event.tokens)
+                if not running:
+                    return steps
+        raise RuntimeError(f"the engine ended (exit status {self._client.returncode})")
+
+
+@contextlib.asynccontextmanager
+async def running_engine(spec: EngineSpec) -> AsyncIterator[RunningEngine]:
+    """Start an engine as a worker does, and end it."""
+    client = EngineClient()
+    try:
+        yield RunningEngine(client, await client.start(spec, _START_S))
+    finally:
+        await client.stop(5.0)
 
 
 class ProcessCosts(NamedTuple):
@@ -53,41 +96,10 @@ class ProcessCosts(NamedTuple):
 async def process_costs(
     model: str, shape: ModelShape, cores: tuple[int, ...], device: str, prompt_tokens: int
 ) -> ProcessCosts:
-    """Start an engine as a worker does, have it work on prompts of so many tokens, and end it."""
-    engine = EngineClient()
+    """Those of an engine that works on prompts of so many tokens."""
     started_s = time.perf_counter()
-    ready = await engine.start(EngineSpec(model=model, dtype="bfloat16", cores=cores, device=device), START_S)
-    ready_s = time.perf_counter() - started_s
-    try:
-        for number in range(_REQUESTS):
-            submit(engine, f"r{number}", (1 + number,) * prompt_tokens, _OUTPUT_TOKENS)
-        await finished_steps(engine, _REQUESTS)
-        peak_bytes = _peak_bytes(engine.pid)
-    finally:
-        await engine.stop(5.0)
-    held_bytes = shape.weight_bytes("bfloat16") + ready.layout.block_bytes * ready.num_blocks
-    return ProcessCosts(ready_s, peak_bytes, held_bytes)
-
-
-def _peak_bytes(pid: int) -> int:
-    status = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
-
-
-def submit(engine: EngineClient, name: str, prompt: tuple[int, ...], output_tokens: int) -> None:
-    """Send a greedy request."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, seed=0, ignore_eos=True)
-    engine.send(Submit(Request(name, prompt, sampling, attempt_id=name), KVRole.LOCAL))
-
-
-async def finished_steps(engine: EngineClient, count: int) -> Sequence[Step]:
-    """The steps until ``count`` requests have ended."""
-    steps: list[Step] = []
-    async with asyncio.timeout(_REQUEST_S):
-        async for event in engine.events():
-            if isinstance(event, Step):
-                steps.append(event)
-                count -= sum(bool(token.finish_reason) for token in event.tokens)
-            if not count:
-                return steps
-    raise RuntimeError(f"the engine ended (exit status {engine.returncode})")
+    async with running_engine(EngineSpec(model=model, dtype="bfloat16", cores=cores, device=device)) as engine:
+        ready_s = time.perf_counter() - started_s
+        await engine.steps([(1 + number,) * prompt_tokens for number in range(_REQUESTS)], _OUTPUT_TOKENS)
+        pool_bytes = engine.ready.layout.block_bytes * engine.ready.num_blocks
+        return ProcessCosts(ready_s, engine.peak_bytes, shape.weight_bytes("bfloat16") + pool_bytes)

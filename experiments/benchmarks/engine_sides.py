@@ -1,12 +1,11 @@
-"""What the engine's benchmark measures (prefills, decode steps, and a step that does both) and on what: pdserve's model
-runner, transformers, and what the machine can do at all."""
+"""What the engine's benchmark measures (prefills, decode steps, and a step that does both) beside pdserve's model
+runner: on transformers, and what the machine can do at all."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -14,67 +13,36 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from checkpoints.shape import ModelShape
 from engine.model.layers import Linear, linear
 from experiments.engine_alone.arithmetic import ModelArithmetic
-from experiments.engine_alone.bare_engine import BareEngine, blocks_for
 from experiments.engine_alone.ceilings import Ceilings
-
-WARM_STEPS = 2
-STEPS = 8
-
-
-class Case(NamedTuple):
-    """A step that computes ``chunk`` tokens of a prompt, and one token for each of ``batch`` requests that have
-    ``context`` tokens. Without a batch it is the first token of a prompt of ``chunk`` tokens. Without a chunk the
-    figure is the median of `STEPS`, as the context grows."""
-
-    chunk: int = 0
-    batch: int = 0
-    context: int = 0
-
-    @property
-    def kind(self) -> str:
-        """``prefill``, ``decode`` or ``mixed``."""
-        return "decode" if not self.chunk else "mixed" if self.batch else "prefill"
-
-    @property
-    def name(self) -> str:
-        """As it is called in the JSON line."""
-        if not self.batch:
-            return str(self.chunk)
-        return f"p{self.chunk}_" * bool(self.chunk) + f"b{self.batch}_c{self.context}"
-
+from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
 
 CPU_CASES = (
-    *(Case(tokens) for tokens in (128, 512, 2048, 4096)),
-    *(Case(0, batch, context) for context in (64, 1024) for batch in (1, 4, 16, 32)),
-    Case(256, 8, 512),
+    *(StepCase(1, tokens) for tokens in (128, 512, 2048, 4096)),
+    *(StepCase(batch, 1, context) for context in (64, 1024) for batch in (1, 4, 16, 32)),
+    StepCase(1, 256, 512, beside=8),
 )
 CUDA_CASES = (
-    *(Case(tokens) for tokens in (512, 2048, 8192)),
-    *(Case(0, batch, context) for context in (64, 1024) for batch in (1, 8, 32)),
-    Case(512, 8, 1024),
+    *(StepCase(1, tokens) for tokens in (512, 2048, 8192)),
+    *(StepCase(batch, 1, context) for context in (64, 1024) for batch in (1, 8, 32)),
+    StepCase(1, 512, 1024, beside=8),
 )
-QUICK_CASES = (Case(128), Case(0, 1, 64), Case(0, 4, 64), Case(64, 2, 64))
+QUICK_CASES = (StepCase(1, 128), StepCase(1, 1, 64), StepCase(4, 1, 64), StepCase(1, 64, 64, beside=2))
 
 
-class PdserveSide:
-    """An engine with random weights of ``model``'s shape in bfloat16, without its process around it, driven as the
-    scheduler drives it."""
+def name_of(case: StepCase) -> tuple[str, str]:
+    """Kind and name of a case in the JSON line."""
+    match case.kind:
+        case "prompt":
+            return "prefill", str(case.tokens)
+        case "decode":
+            return "decode", f"b{case.batch}_c{case.context}"
+        case kind:
+            return kind, f"p{case.tokens}_b{case.beside}_c{case.context}"
 
-    def __init__(self, model: str, device: str, cases: Sequence[Case]) -> None:
-        num_blocks = max(
-            blocks_for(case.batch + bool(case.chunk), case.context + (case.chunk or WARM_STEPS + STEPS))
-            for case in cases
-        )
-        self._engine = BareEngine(model, device, num_blocks=num_blocks, dtype="bfloat16")
-        self.chunk = self._engine.chunk
 
-    def measure_s(self, case: Case) -> float:
-        """Seconds that ``case`` takes now."""
-        if not case.batch:
-            return self._engine.prefill_s(case.chunk)
-        if not case.chunk:
-            return statistics.median(self._engine.decode_steps_s(case.batch, case.context, WARM_STEPS, STEPS))
-        return self._engine.mixed_s(case.chunk, case.batch, case.context)
+def _parts(case: StepCase) -> tuple[int, int]:
+    """Tokens of a prompt, and requests that decode."""
+    return (0, case.batch) if case.kind == "decode" else (case.tokens, case.beside)
 
 
 class TransformersSide:
@@ -101,14 +69,14 @@ class TransformersSide:
             self._model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
-    def measure_s(self, case: Case) -> float:
+    def measure_s(self, case: StepCase) -> float:
         """Seconds that ``case`` takes now."""
-        seconds = 0.0
-        if case.chunk:
-            seconds += self._forward_s(1, case.chunk, self._cache(1, case.context))
-        if case.batch:
-            cache = self._cache(case.batch, case.context)
-            times_s = [self._forward_s(case.batch, 1, cache) for _ in range(WARM_STEPS + STEPS)]
+        seconds, (prompt, decodes) = 0.0, _parts(case)
+        if prompt:
+            seconds += self._forward_s(1, prompt, self._cache(1, case.context))
+        if decodes:
+            cache = self._cache(decodes, case.context)
+            times_s = [self._forward_s(decodes, 1, cache) for _ in range(WARM_STEPS + STEPS)]
             seconds += statistics.median(times_s[WARM_STEPS:])
         return seconds
 
@@ -130,8 +98,7 @@ class TransformersSide:
 
 
 class Floor:
-    """The floors of ``shape`` in bfloat16, for prefills in steps of ``chunk`` rows. ``ceilings`` measures the device
-    (default: a new one).
+    """The floors of ``shape`` in bfloat16, for prefills in steps of ``chunk`` rows. ``ceilings`` measures the device.
 
     They are lower bounds of the time on this machine for any engine with the same arithmetic, measured in the same
     run. A decode step has to read all weights and the whole KV cache once: all packed linears at that batch size,
@@ -140,12 +107,11 @@ class Floor:
     step's products are bounded by the bytes of the weights over the measured read bandwidth instead: a product of few
     rows is not faster than that."""
 
-    def __init__(self, shape: ModelShape, device: str, chunk: int, ceilings: Ceilings | None = None) -> None:
+    def __init__(self, shape: ModelShape, device: str, chunk: int, ceilings: Ceilings) -> None:
         self._shape = shape
         self._on_gpu = torch.device(device).type == "cuda"
         self._chunk = chunk
-        self._ceilings = ceilings or Ceilings(torch.device(device))
-        self._device = self._ceilings.device
+        self._ceilings = ceilings
         hidden, inner = shape.hidden_size, shape.intermediate_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         sizes = ((q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner))
@@ -155,27 +121,25 @@ class Floor:
         self._head = linear(self._random(shape.vocab_size, hidden))
 
     @torch.inference_mode()
-    def measure_s(self, case: Case) -> float:
+    def measure_s(self, case: StepCase) -> float:
         """The floor of ``case`` in seconds, measured now."""
+        shape, context, (prompt, decodes) = self._shape, case.context, _parts(case)
         if self._on_gpu and case.kind == "decode":  # launched one by one, products take longer than their bytes
-            arithmetic = ModelArithmetic.of(self._shape, "bfloat16")
-            return self._read_s(arithmetic.decode(case.batch, case.context).num_bytes)
-        chunks = [self._chunk] * (case.chunk // self._chunk) + [case.chunk % self._chunk]
-        if case.batch:  # all in one step
-            chunks = [case.chunk + case.batch]
-        linears_s = sum(chunks.count(rows) * self._linears_s(rows) for rows in set(chunks) - {0})
-        head_s = self._head_s(case.batch + bool(case.chunk))
-        attention_s = self._attention_s(case.chunk * (case.context + case.chunk / 2)) if case.chunk else 0.0
-        kv_bytes = case.batch * case.context * self._shape.kv_bytes_per_token("bfloat16")
-        return linears_s + head_s + attention_s + (self._read_s(kv_bytes) if kv_bytes else 0.0)
-
-    def product_flops(self) -> float:
-        """Floating point operations per second of a bare product, measured now."""
-        return self._ceilings.product_flops()
-
-    def read_bytes_per_s(self) -> float:
-        """Bytes per second that a sum over memory reads, measured now."""
-        return self._ceilings.read_bytes_per_s()
+            arithmetic = ModelArithmetic.of(shape, "bfloat16")
+            return arithmetic.decode(decodes, context).num_bytes / self._ceilings.read_bytes_per_s()
+        chunks = [self._chunk] * (prompt // self._chunk) + [prompt % self._chunk]
+        if decodes:  # all in one step
+            chunks = [prompt + decodes]
+        seconds = sum(chunks.count(rows) * self._linears_s(rows) for rows in set(chunks) - {0})
+        hidden = self._random(decodes + bool(prompt), shape.hidden_size)
+        seconds += self._ceilings.median_s(lambda: self._head(hidden))
+        if prompt:  # two products for each pair of a query and a key in all layers and heads
+            pairs = prompt * (context + prompt / 2)
+            flops = 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+            seconds += flops / self._ceilings.product_flops()
+        if kv_bytes := decodes * context * shape.kv_bytes_per_token("bfloat16"):
+            seconds += kv_bytes / self._ceilings.read_bytes_per_s()
+        return seconds
 
     def _linears_s(self, rows: int) -> float:
         inputs = {width: self._random(rows, width) for layer in self._layers[:1] for _, width in layer}
@@ -187,17 +151,5 @@ class Floor:
 
         return self._ceilings.median_s(all_layers)
 
-    def _head_s(self, rows: int) -> float:
-        hidden = self._random(rows, self._shape.hidden_size)
-        return self._ceilings.median_s(lambda: self._head(hidden))
-
-    def _attention_s(self, pairs: float) -> float:
-        """Seconds for ``pairs`` of a query and a key in all layers and heads: two products each."""
-        shape = self._shape
-        return 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers / self.product_flops()
-
-    def _read_s(self, num_bytes: float) -> float:
-        return num_bytes / self.read_bytes_per_s()
-
     def _random(self, *size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=torch.bfloat16, device=self._device)
+        return torch.randn(size, dtype=torch.bfloat16, device=self._ceilings.device)

@@ -1,8 +1,8 @@
-"""What all benchmarks share: options, services, rounds, statistics, tables, and the last line.
+"""What all benchmarks share: options, services, loads, rounds, tables, and the last line.
 
-`python -m experiments.benchmarks.NAME` calls `run` with a function that returns its figures: mappings, or mappings of mappings,
-with numbers at the end. They are printed as tables, and as JSON on the last line. What happens meanwhile goes to
-standard error."""
+`python -m experiments.benchmarks.NAME` calls `run` with a function that returns its figures: mappings, or mappings of
+mappings, with numbers at the end. They are printed as tables, and as JSON on the last line. What happens meanwhile goes
+to standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-import numpy as np
 import psutil
 import typer
 from rich.console import Console
@@ -23,15 +22,18 @@ from rich.progress import track
 from rich.table import Table
 
 from experiments.deployment import Deployment
+from experiments.load import Outcome, run_load
+from experiments.workloads.arrivals import Schedule
+from experiments.workloads.conversation import Conversation
 from gateway.token_file import digest_of
 from ops.launch.ports import free_port
 from ops.launch.state import ServiceState, port_of
-from pdserve import Client
+from pdserve import AsyncClient, Client
 from pdserve.client.status import ServiceStatus
 
 Quick = Annotated[bool, typer.Option("--quick", help="smallest sizes, shortest windows: does it run?")]
 """The option of every benchmark that `make` names. Such a run has all figures, and they mean nothing."""
-ROOT = Path(__file__).resolve().parents[2]
+Only = Annotated[str, typer.Option("--only", help="these parts, separated by commas")]
 T = TypeVar("T")
 _out = Console(highlight=False)
 _progress = Console(stderr=True, highlight=False)
@@ -56,6 +58,14 @@ def note(text: str) -> None:
     _progress.print(text, markup=False, soft_wrap=True)
 
 
+def parts(only: str, **measures: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the parts of a benchmark that ``only`` names; of all, if it is empty."""
+    chosen = only.split(",") if only else list(measures)
+    if unknown := set(chosen) - measures.keys():
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: known are {', '.join(measures)}", param_hint="--only")
+    return {name: measures[name]() for name in chosen}
+
+
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 
@@ -67,11 +77,6 @@ def in_turns(arms: Iterable[T], rounds: int, warm_up: int = 0) -> Iterator[tuple
         (number, arm) for number in range(-warm_up, rounds) for arm in (order if number % 2 == 0 else reversed(order))
     ]
     yield from track(turns, "measuring", console=_progress, transient=True)
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value at ``share``; None without values."""
-    return float(np.quantile(values, share)) if values else None
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:
@@ -95,6 +100,21 @@ async def memory_of(process: psutil.Process, every_s: float) -> AsyncIterator[li
     finally:
         sampling.cancel()
         found.append(process.memory_info().rss)
+
+
+async def loads(
+    clients: Sequence[AsyncClient],
+    schedules: Iterable[Schedule],
+    requests: Callable[[int], Iterable[Conversation]],
+    **options: Any,
+) -> list[Outcome]:
+    """What came of the loads of several clients at once, each by its own schedule and with its own ``requests``, given
+    its number. ``options`` are those of `run_load`."""
+    sending = (
+        run_load(client, requests(number), schedule, **options)
+        for number, (client, schedule) in enumerate(zip(clients, schedules, strict=True))
+    )
+    return [outcome for load in await asyncio.gather(*sending) for outcome in load.outcomes]
 
 
 # --- services --------------------------------------------------------------------------------------------------------

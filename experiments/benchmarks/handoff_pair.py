@@ -1,21 +1,18 @@
-"""Our own side of the transfer benchmark: whole hand-offs of blocks (for bare transports see
-`experiments.pairs.transport_pair`). The module is also the program of both ends, a sender and a receiver over a pool of
-the model's block layout."""
+"""Pairs of our sender and receiver: whole hand-offs of blocks (for bare transports see
+`experiments.pairs.transport_pair`). The module is also the program of both ends, over a pool of the model's block
+layout."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import random
 from collections.abc import Iterator
 
-from experiments.messages import Message, message_of
-from experiments.pairs.buffer import Buffer
-from experiments.pairs.endpoint import Expecting
-from experiments.pairs.loop_endpoint import TIMEOUT_S, TRANSFER, TRANSPORT_VARIABLE, LoopEndpoint
-from experiments.pairs.process_pair import ProcessPair
-from kv_transfer.factory import create_transport
+from experiments.messages import message_of
+from experiments.pairs.endpoint import Buffer, Expecting
+from experiments.pairs.pair import TIMEOUT_S, Pair
+from experiments.pairs.transport_pair import TRANSFER, LoopEndpoint
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
@@ -25,32 +22,37 @@ from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from runtime.secret import ServiceSecret
 
-SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
-DEVICE_VARIABLE = "PDSERVE_BENCH_DEVICE"
 _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size
 
 
 def layout_of(shape: str) -> KVLayout:
-    """Blocks of 64 tokens in bfloat16, as the engine has them by default."""
+    """Blocks of 64 tokens in bfloat16, as the engine has them by default, of the model 135m or 8b."""
     layers, kv_heads, head_dim = _SHAPES[shape]
     return KVLayout.uniform(shape, "bfloat16", 64, layers, kv_heads, head_dim)
+
+
+def handoff_pair(shape: str, transport: str, *, probe: bool = True, device: str = "cpu") -> Pair:
+    """Hand-offs of the blocks of ``shape`` over ``transport``: scattered blocks of one pool, read, hashed, sent,
+    verified and put into scattered blocks of the other. With the ``device`` cuda the pools are in the memory of two
+    GPUs; their blocks are empty, and hand-offs cannot be checked."""
+    name, module = f"{shape} blocks over {transport}", "experiments.benchmarks.handoff_pair"
+    return Pair(name, module, transport, shape, device, environment=ServiceSecret.new().environment(), probe=probe)
 
 
 class BlockBuffer(Buffer):
     """A pool whose blocks hand-offs use in a random order, so that hardly any two of them touch."""
 
-    def __init__(self, layout: KVLayout, num_bytes: int, device: str, *, filled: bool) -> None:
-        self._layout = layout
-        self.pool = Pool.create(layout, -(-num_bytes // layout.block_bytes), device)
-        if filled and isinstance(self.pool.memory, HostMemory):
-            whole = layout.block_bytes * self.pool.num_blocks
-            self.pool.memory.view(Region(0, whole))[:] = Buffer(whole, filled=True).view
-        self._order = list(range(self.pool.num_blocks))
+    def __init__(self, pool: Pool, *, filled: bool) -> None:
+        self._pool = pool
+        if filled and isinstance(pool.memory, HostMemory):
+            whole = pool.layout.block_bytes * pool.num_blocks
+            pool.memory.view(Region(0, whole))[:] = Buffer(whole, filled=True).view
+        self._order = list(range(pool.num_blocks))
         random.Random(filled).shuffle(self._order)
 
     def blocks(self, num_bytes: int) -> list[int]:
         """The blocks of a hand-off of ``num_bytes``."""
-        return self._order[: -(-num_bytes // self._layout.block_bytes)]
+        return self._order[: -(-num_bytes // self._pool.layout.block_bytes)]
 
     def clear(self, num_bytes: int) -> None:
         """Zero the blocks of a hand-off."""
@@ -65,38 +67,29 @@ class BlockBuffer(Buffer):
         return digest.hexdigest()
 
     def _views(self, num_bytes: int) -> Iterator[memoryview]:
-        assert isinstance(self.pool.memory, HostMemory), "hand-offs between GPUs are not checked"
-        return map(self.pool.memory.view, self.pool.regions(self.blocks(num_bytes)))
-
-
-class Address(Message):
-    """The target's endpoints; the source has none."""
-
-    endpoints: tuple[KVEndpoint, ...]
+        assert isinstance(self._pool.memory, HostMemory), "hand-offs between GPUs are not checked"
+        return map(self._pool.memory.view, self._pool.regions(self.blocks(num_bytes)))
 
 
 class HandoffEndpoint(LoopEndpoint):
     """The target receives, the source sends. Connecting makes the handshake, measuring included."""
 
-    def __init__(self, role: str, max_bytes: int) -> None:
-        self.role = role
-        self.start_loop()
-        device = os.environ[DEVICE_VARIABLE]
+    buffer: BlockBuffer
+
+    def __init__(self, role: str, max_bytes: int, transport: str, shape: str, device: str) -> None:
+        layout = layout_of(shape)
         if device != "cpu":
             device += ":0" if role == "source" else ":1"
-        layout = layout_of(os.environ[SHAPE_VARIABLE])
-        self.buffer: BlockBuffer = BlockBuffer(layout, max_bytes, device, filled=role == "source")
+        super().__init__(role, Pool.create(layout, -(-max_bytes // layout.block_bytes), device), transport)
+        self.buffer = BlockBuffer(self.pool, filled=role == "source")
         self._clock, self._count = MonotonicClock(), 0
         self._endpoints: tuple[KVEndpoint, ...] = self.on_loop(self._open())
 
     async def _open(self) -> tuple[KVEndpoint, ...]:
-        pool = self.buffer.pool
-        secret = ServiceSecret.from_environment()
-        transports = [create_transport(self.transport_name, pool.memory, secret, timeout_s=TIMEOUT_S)]
         if self.role == "source":
             self._sender = KVSender(
-                pool,
-                transports,
+                self.pool,
+                [self.transport],
                 worker_id="source",
                 checksum=True,
                 message_bytes=TRANSFER.message_bytes,
@@ -107,19 +100,25 @@ class HandoffEndpoint(LoopEndpoint):
             )
             return ()
         self._receiver = KVReceiver(
-            pool, transports, worker_id="target", epoch="e", checksum=True, clock=self._clock, lease_s=TIMEOUT_S
+            self.pool,
+            [self.transport],
+            worker_id="target",
+            epoch="e",
+            checksum=True,
+            clock=self._clock,
+            lease_s=TIMEOUT_S,
         )
         return await self._receiver.start("127.0.0.1")
 
     @property
-    def address(self) -> Address:
-        """Where it listens."""
-        return Address(self._endpoints)
+    def address(self) -> tuple[KVEndpoint, ...]:
+        """Where the target listens."""
+        return self._endpoints
 
     def connect(self, address: bytes) -> None:
         """The source shakes hands; the target waits for it anyway."""
         if self.role == "source":
-            self._peer = KVPeer("target", "e", message_of(address, Address, "the target").endpoints)
+            self._peer = KVPeer("target", "e", message_of(address, tuple[KVEndpoint, ...], "the target"))
             self.on_loop(self._sender.connect(self._peer.worker_id, self._peer.epoch, self._peer.endpoints))
 
     def transfer(self, num_bytes: int) -> float:
@@ -136,7 +135,7 @@ class HandoffEndpoint(LoopEndpoint):
         self._receiver.announce(name, "source", blocks, 0, self._clock.now() + TIMEOUT_S)
         self.answer(Expecting())
         received = await self._receiver.wait(name)
-        expected = len(blocks) * self.buffer.pool.layout.block_bytes
+        expected = len(blocks) * self.pool.layout.block_bytes
         if received.proof.kv_bytes != expected:
             raise RuntimeError(f"{received.proof.kv_bytes} bytes arrived, {expected} were expected")
         return received.verified_s
@@ -149,26 +148,6 @@ class HandoffEndpoint(LoopEndpoint):
         self._sender.send_blocks(name, 0, blocks, last=True)
         await self._sender.wait(name)
         return started_s
-
-
-class HandoffPair(ProcessPair):
-    """Hand-offs of a model's blocks (``shape``: 135m or 8b) over ``transport``: scattered blocks of one pool, read,
-    hashed, sent, verified and put into scattered blocks of the other. With the ``device`` cuda the pools are in the
-    memory of two GPUs; their blocks are empty, and hand-offs have to be `unchecked`."""
-
-    module = "experiments.benchmarks.handoff_pair"
-
-    def __init__(self, shape: str, transport: str, *, probe: bool = True, device: str = "cpu") -> None:
-        super().__init__()
-        self.probe = probe
-        self.name = f"{shape} blocks over {transport}"
-        settings = {TRANSPORT_VARIABLE: transport, SHAPE_VARIABLE: shape, DEVICE_VARIABLE: device}
-        self.environment = {**settings, **ServiceSecret.new().environment()}
-        self.layout = layout_of(shape)
-
-    def unchecked(self, num_bytes: int) -> float:
-        """`seconds`, without touching the target's blocks before."""
-        return self._move(num_bytes)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ A real worker decodes one long request after another, on a core of its engine's 
 or compute something that has nothing to do with it, or a client there sends it pings over several control streams as
 fast as they are answered. The times are the engine's own, of every step. What busy neighbours cost (caches, memory, the
 host's own sharing) shows in the second kind of turn; what the control server costs beside that, in the third.
-``python -m experiments.benchmarks.isolation SPEC`` is the worker: it says `Serving`, and at the end of its input `Steps`.
-"""
+``python -m experiments.benchmarks.isolation SPEC CORE...`` is the worker: it says `Serving`, and at the end of its
+input `Steps`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -24,12 +23,12 @@ from functools import partial
 import numpy as np
 
 import worker.incarnation
-from experiments.benchmarks.frame import ROOT
 from checkpoints.source import resolve_model
 from decode_worker.receive import HANDLERS
 from engine.messages import EngineEvent, Step
 from engine.process.client import EngineClient
-from experiments.messages import Message, message_of, say
+from experiments.child_process import ChildProcess
+from experiments.messages import Message, say
 from pdserve.core.config import PdserveConfig
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
@@ -47,7 +46,6 @@ SETTLE_S = 0.5
 _PROMPT_TOKENS, _MOST_TOKENS = 64, 8000  # of a request
 _START_S = 120.0
 _KINDS = ("quiet", "busy", "hammered")
-_WORKER = "the worker"
 
 
 class Serving(Message):
@@ -81,28 +79,18 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         cores=tuple(cores[:1]),
         config=PdserveConfig.parse({"model": {"path": model, "dtype": "bfloat16"}}),
     )
-    secret = ServiceSecret.new()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.benchmarks.isolation", json.dumps(spec.to_wire())],
-        cwd=ROOT,
-        env={**os.environ, **secret.environment()},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )
-    assert process.stdout is not None
-    try:
-        address = message_of(process.stdout.readline(), Serving, _WORKER).control_address
-        mine = os.sched_getaffinity(0)
+    secret, mine = ServiceSecret.new(), os.sched_getaffinity(0)
+    arguments = [json.dumps(spec.to_wire()), *map(str, cores)]
+    module, environment = "experiments.benchmarks.isolation", secret.environment()
+    with ChildProcess("the worker", module, *arguments, environment=environment) as child:
+        address = child.receive(_START_S, Serving).control_address
         os.sched_setaffinity(0, set(cores[1:]))
         try:
             windows, pings = asyncio.run(_drive(address, secret, tokens, turns, turn_s))
         finally:
             os.sched_setaffinity(0, mine)
-        steps = message_of(process.communicate(timeout=30)[0], Steps, _WORKER).times_s
-    finally:
-        process.kill()
-        process.wait()
+        child.end_input()
+        steps = child.receive(30.0, Steps).times_s
     found = {
         kind: np.percentile(_steps_within(steps, windows[number :: len(_KINDS)]), (50, 99)).tolist()
         for number, kind in enumerate(_KINDS)
@@ -141,8 +129,7 @@ async def _drive(
             begin_s = time.monotonic()
             end_s = begin_s + SETTLE_S + turn_s
             if kind == "hammered":
-                hammers = [asyncio.create_task(_hammer(address, secret, end_s)) for _ in range(STREAMS)]
-                pings += sum(await asyncio.gather(*hammers))
+                pings += sum(await asyncio.gather(*(_hammer(address, secret, end_s) for _ in range(STREAMS))))
             elif kind == "busy":
                 await asyncio.to_thread(_compute, end_s)
             else:
@@ -202,19 +189,23 @@ async def _hammer(address: str, secret: ServiceSecret, until_s: float) -> int:
     return answered
 
 
+# --- the worker ------------------------------------------------------------------------------------------------------
+
+_steps_s: list[tuple[float, float]] = []
+
+
 class _RecordingClient(EngineClient):
     """Keeps begin and end of every step."""
-
-    steps: list[tuple[float, float]] = []  # noqa: RUF012 - one engine, one list
 
     async def events(self) -> AsyncIterator[EngineEvent]:
         async for event in super().events():
             if isinstance(event, Step):
-                self.steps.append((event.step_started_s, event.sampled_s))
+                _steps_s.append((event.step_started_s, event.sampled_s))
             yield event
 
 
-def _serve(spec: WorkerSpec) -> None:
+def _serve(spec: WorkerSpec, cores: Sequence[int]) -> None:
+    os.sched_setaffinity(0, cores)
     logging.basicConfig(level=logging.ERROR)  # suppresses warnings about the missing gateway
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     leave_engine_cores(spec)
@@ -222,8 +213,8 @@ def _serve(spec: WorkerSpec) -> None:
     say(Serving(thread.wait_ready(_START_S).control_address))
     sys.stdin.read()
     thread.stop()
-    say(Steps(_RecordingClient.steps))
+    say(Steps(_steps_s))
 
 
 if __name__ == "__main__":
-    _serve(WorkerSpec.from_wire(json.loads(sys.argv[1])))
+    _serve(WorkerSpec.from_wire(json.loads(sys.argv[1])), [int(core) for core in sys.argv[2:]])

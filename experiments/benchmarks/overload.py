@@ -16,21 +16,23 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.frame import Quick, Service, in_turns, memory_of, note, quantile, run, service
-from experiments.benchmarks.request_states import State, dummy_model, held, is_free, settings, until
-from experiments.load import Outcome, run_load
+from experiments.benchmarks.frame import Quick, Service, in_turns, loads, memory_of, note, run, service
+from experiments.load import Outcome
+from experiments.statistics import percentile
 from experiments.workloads.arrivals import ClosedLoop, Schedule, random_arrivals
+from experiments.workloads.conversation import Conversation
 from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.settled import leaked_blocks, settled
 from pdserve import AsyncClient
 from pdserve.core.errors import CapacityExceeded
 from pdserve.core.request import Mode
+from tests.request_states import State, dummy_model, held, is_free, settings, until
 
 PROMPT_TOKENS = 64
 VOCABULARY = 1000
@@ -59,35 +61,39 @@ class Sizes(NamedTuple):
 QUICK = Sizes(1.0, 2.0, 1.0, outputs=4, deadline_s=60.0, max_queue=1, seqs=2, cancels=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Window:
-    """What became of the requests that were sent in ``seconds``."""
+    """What became of the requests of ``seconds``: milliseconds to the first token of answers, and until refusals came;
+    how many answers were complete ``within`` the window; and other errors."""
 
     seconds: float
-    sent: int = 0
-    answered: int = 0
-    answered_within: int = 0
-    refused_ms: list[float] = field(default_factory=list)
-    first_ms: list[float] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
+    first_ms: list[float]
+    refused_ms: list[float]
+    within: int
+    errors: Counter[str]
 
-    def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Count what came of requests."""
-        for each in outcomes:
-            self.sent += 1
-            if each.generation is not None:
-                self.answered += 1
-                self.answered_within += each.ended_s <= self.seconds
-                self.first_ms.append(each.generation.ttft_ms)
-            elif isinstance(each.error, CapacityExceeded):
-                self.refused_ms.append((each.ended_s - each.sent_s) * 1e3)
-            else:
-                self.errors[type(each.error).__name__] += 1
+    @classmethod
+    def of(cls, seconds: float, outcomes: Sequence[Outcome]) -> Window:
+        """Of requests that were sent in ``seconds``."""
+        refused = [each for each in outcomes if isinstance(each.error, CapacityExceeded)]
+        answered = [(each.ended_s, each.generation.ttft_ms) for each in outcomes if each.generation is not None]
+        return cls(
+            seconds,
+            [ttft_ms for _, ttft_ms in answered],
+            [(each.ended_s - each.sent_s) * 1e3 for each in refused],
+            sum(ended_s <= seconds for ended_s, _ in answered),
+            Counter(type(each.error).__name__ for each in outcomes if each.error and each not in refused),
+        )
+
+    @property
+    def sent(self) -> int:
+        """All requests."""
+        return len(self.first_ms) + len(self.refused_ms) + self.errors.total()
 
     @property
     def goodput(self) -> float:
         """Answers per second that were complete within the window: what waits at its end is no throughput."""
-        return self.answered_within / self.seconds
+        return self.within / self.seconds
 
 
 def overload(quick: Quick = False) -> dict[str, Any]:
@@ -146,7 +152,7 @@ async def _overload(served: Service, sizes: Sizes) -> dict[str, Any]:
         "overload_sent_per_s": (overloaded.sent + probed.sent) / sizes.overload_s,
         "overload_goodput_per_s": goodput,
         "goodput_ratio": goodput / peak,
-        "answered": overloaded.answered + probed.answered,
+        "answered": len(overloaded.first_ms) + len(probed.first_ms),
         "refusals": {"by the load": _refusals(overloaded), "by the second process": _refusals(probed)},
         "other_errors": dict(overloaded.errors + probed.errors),
         "gateway_mb": {"begin": memory[0] / 2**20, "end": memory[-1] / 2**20},
@@ -160,22 +166,12 @@ async def _window(
     clients: Sequence[AsyncClient], schedules: Sequence[Schedule], seconds: float, sizes: Sizes
 ) -> Window:
     """Requests of each client by its own schedule."""
-    window = Window(seconds)
-    requests = Synthetic(Fixed(PROMPT_TOKENS), Fixed(sizes.outputs))
-    loads = [
-        run_load(
-            client,
-            requests.conversations(10**9, seed, VOCABULARY),
-            schedule,
-            mode=Mode.AUTO,
-            duration_s=seconds,
-            timeout_s=sizes.deadline_s,
-        )
-        for seed, (client, schedule) in enumerate(zip(clients, schedules, strict=True))
-    ]
-    for load in await asyncio.gather(*loads):
-        window.add(load.outcomes)
-    return window
+
+    def requests(number: int) -> Iterator[Conversation]:
+        return Synthetic(Fixed(PROMPT_TOKENS), Fixed(sizes.outputs)).conversations(10**9, number, VOCABULARY)
+
+    options = {"mode": Mode.AUTO, "duration_s": seconds, "timeout_s": sizes.deadline_s}
+    return Window.of(seconds, await loads(clients, schedules, requests, **options))
 
 
 def _probe(target: str, rate: float, sizes: Sizes) -> Window:
@@ -194,15 +190,15 @@ def _summary(window: Window) -> dict[str, Any]:
         "goodput_per_s": window.goodput,
         "refused": len(window.refused_ms),
         "other_errors": window.errors.total(),
-        "first_p50_ms": quantile(window.first_ms, 0.5),
-        "first_p99_ms": quantile(window.first_ms, 0.99),
+        "first_p50_ms": percentile(window.first_ms, 50),
+        "first_p99_ms": percentile(window.first_ms, 99),
     }
 
 
 def _refusals(window: Window) -> dict[str, Any]:
     refused = window.refused_ms
     within = sum(ms <= TARGET_MS for ms in refused) / max(1, len(refused))
-    quantiles = {f"p{100 * q:g}_ms": quantile(refused, q) for q in (0.5, 0.9, 0.99, 1.0)}
+    quantiles = {f"p{q}_ms": percentile(refused, q) for q in (50, 90, 99, 100)}
     return {"count": len(refused), **quantiles, f"within_{TARGET_MS:g}_ms": within}
 
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.benchmarks.engine_process import on_one_core
-from experiments.benchmarks.frame import ROOT, Quick, in_turns, run
+from experiments.benchmarks.frame import Quick, in_turns, run
+from experiments.child_process import ROOT
 
 if TYPE_CHECKING:
     from engine.model.structures import Structures

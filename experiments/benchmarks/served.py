@@ -2,10 +2,10 @@
 the other: pdserve, vLLM, vLLM, pdserve. vLLM (CPU build) moves the KV over NIXL, pdserve over the transport that it
 chooses itself.
 
-`python -m experiments.benchmarks.served --vllm VENV` needs a virtual environment with vLLM's CPU build, NIXL, and nothing else that
-runs on the machine. Without ``--vllm`` pdserve is measured alone. For each prompt length the same prompts are sent
-disaggregated and colocated in turn, one request at a time. vLLM's first token comes from its decode instance, so its
-``ttft`` contains the hand-off; pdserve's ``ttft`` is prefill's token, and ``ttft_decode`` the first token that has
+`python -m experiments.benchmarks.served --vllm VENV` needs a virtual environment with vLLM's CPU build, NIXL, and
+nothing else that runs on the machine. Without ``--vllm`` pdserve is measured alone. For each prompt length the same
+prompts are sent disaggregated and colocated in turn, one request at a time. vLLM's first token comes from its decode
+instance, so its ``ttft`` contains the hand-off; pdserve's ``ttft`` is prefill's token, and ``ttft_decode`` the first token that has
 waited for the hand-off. What was measured so far is printed after each phase."""
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import msgspec
 import psutil
 import typer
 
-from experiments.benchmarks.frame import ROOT, Quick, in_turns, note, run, service
+from experiments.benchmarks.frame import Quick, in_turns, note, run, service
+from experiments.child_process import ROOT
 from experiments.messages import message_of
 from ops.launch.leftovers import end_processes
 from pdserve import Client

@@ -1,10 +1,10 @@
-"""How fast KV travels: our transports, whole hand-offs and peers, in one run: `python -m experiments.benchmarks.transfer`.
+"""How fast KV travels: our transports, whole hand-offs and peers, in one run:
+`python -m experiments.benchmarks.transfer`.
 
-Every pair is two processes (memcpy is one). In each round every pair moves every size once, so that whatever else the
-machine does meets all of them; figures are medians. A transfer is timed from the source's first act until the last byte
-is in the target's memory (NIXL and Mooncake read, and are timed where they do), a hand-off until the last block is
-verified. Then a service with the 135m shape shows what is left of it beside a prefill. 1 MB is 2**20 bytes, 1 GB/s
-10**9 bytes."""
+Every pair is two processes, and the pairs move all sizes in turns; figures are medians. A transfer is timed from the
+source's first act until the last byte is in the target's memory (memcpy, NIXL and Mooncake are timed where they read),
+a hand-off until the last block is verified. Then a service with the 135m shape shows what is left of it beside a
+prefill. 1 MB is 2**20 bytes, 1 GB/s 10**9 bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import importlib.util
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from experiments.benchmarks.frame import Quick, in_turns, note, run, service
-from experiments.benchmarks.handoff_pair import HandoffPair
-from experiments.benchmarks.library_pairs import LibraryPair, MooncakeTcp, Nixl, PeerEnvironment
-from experiments.pairs.memcpy import Memcpy
-from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
-from experiments.pairs.raw_tcp import RawTcp
-from experiments.pairs.transport_pair import TransportPair
+from experiments.benchmarks.handoff_pair import handoff_pair, layout_of
+from experiments.benchmarks.peers import PeerEnvironment, PeerPair, mooncake_tcp, nixl
+from experiments.pairs.pair import Pair, Turns, memcpy, socket
+from experiments.pairs.transport_pair import transport_pair
 from pdserve import AsyncClient, Generation
 from pdserve.core.timeline import Figure
 
@@ -36,7 +33,8 @@ HANDOFF_TRANSPORTS = {"shm": "end_to_end", "tcp": "end_to_end_tcp"}
 
 class Sizes(NamedTuple):
     """``rounds`` of transfers of so many ``megabytes``, and of hand-offs of so many ``tokens`` of these ``shapes``. The
-    first hand-off and the last ones of ``handoffs`` are compared, for ``first_tokens``, with ``first_pairs`` pairs."""
+    first hand-off and the last ones of ``handoffs`` are compared, for ``first_tokens``, with ``first_pairs`` pairs.
+    Each way to overlap is a service with ``model``, to which ``rounds`` of prompts are sent."""
 
     rounds: int = 7
     megabytes: tuple[int, ...] = (1, 16, 128)
@@ -45,75 +43,59 @@ class Sizes(NamedTuple):
     handoffs: int = 100
     first_tokens: int = 2048
     first_pairs: int = 9
+    model: str = "dummy:135m"
+    prompt_tokens: int = 2048
+    overlaps: tuple[str, ...] = ("layer", "chunk", "none")
 
 
-QUICK = Sizes(1, (1,), ("135m",), (64,), handoffs=12, first_tokens=64, first_pairs=1)
+QUICK = Sizes(1, (1,), ("135m",), (64,), 12, first_tokens=64, first_pairs=1, model="tiny", prompt_tokens=128,
+              overlaps=("layer",))  # fmt: skip
 
 
 def transfer(quick: Quick = False) -> dict[str, Any]:
     """Measure transports, hand-offs and peers."""
     sizes = QUICK if quick else Sizes()
-    environment = PeerEnvironment(installs=not quick)
-    transports: list[Pair] = [TransportPair(name) for name in TRANSPORTS]
-    peers: list[Pair] = [
-        Nixl(environment),
-        Nixl(environment, private_memory=True),
-        Nixl(environment, tcp_only=True),
-        MooncakeTcp(environment),
-    ]
-    raw = RawTcp()
-    raw.name = "raw tcp"
+    peers = PeerEnvironment(installs=not quick)
+    others = [nixl(peers), nixl(peers, private_memory=True), nixl(peers, tcp_only=True), mooncake_tcp(peers)]
     bytes_of = {str(megabytes): megabytes * MB for megabytes in sizes.megabytes}
-    rates = rates_gbs([Memcpy(), *transports, raw, *peers], bytes_of, sizes.rounds)
+    ours = [memcpy(), socket(), *map(transport_pair, TRANSPORTS)]
+    rates = rates_gbs([*ours, *others], bytes_of, sizes.rounds)
     largest = str(sizes.megabytes[-1])
     result: dict[str, Any] = {
-        "ceiling": {"memcpy_gbs": rates["memcpy"][largest], "tcp_gbs": rates["raw tcp"][largest]},
-        "ceilings": {"memcpy": rates["memcpy"], "tcp": rates["raw tcp"]},
+        "ceiling": {"memcpy_gbs": rates["memcpy"][largest], "tcp_gbs": rates["socket"][largest]},
+        "ceilings": {"memcpy": rates["memcpy"], "tcp": rates["socket"]},
         "transports": {name: {"kind": kind, **rates[name]} for name, kind in TRANSPORTS.items()},
-        "peers": {peer.name: rates[peer.name] for peer in peers},
+        "peers": {pair.name: rates[pair.name] for pair in others},
     }
     for transport, name in HANDOFF_TRANSPORTS.items():
         result[name] = {shape: _end_to_end(shape, transport, sizes) for shape in sizes.shapes}
     result["first_to_hundredth"] = {transport: _first_and_last(transport, sizes) for transport in HANDOFF_TRANSPORTS}
-    result["overlap"] = asyncio.run(_overlap(quick))
+    result["overlap"] = {}
+    for name in sizes.overlaps:
+        with service({"model.path": sizes.model, "transfer.overlap": name}) as served:
+            result["overlap"][name] = asyncio.run(_overlap(served.target, sizes))
     return result
 
 
 def rates_gbs(pairs: Sequence[Pair], bytes_of: Mapping[str, int], rounds: int) -> dict[str, dict[str, Any]]:
     """Median rates by pair and name of a size; of a pair that cannot run, or a peer that gives up, why it is
-    ``unavailable``."""
-    unavailable: dict[str, str] = {}
-    seconds: dict[str, dict[str, list[float]]] = {pair.name: {size: [] for size in bytes_of} for pair in pairs}
-    with ExitStack() as stack:
-        for pair in pairs:
-            note(f"starting {pair.name}")
-            stack.enter_context(pair)
-            try:
-                pair.start(max(bytes_of.values()))
-            except PairUnavailable as error:
-                unavailable[pair.name] = str(error)
-        for number, pair in in_turns(pairs, rounds, warm_up=1):
-            try:
-                for size, num_bytes in bytes_of.items() if pair.name not in unavailable else ():
-                    taken_s = pair.seconds(num_bytes)
-                    if number >= 0:
-                        seconds[pair.name][size].append(taken_s)
-            except PairFailed as error:
-                if not isinstance(pair, LibraryPair):  # a failure of ours is no property of the machine
-                    raise
-                unavailable[pair.name] = str(error)
+    ``unavailable``. A failure of ours is no property of the machine, and raised."""
+    note(", ".join(pair.name for pair in pairs))
+    turns = Turns(pairs, list(bytes_of.values()))
+    list(turns.run(rounds, may_fail=lambda pair: isinstance(pair, PeerPair)))
     return {
-        name: {"unavailable": unavailable[name]}
-        if name in unavailable
-        else {size: bytes_of[size] / statistics.median(each) / 1e9 for size, each in taken.items()}
-        for name, taken in seconds.items()
+        **{
+            name: {size: count / statistics.median(taken[count]) / 1e9 for size, count in bytes_of.items()}
+            for name, taken in turns.seconds.items()
+        },
+        **{name: {"unavailable": why} for name, why in turns.unavailable.items()},
     }
 
 
 def _end_to_end(shape: str, transport: str, sizes: Sizes) -> dict[str, dict[str, float | None]]:
     """Hand-offs of a shape's real blocks beside the bare transport, at the same numbers of bytes."""
-    blocks, bare = HandoffPair(shape, transport), TransportPair(transport)
-    bytes_of = {str(count): blocks.layout.expected_bytes(count) for count in sizes.tokens}
+    blocks, bare = handoff_pair(shape, transport), transport_pair(transport)
+    bytes_of = {str(count): layout_of(shape).expected_bytes(count) for count in sizes.tokens}
     rates = rates_gbs([blocks, bare], bytes_of, sizes.rounds)
     ours, plain = rates[blocks.name], rates[bare.name]
     return {
@@ -127,44 +109,19 @@ def _end_to_end(shape: str, transport: str, sizes: Sizes) -> dict[str, dict[str,
 
 def _first_and_last(transport: str, sizes: Sizes) -> float:
     """The first hand-off of a new pair of workers over its last ones, in time; the median of several pairs."""
-    ratios = []
+    ratios, size = [], layout_of("135m").expected_bytes(sizes.first_tokens)
     for _ in range(sizes.first_pairs):
-        with HandoffPair("135m", transport, probe=False) as pair:
-            size = pair.layout.expected_bytes(sizes.first_tokens)
+        with handoff_pair("135m", transport, probe=False) as pair:
             pair.start(size)
-            seconds = [pair.unchecked(size) for _ in range(sizes.handoffs)]
+            seconds = [pair.seconds(size, checked=False) for _ in range(sizes.handoffs)]
         ratios.append(seconds[0] / statistics.median(seconds[-10:]))
     return statistics.median(ratios)
 
 
-# --- overlap ---------------------------------------------------------------------------------------------------------
-
-
-class OverlapSizes(NamedTuple):
-    """``rounds`` of prompts, for each way to overlap, each of which is a service."""
-
-    model: str = "dummy:135m"
-    prompt_tokens: int = 2048
-    rounds: int = 7
-    overlaps: tuple[str, ...] = ("layer", "chunk", "none")
-
-
-QUICK_OVERLAP = OverlapSizes("tiny", 128, 1, ("layer",))
-
-
-async def _overlap(quick: bool) -> dict[str, Any]:
-    """For each way to overlap: prefill with and without a hand-off, and what the hand-off took. Each round sends the
-    same prompts, with a new salt each so that no prefix cache helps, once with the hand-off and once for one token
-    only. The second request is the same work for the prefill worker without a transfer."""
-    sizes = QUICK_OVERLAP if quick else OverlapSizes()
-    result: dict[str, Any] = {}
-    for name in sizes.overlaps:
-        with service({"model.path": sizes.model, "transfer.overlap": name}) as served:
-            result[name] = await _measure_overlap(served.target, sizes)
-    return result
-
-
-async def _measure_overlap(target: str, sizes: OverlapSizes) -> dict[str, float]:
+async def _overlap(target: str, sizes: Sizes) -> dict[str, float]:
+    """Prefill with and without a hand-off, and what the hand-off took. Each round sends the same prompt, with a new
+    salt each so that no prefix cache helps, once with the hand-off and once for one token only. The second request is
+    the same work for the prefill worker without a transfer."""
     done: dict[int, list[Generation]] = {3: [], 1: []}
     async with AsyncClient(target) as client:
         vocab_size = (await client.status()).vocab_size

@@ -9,25 +9,14 @@ from typing import Any
 import pytest
 
 from engine.scheduling.scheduler import SchedulerConfig
-from experiments.batching import (
-    ARRIVALS,
-    AT_ONCE,
-    CAPACITY,
-    CONTINUOUS,
-    POOL,
-    STATIC,
-    STEPS,
-    Batching,
-    BatchingOptions,
-    _capacity,
-)
-from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, Sample, StepCase, Task
+from experiments.batching import CAPACITY, CONTINUOUS, STATIC, STEPS, Batching, BatchingOptions, _capacity
+from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
+from experiments.engine_alone.steps import StepCase
 from experiments.experiment import Bench, Cell
 from experiments.load import Load, Outcome
 from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
-from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, simulate
+from experiments.simulated_pool import ARRIVALS, AT_ONCE, POOL, POOL_KINDS, CostModel, PoolLoad, simulate
 from pdserve.core.errors import NotReady
 from pdserve.core.request import Mode
 from tests.experiments.quiet import Quiet
@@ -95,7 +84,7 @@ def test_pools_serve_the_same_tokens_and_paging_holds_more_requests() -> None:
     lengths = LOAD.lengths(3)
     for result in results.values():
         assert [(each.prompt_tokens, each.output_tokens) for each in result.requests] == lengths
-        assert all(0 < each.ttft_ms <= each.e2e_ms for each in result.requests)
+        assert all(0 < (each.ttft_ms or 0) <= (each.e2e_ms or 0) for each in result.requests)
         assert 0 < result.live <= result.reserved <= 1
         assert result.timeline[0][0] == 0.0
     paged, run, context = (results[kind] for kind in POOL_KINDS)
@@ -108,8 +97,8 @@ def test_pools_serve_the_same_tokens_and_paging_holds_more_requests() -> None:
 def test_equal_seeds_give_equal_simulations_and_arrivals_are_kept() -> None:
     first, again = (simulate("paged", CONFIG, COST, LOAD, 5.0, seed=1) for _ in range(2))
     assert first == again
-    assert [each.arrived_s for each in first.requests] == sorted(each.arrived_s for each in first.requests)
-    assert first.requests[-1].arrived_s > 0
+    assert [each.scheduled_s for each in first.requests] == sorted(each.scheduled_s for each in first.requests)
+    assert first.requests[-1].scheduled_s > 0
     assert first != simulate("paged", CONFIG, COST, LOAD, 5.0, seed=2)
 
 
@@ -219,12 +208,13 @@ def test_cells_need_no_service_for_steps_and_pools_and_services_go_there_and_bac
 async def test_steps_are_measured_in_a_process_of_their_own() -> None:
     cases = (StepCase(1, 1, 16), StepCase(3, 1, 70), StepCase(2, 32, 0), StepCase(1, 32, 64))
     core = min(os.sched_getaffinity(0))
-    task = Task(model="tiny", device="cpu", core=core, part="steps", repeats=2, seed=0, cases=cases)
-    messages = [message async for message in measurements(task)]
-    assert isinstance(messages[0], Built)
+    task = Task(model="tiny", device="cpu", core=core, repeats=2, seed=0, cases=cases)
+    messages: list[Rates | Sample] = []
+    built = await measure_alone(task, messages.append)
+    assert built.core == core
     times = [message for message in messages if isinstance(message, Sample)]
-    assert [each.repeat for each in times] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [each.values["case"] for each in times] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [each.repeat for each in times] == [-1, -1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert [each.values["case"] for each in times] == [3, 2, 1, 0, 0, 1, 2, 3, 3, 2, 1, 0]
     assert all(each.values["time_s"] > 0 for each in times)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from experiments.engine_alone.arithmetic import ModelArithmetic
-from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Task
+from experiments.engine_alone.program import Task, measure_alone
+from experiments.engine_alone.steps import StepCase
 from experiments.primer import Primer, PrimerOptions, doubling_batch, fitted_line
 from experiments.report.drawing import Picture
 from experiments.run_folder import FinishedCell, RunData, RunFolder
@@ -173,9 +173,9 @@ def test_a_service_is_of_no_use() -> None:
 
 
 async def test_an_error_of_the_engine_is_raised_here() -> None:
-    task = Task(model="dummy:none", device="cpu", core=None, part="prefill", repeats=1, seed=0, lengths=(8,))
+    task = Task(model="dummy:none", device="cpu", core=None, repeats=1, seed=0, cases=(StepCase(1, 8),))
     with pytest.raises(ModelError, match="unknown dummy"):
-        _ = [message async for message in measurements(task)]
+        await measure_alone(task, lambda message: None)
 
 
 def test_a_run_with_the_tiny_model(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Steps of one engine: kernels, decoder, benchmark, token budgets, sampling, and settings whose default is a guess
-until a GPU has measured them (`engine.run_ahead` and `engine.prefill_attention`)."""
+"""Steps of one engine: benchmark, token budgets, sampling, and settings whose default is a guess until a GPU has
+measured them (`engine.run_ahead` and `engine.prefill_attention`)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import asyncio
 import itertools
 import multiprocessing
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 
-from experiments.benchmarks.engine_process import START_S, finished_steps, submit
-from experiments.benchmarks.first_hour.programs import last_line, run_pytest
-from experiments.benchmarks.first_hour.step import Findings, Options
-from engine.process.client import EngineClient
 from engine.spec import EngineSpec
+from experiments.benchmarks.engine_process import running_engine
+from experiments.benchmarks.first_hour.step import Findings, Options, last_line
 from experiments.engine_alone.arithmetic import ModelArithmetic
+from experiments.engine_alone.steps import StepCase
 
 DEFAULT_SLACK = 1.02
 """Most time of a default relative to its alternative."""
@@ -32,8 +29,6 @@ SAMPLING_GOAL = 1.15
 """Most time of a step that samples, relative to a greedy one."""
 BUDGET_GOAL = 0.95
 """Least prefill rate at the default token budget, relative to the best budget."""
-_KERNELS = "tests/engine/cuda/test_kernels.py"
-_INTERPRETED = {"TRITON_INTERPRET": "1"}
 _LARGE_BYTES = 70 * 2**30
 
 
@@ -44,56 +39,16 @@ def model_for(options: Options) -> str:
     return "dummy:8b" if options.gpu_bytes >= _LARGE_BYTES and not options.quick else "dummy:135m"
 
 
-def kernels(options: Options) -> Findings:
-    """The kernels against PyTorch: on a GPU as they are, else in Triton's interpreter."""
-    findings = Findings()
-    if options.on_gpu:
-        run_pytest(findings, options, _KERNELS, "-m", "cuda")
-    else:
-        run_pytest(findings, options, _KERNELS, "-k", "norm_and_gate or padding", environment=_INTERPRETED)
-    return findings
-
-
-def sanitizer(options: Options) -> Findings:
-    """A part of the same under compute-sanitizer, which finds accesses out of bounds."""
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        return Findings(skipped="compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
-    findings = Findings()
-    before = (program, "--tool", "memcheck", "--error-exitcode", "86", "--target-processes", "all")
-    selection = ("-k", "norm_and_gate or padding or decodes_and_chunks")
-    allocator = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else accesses into the cache of the allocator look right
-    run_pytest(findings, options, _KERNELS, "-m", "cuda", *selection, before=before, environment=allocator)
-    return findings
-
-
-def decoder(options: Options) -> Findings:
-    """The decoder against transformers, token for token."""
-    findings = Findings()
-    if options.on_gpu:
-        run_pytest(findings, options, "tests/engine/cuda/test_decoder.py", "-m", "cuda")
-    else:
-        run_pytest(findings, options, "tests/engine/test_model_vs_transformers.py", "-k", "one_prompt and gqa")
-    return findings
-
-
-class CaseFigures(msgspec.Struct):
-    """Of a case of `experiments.benchmarks.engine`: its time, and how many times as fast it is as transformers."""
-
-    ms: float
-    x_transformers: float
-
-
 class EngineLine(msgspec.Struct):
-    """What is judged of the JSON line of `experiments.benchmarks.engine`. Prefills are named by their tokens, decode steps by batch
-    and context, as in ``b8_c1024``."""
+    """What is judged of the JSON line of `experiments.benchmarks.engine`. Prefills are named by their tokens, decode
+    steps by batch and context, as in ``b8_c1024``."""
 
     bare_product_gflops: float
     read_gbs: float
     ready_s: float
-    prefill: dict[str, CaseFigures]
-    decode: dict[str, CaseFigures]
-    mixed: dict[str, CaseFigures]
+    prefill: dict[str, dict[str, float]]
+    decode: dict[str, dict[str, float]]
+    mixed: dict[str, dict[str, float]]
 
 
 def benchmark(options: Options) -> Findings:
@@ -119,15 +74,15 @@ def judge_benchmark(findings: Findings, result: EngineLine, arithmetic: ModelAri
     for name, row in result.decode.items():
         batch, context = (int(part[1:]) for part in name.split("_"))
         least_s = arithmetic.decode(batch, context).num_bytes / (result.read_gbs * 1e9)
-        share = least_s * 1e3 / row.ms
+        share = least_s * 1e3 / row["ms"]
         findings.aim(f"decode {name}: share of bandwidth", share, DECODE_GOAL, judged=has_goals)
     for name, row in result.prefill.items():
         flops = arithmetic.prefill(int(name), int(name)).flops
-        share = flops / (row.ms / 1e3) / (result.bare_product_gflops * 1e9)
+        share = flops / (row["ms"] / 1e3) / (result.bare_product_gflops * 1e9)
         judged = has_goals and int(name) >= 8192
         findings.aim(f"prefill {name}: share of product rate", share, PREFILL_GOAL, judged=judged)
     figures["x transformers"] = {
-        f"{kind} {name}": row.x_transformers
+        f"{kind} {name}": row["x_transformers"]
         for kind, rows in (("prefill", result.prefill), ("decode", result.decode), ("mixed", result.mixed))
         for name, row in rows.items()
     }
@@ -167,9 +122,8 @@ def _with_budget(model: str, device: str, budget: int, tokens: int) -> tuple[flo
     engine = BareEngine(model, device, num_blocks=blocks, chunk=budget, max_num_seqs=16)
     engine.prefill_s(tokens)
     rate = tokens / statistics.median(engine.prefill_s(tokens) for _ in range(3))
-    chunk = max(1, budget - 8)
-    engine.mixed_s(chunk, 8, 128)
-    return rate, statistics.median(engine.mixed_s(chunk, 8, 128) for _ in range(3))
+    mixed = StepCase(1, max(1, budget - 8), 128, beside=8)
+    return rate, statistics.median(engine.steps_s(mixed, 3, warm=1))
 
 
 def sampling(options: Options) -> Findings:
@@ -177,13 +131,13 @@ def sampling(options: Options) -> Findings:
     from experiments.engine_alone.bare_engine import BareEngine, blocks_for
     from pdserve.core.sampling import SamplingParams
 
-    batch, context, steps = 32, 1024 if options.on_gpu else 64, 24
-    engine = BareEngine(model_for(options), options.device, num_blocks=blocks_for(batch, context + 64))
+    case = StepCase(32, 1, 1024 if options.on_gpu else 64)
+    engine = BareEngine(model_for(options), options.device, num_blocks=blocks_for(case.batch, case.context + 64))
     sampled = SamplingParams(temperature=0.7, top_p=0.9, seed=7)
     times: dict[str, list[float]] = {"greedy": [], "sampled": []}
     for _ in range(3):
-        times["greedy"] += engine.decode_steps_s(batch, context, 4, steps)
-        times["sampled"] += engine.decode_steps_s(batch, context, 4, steps, sampled)
+        times["greedy"] += engine.steps_s(case, 24, 4)
+        times["sampled"] += engine.steps_s(case, 24, 4, sampled)
     findings = Findings()
     medians = {name: statistics.median(each) for name, each in times.items()}
     findings.figures["step of 32, ms"] = {name: round(median * 1e3, 3) for name, median in medians.items()}
@@ -192,23 +146,8 @@ def sampling(options: Options) -> Findings:
     return findings
 
 
-class ChoiceSizes(NamedTuple):
-    """``batches`` decode ``steps`` tokens each after ``context``; ``prompt`` tokens are prefilled ``rounds`` times."""
-
-    batches: tuple[int, ...]
-    context: int
-    steps: int
-    prompt: int
-    rounds: int
-
-
-class EngineTimes(NamedTuple):
-    """Milliseconds: the median time between two steps, by batch, and that of a prefill. ``attention`` is what the
-    engine says of its kernels for prompts."""
-
-    steps_ms: Mapping[int, float]
-    prefill_ms: float
-    attention: str
+Times = Mapping[str, float]
+"""Milliseconds: of ``step of BATCH`` the median between two steps, and of ``prefill of TOKENS``."""
 
 
 def choices(options: Options) -> Findings:
@@ -217,15 +156,16 @@ def choices(options: Options) -> Findings:
     from engine.kernels.cuda_flashinfer import installed_version
     from experiments.engine_alone.bare_engine import blocks_for
 
-    sizes = ChoiceSizes((1, 8, 32), 1024, 200, 8192, 5) if options.on_gpu else ChoiceSizes((1, 4), 64, 24, 256, 2)
+    batches, context, steps, prompt, rounds = (
+        ((1, 8, 32), 1024, 200, 8192, 5) if options.on_gpu else ((1, 4), 64, 24, 256, 2)
+    )
     if options.quick:
-        sizes = sizes._replace(steps=24, prompt=min(sizes.prompt, 2048), rounds=2)
-    blocks = blocks_for(max(sizes.batches), sizes.context + 2 * sizes.steps) + blocks_for(1, sizes.prompt)
+        steps, prompt, rounds = 24, min(prompt, 2048), 2
     spec = EngineSpec(
         model_for(options),
         dtype="bfloat16",
         device=options.device,
-        num_blocks=blocks,
+        num_blocks=blocks_for(max(batches), context + 2 * steps) + blocks_for(1, prompt),
         max_num_batched_tokens=8192 if options.on_gpu else 256,
         prefix_caching=False,
     )
@@ -237,52 +177,43 @@ def choices(options: Options) -> Findings:
             findings.notes.append("FlashInfer is not installed (extra cuda): prompts' attention was not compared")
         else:
             variants["flashinfer"] = replace(spec, prefill_attention="flashinfer")
-    times = {name: asyncio.run(_measured(variant, sizes)) for name, variant in variants.items()}
+
+    async def measured(name: str) -> Times:
+        draw = random.Random(1)
+
+        def prompts(count: int, tokens: int) -> list[tuple[int, ...]]:
+            return [tuple(draw.choice(_TOKEN_IDS) for _ in range(tokens)) for _ in range(count)]
+
+        async with running_engine(variants[name]) as engine:
+            for text in engine.ready.notes:
+                if text.startswith("prefill attention"):
+                    findings.figures[f"{name}: kernels"] = text
+            prefills_s: list[float] = []
+            for _ in range(rounds + 1):  # the first one is warm-up
+                started_s = time.monotonic()
+                await engine.steps(prompts(1, prompt), 1)
+                prefills_s.append(time.monotonic() - started_s)
+            times = {}
+            for batch in batches:  # the first ones decode while the last ones are prefilled
+                made = await engine.steps(prompts(batch, context), 2 * steps)
+                ends_s = [step.sampled_s for step in made if len(step.tokens) == batch]
+                times[f"step of {batch}"] = statistics.median(b - a for a, b in itertools.pairwise(ends_s)) * 1e3
+            return {**times, f"prefill of {prompt}": statistics.median(prefills_s[1:]) * 1e3}
+
+    times = {name: asyncio.run(measured(name)) for name in variants}
     for name, each in times.items():
-        findings.figures[f"{name}, ms"] = {
-            **{f"step of {batch}": round(ms, 3) for batch, ms in each.steps_ms.items()},
-            f"prefill of {sizes.prompt}": round(each.prefill_ms, 2),
-        }
-        if each.attention:
-            findings.figures[f"{name}: kernels"] = each.attention
+        findings.figures[f"{name}, ms"] = {what: round(ms, 3) for what, ms in each.items()}
     judge_choices(findings, times, has_goals=options.has_goals)
     return findings
 
 
-def judge_choices(findings: Findings, times: Mapping[str, EngineTimes], *, has_goals: bool) -> None:
+def judge_choices(findings: Findings, times: Mapping[str, Times], *, has_goals: bool) -> None:
     """The defaults of GPUs must not be slower than their alternatives."""
-    ahead, waiting = times["run_ahead True"], times["run_ahead False"]
-    ratios = {
-        f"run_ahead on / off, step of {batch}": ms / waiting.steps_ms[batch] for batch, ms in ahead.steps_ms.items()
-    }
-    if "flashinfer" in times:
-        ratios["flashinfer / triton, prefill"] = times["flashinfer"].prefill_ms / times["triton"].prefill_ms
-    for name, ratio in ratios.items():
-        findings.aim(name, ratio, DEFAULT_SLACK, at_most=True, judged=has_goals)
-
-
-async def _measured(spec: EngineSpec, sizes: ChoiceSizes) -> EngineTimes:
-    engine = EngineClient()
-    draw, numbers = random.Random(1), itertools.count()
-    try:
-        ready = await engine.start(spec, START_S)
-
-        def send(tokens: int, output: int) -> None:
-            submit(engine, f"r{next(numbers)}", tuple(draw.choice(_TOKEN_IDS) for _ in range(tokens)), output)
-
-        prefills_s: list[float] = []
-        for _ in range(sizes.rounds + 1):  # the first one is warm-up
-            started_s = time.monotonic()
-            send(sizes.prompt, 1)
-            await finished_steps(engine, 1)
-            prefills_s.append(time.monotonic() - started_s)
-        steps_ms: dict[int, float] = {}
-        for batch in sizes.batches:
-            for _ in range(batch):
-                send(sizes.context, 2 * sizes.steps)  # the first ones decode while the last ones are prefilled
-            ends_s = [step.sampled_s for step in await finished_steps(engine, batch) if len(step.tokens) == batch]
-            steps_ms[batch] = statistics.median(b - a for a, b in itertools.pairwise(ends_s)) * 1e3
-    finally:
-        await engine.stop(5.0)
-    attention = next((note for note in ready.notes if note.startswith("prefill attention")), "")
-    return EngineTimes(steps_ms, statistics.median(prefills_s[1:]) * 1e3, attention)
+    for choice, default, other, kind in (
+        ("run_ahead on / off", "run_ahead True", "run_ahead False", "step"),
+        ("flashinfer / triton", "flashinfer", "triton", "prefill"),
+    ):
+        for what, ms in times.get(default, {}).items():
+            if what.startswith(kind):
+                ratio = ms / times[other][what]
+                findings.aim(f"{choice}, {what}", ratio, DEFAULT_SLACK, at_most=True, judged=has_goals)

@@ -2,7 +2,9 @@
 
 A step that fails stops the run, unless ``--keep-going``; a missed goal does not. The last line is one JSON object. Exit
 status: 0, 1 after a failure, 2 without a GPU, 130 after Ctrl-C.
-"""
+
+`python -m experiments.benchmarks.first_hour.run STEP OPTIONS RESULT` runs one step in a process of its own, so that a
+hung or poisoned GPU ends this process and not the run. OPTIONS are JSON, and the findings go to the file RESULT."""
 
 from __future__ import annotations
 
@@ -11,22 +13,75 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from experiments.benchmarks.first_hour.catalogue import STEPS
-from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict
+from experiments.benchmarks.first_hour import engine, machine, service
+from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict, run_pytest, tests
+from experiments.child_process import ROOT
 from experiments.messages import message_of
+from runtime.process import end_with_parent
 
-ROOT = Path(__file__).resolve().parents[3]
+_KERNELS = "tests/engine/cuda/test_kernels.py"
+_PROCESSES = "tests/kv_transfer/test_torch_dist_processes.py"
+_kernels = tests((_KERNELS, "-m", "cuda"), (_KERNELS, "-k", "norm_and_gate or padding"), TRITON_INTERPRET="1")
+"""On a GPU as they are, else in Triton's interpreter."""
+_decoder = tests(
+    ("tests/engine/cuda/test_decoder.py", "-m", "cuda"),
+    ("tests/engine/test_model_vs_transformers.py", "-k", "one_prompt and gqa"),
+)
+_losses = tests((_PROCESSES, "tests/kv_transfer/test_two_gpus.py", "-m", "cuda2"), (_PROCESSES, "-k", "gloo"))
+
+
+def _sanitizer(options: Options) -> Findings:
+    """A part of the same under compute-sanitizer, which finds accesses out of bounds."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return Findings(skipped="compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    before = (program, "--tool", "memcheck", "--error-exitcode", "86", "--target-processes", "all")
+    selection = ("-k", "norm_and_gate or padding or decodes_and_chunks")
+    allocator = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else accesses into the cache of the allocator look right
+    return run_pytest(options, _KERNELS, "-m", "cuda", *selection, before=before, environment=allocator)
+
+
+def _no_tensor_parallelism(options: Options) -> Findings:
+    return Findings(skipped="the engine has no tensor parallelism")
+
+
+_NEEDS_GPU = "needs a GPU"
+_MINUTE = 60.0
+STEPS = (
+    Step("environment", "versions, GPUs and modes with which the rest can work", machine.environment, 300, 120),
+    Step("kernels", "every kernel computes what PyTorch does", _kernels, 20 * _MINUTE, 15 * _MINUTE),
+    Step(
+        "sanitizer", "no kernel accesses memory out of bounds", _sanitizer, 30 * _MINUTE, 20 * _MINUTE,
+        not_on_cpu=_NEEDS_GPU,
+    ),
+    Step("decoder", "the decoder's tokens are those of transformers", _decoder, 20 * _MINUTE, 15 * _MINUTE),
+    Step("handoff", "1P1D on one device: equal tokens, all bytes", service.handoff, 15 * _MINUTE, 10 * _MINUTE),
+    Step("engine", "shares of the roofline", engine.benchmark, 30 * _MINUTE, 10 * _MINUTE),
+    Step("bench", "what disaggregation adds, with and without MPS", service.bench, 30 * _MINUTE, 15 * _MINUTE),
+    Step("budgets", "the default token budget is near the best", engine.budgets, 15 * _MINUTE, 10 * _MINUTE),
+    Step("sampling", "sampling 32 rows costs little beside greedy steps", engine.sampling, 10 * _MINUTE, 10 * _MINUTE),
+    Step("choices", "defaults are no slower than their alternatives", engine.choices, 20 * _MINUTE, 10 * _MINUTE),
+    Step("loss", "killed workers cost no request", service.loss, 20 * _MINUTE, 10 * _MINUTE),
+    Step("links", "hand-offs near a bare send and recv", service.links, 10 * _MINUTE, 5 * _MINUTE, gpus=2),
+    Step("link-loss", "peers that die or stop are given up in time", _losses, 30 * _MINUTE, 30 * _MINUTE, gpus=2),
+    Step("handoff-two", "1P1D on two GPUs: equal tokens, all bytes", service.handoff_two, 600, 600, gpus=2),
+    Step("tp", "tensor parallelism", _no_tensor_parallelism, _MINUTE, _MINUTE, gpus=2),
+    Step("soak", "2P2D for 30 minutes: flat memory", service.soak, 45 * _MINUTE, 10 * _MINUTE, gpus=2),
+)  # fmt: skip
+"""In order: each relies on what the ones before it have shown."""
 _END_S = 20.0  # a service takes a while to end in order
 _LOG_LINES = 25
 MOST_SOAK_S = 2400.0
@@ -97,7 +152,7 @@ def judge(step: Step, options: Options) -> Findings:
     told = [step.name, msgspec.json.encode(options).decode(), str(result)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.benchmarks.first_hour.catalogue", *told],
+            [sys.executable, "-m", "experiments.benchmarks.first_hour.run", *told],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
@@ -201,3 +256,19 @@ def _now() -> str:
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def run_step(name: str, options: str, result: str) -> None:
+    """Run a step, in the process that `judge` starts."""
+    end_with_parent()
+    step = next(each for each in STEPS if each.name == name)
+    try:
+        findings = step.run(msgspec.json.decode(options, type=Options))
+    except Exception as error:  # noqa: BLE001 - whatever it was, it is the step's finding
+        traceback.print_exc()
+        findings = Findings(problems=[f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"])
+    Path(result).write_bytes(msgspec.json.encode(findings))
+
+
+if __name__ == "__main__":
+    run_step(*sys.argv[1:])

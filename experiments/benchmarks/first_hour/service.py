@@ -1,15 +1,18 @@
-"""Steps of whole services, without Ray: gateway and workers are processes of the step."""
+"""Steps of whole services, without Ray (gateway and workers are processes of the step), and of the links between two
+GPUs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import multiprocessing
 import random
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,11 +20,12 @@ import msgspec
 import psutil
 
 from experiments.benchmarks.first_hour.engine import model_for
-from experiments.benchmarks.first_hour.programs import last_line
-from experiments.benchmarks.first_hour.step import Findings, Options
+from experiments.benchmarks.first_hour.step import Findings, Options, last_line
+from experiments.benchmarks.handoff_pair import handoff_pair
 from experiments.load import Outcome, run_load
 from experiments.workloads.arrivals import ClosedLoop
 from experiments.workloads.conversation import Conversation, Turn
+from ops.launch.ports import free_port
 from pdserve import AsyncClient, Client, Generation
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
@@ -113,12 +117,6 @@ def _prompt(tokens: int, seed: object) -> list[int]:
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
-class Added(msgspec.Struct):
-    """What disaggregation adds to a figure, in milliseconds."""
-
-    median: float
-
-
 class BenchLine(msgspec.Struct):
     """What is judged of the JSON line of `pdserve bench`: spreads of figures by mode, and what is added by figure."""
 
@@ -127,7 +125,7 @@ class BenchLine(msgspec.Struct):
     kv_bytes_equal_expected: bool
     leaked_blocks: int | None
     by_mode: dict[str, dict[str, dict[str, float] | None]]
-    added_ms: dict[str, Added | None]
+    added_ms: dict[str, dict[str, float | None] | None]
 
 
 def bench(options: Options) -> Findings:
@@ -177,7 +175,7 @@ def _bench(findings: Findings, options: Options, mps: str) -> float:
     share = statistics.median(shares[1:])  # the first one is warm-up
     findings.aim(f"{name}: exposed / prefill", share, EXPOSED_GOAL, at_most=True, judged=options.has_goals)
     added = result.added_ms[Figure.TTFT_DECODE.value]
-    return added.median if added else 0.0
+    return (added and added["median"]) or 0.0
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -244,17 +242,11 @@ async def _answers(
 # --- soak ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """Bytes in use: resident ones of all processes of the service without what they share (pools on the host, whose
-    pages come with their first use), and those of all GPUs. ``by_process`` are the resident ones of each, by name."""
-
-    resident: int
-    on_gpus: int
-    by_process: Mapping[str, int] = field(default_factory=dict)
-
-
-RESIDENT_SLACK, GPU_SLACK = 64 * 2**20, 64 * 2**20
+GPUS = "GPUs"
+MemorySample = Mapping[str, int]
+"""Bytes in use: by process of the service the resident ones without what processes share (pools on the host, whose
+pages come with their first use), and all of the `GPUS`."""
+SLACK_BYTES = 64 * 2**20
 
 
 def soak(options: Options) -> Findings:
@@ -294,19 +286,20 @@ def judge_memory(findings: Findings, samples: Sequence[MemorySample], *, judged:
     if not quarter:
         findings.problems.append(f"{len(samples)} samples of memory are too few")
         return
-    eighths = [samples[len(samples) * part // 8 : len(samples) * (part + 1) // 8] for part in range(8)]
+    resident = [sum(each.values()) - each[GPUS] for each in samples]
     figures = findings.figures
-    figures["resident in each eighth, MiB"] = [max(each.resident for each in part) >> 20 for part in eighths if part]
+    eighths = [resident[len(samples) * part // 8 : len(samples) * (part + 1) // 8] for part in range(8)]
+    figures["resident in each eighth, MiB"] = [max(part) >> 20 for part in eighths if part]
     figures["resident by process, MiB"] = {
-        name: [samples[at].by_process.get(name, 0) >> 20 for at in (quarter, 2 * quarter, 3 * quarter, -1)]
-        for name in samples[-1].by_process
+        name: [samples[at].get(name, 0) >> 20 for at in (quarter, 2 * quarter, 3 * quarter, -1)]
+        for name in samples[-1]
+        if name != GPUS
     }
-    for name, slack in (("resident", RESIDENT_SLACK), ("on_gpus", GPU_SLACK)):
-        middle = max(getattr(each, name) for each in samples[quarter : 2 * quarter])
-        end = max(getattr(each, name) for each in samples[-quarter:])
+    for name, taken in (("resident", resident), ("on_gpus", [each[GPUS] for each in samples])):
+        middle, end = max(taken[quarter : 2 * quarter]), max(taken[-quarter:])
         figures[f"{name}, MiB"] = [middle >> 20, end >> 20]
         findings.require(
-            end <= middle + slack or not judged,
+            end <= middle + SLACK_BYTES or not judged,
             f"{name} memory grew from {middle >> 20} MiB to {end >> 20} MiB in the second half",
         )
     if not judged:
@@ -334,16 +327,71 @@ async def _under_load(
 
 
 def _memory(cluster: LocalCluster, options: Options) -> MemorySample:
-    by_process: dict[str, int] = {}
+    found = {GPUS: 0}
     for name, popen in cluster.processes.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(popen.pid)
-            by_process[name] = process.memory_full_info().uss
+            found[name] = process.memory_full_info().uss
             children = process.children(recursive=True)
-            by_process[f"{name}'s engine"] = sum(each.memory_full_info().uss for each in children)
-    on_gpus = 0
+            found[f"{name}'s engine"] = sum(each.memory_full_info().uss for each in children)
     if options.on_gpu:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        on_gpus = sum(map(int, asked.stdout.split())) * 2**20
-    return MemorySample(sum(by_process.values()), on_gpus, by_process)
+        found[GPUS] = sum(map(int, asked.stdout.split())) * 2**20
+    return found
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+RATE_GOAL = 0.80
+_BARE_S = 120.0
+
+
+def links(options: Options) -> Findings:
+    """Hand-offs of the 8b shape's blocks over torch_dist, beside send and recv of the same bytes."""
+    num_bytes, turns = (2**30, 10) if options.has_goals else (2**25, 3)
+    port = free_port("127.0.0.1", 0)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+        ends = [processes.submit(_bare, rank, options.device, port, num_bytes, turns) for rank in (0, 1)]
+        bare_s = statistics.median(ends[1].result(_BARE_S))
+    with handoff_pair("8b", "torch_dist", probe=False, device=options.device) as pair:
+        pair.start(num_bytes)
+        # The first one is warm-up.
+        ours_s = statistics.median([pair.seconds(num_bytes, checked=False) for _ in range(turns + 1)][1:])
+    findings = Findings()
+    findings.figures |= {
+        "bare, GB/s": round(num_bytes / bare_s / 1e9, 2),
+        "hand-offs, GB/s": round(num_bytes / ours_s / 1e9, 2),
+    }
+    findings.aim("hand-offs / bare", bare_s / ours_s, RATE_GOAL, judged=options.has_goals)
+    return findings
+
+
+def _bare(rank: int, device: str, port: int, num_bytes: int, turns: int) -> list[float]:
+    """torch.distributed's send and recv of whole messages, as many at a time as there are. Seconds of each turn."""
+    import torch
+
+    distributed: Any = torch.distributed
+    where: dict[str, Any] = {}
+    if device != "cpu":
+        device = f"{device}:{rank}"
+        torch.cuda.set_device(device)
+        where["device_id"] = torch.device(device)
+    store = distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    backend = "gloo" if device == "cpu" else "nccl"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=2, **where)
+    size = min(num_bytes, 64 * 2**20)
+    messages = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_bytes // size)]
+    times_s: list[float] = []
+    for _ in range(turns + 1):
+        distributed.barrier()
+        started_s = time.monotonic()
+        works = [distributed.isend(each, 1) if rank == 0 else distributed.irecv(each, 0) for each in messages]
+        for work in works:
+            if work is not None:
+                work.wait()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times_s.append(time.monotonic() - started_s)
+    distributed.barrier()
+    return times_s[1:]  # the first one is warm-up

@@ -1,11 +1,22 @@
-"""A step of the first hour on a GPU, and what comes of it."""
+"""A step of the first hour on a GPU, what comes of it, and programs of the repository that are parts of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+from xml.etree import ElementTree
 
 import msgspec
+
+from experiments.child_process import ROOT
+from experiments.messages import message_of
+
+T = TypeVar("T")
 
 
 class Verdict(StrEnum):
@@ -89,3 +100,54 @@ class Step(msgspec.Struct, frozen=True):
         if options.num_gpus < self.gpus:
             return f"needs {self.gpus} GPUs, and torch sees {options.num_gpus}"
         return ""
+
+
+def run_pytest(
+    options: Options,
+    *selection: str,
+    before: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Findings:
+    """Run pytest on ``selection``, under the command ``before``. Failures are problems, and so is a selection of which
+    nothing ran."""
+    findings = Findings()
+    report = Path(options.folder) / "tests.xml"
+    report.unlink(missing_ok=True)
+    command = [*before, sys.executable, "-m", "pytest", *selection, "-q", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--timeout", "900", f"--junitxml={report}"],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    failed: list[str] = []
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        found = {child.tag for child in case}
+        if found & {"failure", "error"}:
+            failed.append(str(case.get("name")))
+        counts["failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"] += 1
+    findings.figures["tests"] = counts
+    findings.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {', '.join(failed[:5])}")
+    findings.require(counts["passed"] > 0, "no test ran: all were skipped")
+    return findings
+
+
+def tests(on_gpu: tuple[str, ...], on_cpu: tuple[str, ...], **environment: str) -> Callable[[Options], Findings]:
+    """A step that consists of these tests. ``environment`` is that on CPUs."""
+
+    def run(options: Options) -> Findings:
+        return run_pytest(options, *on_gpu) if options.on_gpu else run_pytest(options, *on_cpu, environment=environment)
+
+    return run
+
+
+def last_line(expected: type[T], *command: str) -> T:
+    """Run Python with these arguments, and return what its last line of JSON says. RuntimeError if it fails,
+    WrongMessage if the line lacks a figure."""
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    sys.stdout.write(done.stdout)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}")
+    return message_of(lines[-1].encode(), expected, " ".join(command[:2]))

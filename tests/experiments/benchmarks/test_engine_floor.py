@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.benchmarks.engine_sides import Case, Floor
 from checkpoints.source import resolve_model
+from experiments.benchmarks.engine_sides import Floor
 from experiments.engine_alone.ceilings import Ceilings, Sizes
+from experiments.engine_alone.steps import StepCase
 from tests.strict_cuda import CudaMisuse, StrictGpus
 
 SMALL = Sizes(2**22, 64)
@@ -27,12 +28,13 @@ def test_events_of_the_gpu_take_the_times() -> None:
 def test_a_decode_step_on_a_gpu_reads_weights_and_cache_but_no_embedding() -> None:
     """The embedding of a model with an output head of its own is read one row per token."""
     shape = resolve_model("tiny").shape
-    floor = Floor(shape, "cuda:1", 32, on_strict_gpu())
-    floor.read_bytes_per_s = lambda: 1.0  # type: ignore[method-assign]
+    ceilings = on_strict_gpu()
+    ceilings.read_bytes_per_s = lambda repeats=1: 1.0  # type: ignore[method-assign]
+    floor = Floor(shape, "cuda:1", 32, ceilings)
     matrices = shape.num_layers * shape.layer_matrices + shape.vocab_size * shape.hidden_size
     kv_bytes = 3 * 101 * shape.kv_bytes_per_token("bfloat16")
-    assert floor.measure_s(Case(0, 3, 100)) == 2 * matrices + kv_bytes
-    assert floor.measure_s(Case(48)) > 0
+    assert floor.measure_s(StepCase(3, 1, 100)) == 2 * matrices + kv_bytes
+    assert floor.measure_s(StepCase(1, 48)) > 0
 
 
 def test_times_are_read_from_timed_events_of_one_gpu_that_have_passed() -> None:

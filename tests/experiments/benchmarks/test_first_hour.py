@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
-from experiments.benchmarks.first_hour.catalogue import STEPS
-from experiments.benchmarks.first_hour.engine import EngineLine, EngineTimes, judge_benchmark, judge_budgets, judge_choices
-from experiments.benchmarks.first_hour.programs import last_line
-from experiments.benchmarks.first_hour.run import judge, main
-from experiments.benchmarks.first_hour.service import MemorySample, judge_memory
-from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict
 from checkpoints.source import resolve_model
+from experiments.benchmarks.first_hour.engine import EngineLine, judge_benchmark, judge_budgets, judge_choices
+from experiments.benchmarks.first_hour.run import STEPS, judge, main
+from experiments.benchmarks.first_hour.service import GPUS, judge_memory
+from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict, last_line
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.messages import WrongMessage
 
@@ -92,8 +89,8 @@ def test_the_default_budget_is_held_against_the_best() -> None:
 
 def test_defaults_are_held_against_their_alternatives() -> None:
     times = {
-        "run_ahead True": EngineTimes({1: 5.0, 32: 10.0}, 100.0, ""),
-        "run_ahead False": EngineTimes({1: 5.0, 32: 11.0}, 100.0, ""),
+        "run_ahead True": {"step of 1": 5.0, "step of 32": 10.0, "prefill of 8": 100.0},
+        "run_ahead False": {"step of 1": 5.0, "step of 32": 11.0, "prefill of 8": 100.0},
     }
     findings = Findings()
     judge_choices(findings, times, has_goals=True)
@@ -101,24 +98,24 @@ def test_defaults_are_held_against_their_alternatives() -> None:
     assert findings.figures == {
         "run_ahead on / off, step of 1": 1.0, "run_ahead on / off, step of 32": 0.9091,
     }  # fmt: skip
-    kernels = {"flashinfer": EngineTimes({}, 120.0, ""), "triton": EngineTimes({}, 100.0, "")}
+    kernels = {"flashinfer": {"prefill of 8": 120.0}, "triton": {"prefill of 8": 100.0}}
     slow = Findings()
     judge_choices(slow, times | kernels, has_goals=True)
-    assert slow.below == ["flashinfer / triton, prefill is 1.2, and the goal is at most 1.02"]
+    assert slow.below == ["flashinfer / triton, prefill of 8 is 1.2, and the goal is at most 1.02"]
 
 
 @pytest.mark.parametrize(
     ("grown", "verdict"),
     [
-        (MemorySample(0, 0), Verdict.PASSED),
-        (MemorySample(65 * MIB, 0), Verdict.FAILED),
-        (MemorySample(0, 65 * MIB), Verdict.FAILED),
+        ({}, Verdict.PASSED),
+        ({"worker": 65 * MIB}, Verdict.FAILED),
+        ({GPUS: 65 * MIB}, Verdict.FAILED),
     ],
 )
-def test_memory_that_grows_in_the_second_half_is_a_failure(grown: MemorySample, verdict: Verdict) -> None:
-    base = MemorySample(1000 * MIB, 1000 * MIB)
-    start = replace(base, resident=base.resident - 500 * MIB)  # a start may grow
-    end = MemorySample(base.resident + grown.resident, base.on_gpus + grown.on_gpus)
+def test_memory_that_grows_in_the_second_half_is_a_failure(grown: dict[str, int], verdict: Verdict) -> None:
+    base = {"worker": 1000 * MIB, GPUS: 1000 * MIB}
+    start = {**base, "worker": 500 * MIB}  # a start may grow
+    end = {name: used + grown.get(name, 0) for name, used in base.items()}
     findings = Findings()
     judge_memory(findings, [start] * 5 + [base] * 10 + [end] * 5)
     assert findings.verdict is verdict

@@ -9,5 +9,6 @@ from experiments.benchmarks.overload import Window, _refusals
 
 def test_no_refusals_have_no_times() -> None:
     quantiles = dict.fromkeys(("p50_ms", "p90_ms", "p99_ms", "p100_ms"))
-    assert _refusals(Window(1.0)) == {"count": 0, **quantiles, "within_50_ms": 0.0}
-    json.dumps(_refusals(Window(1.0)), allow_nan=False)
+    refusals = _refusals(Window.of(1.0, []))
+    assert refusals == {"count": 0, **quantiles, "within_50_ms": 0.0}
+    json.dumps(refusals, allow_nan=False)

@@ -6,20 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from experiments.benchmarks.handoff_pair import HandoffPair
-from experiments.benchmarks.library_pairs import LibraryPair, MooncakeTcp, Nixl, PeerEnvironment
+from experiments.benchmarks.handoff_pair import handoff_pair, layout_of
+from experiments.benchmarks.peers import PeerEnvironment, PeerPair, mooncake_tcp, nixl
 from experiments.benchmarks.transfer import MB, rates_gbs
+from experiments.child_process import ChildFailed, ChildProcess
 from experiments.messages import WrongMessage
-from experiments.pairs.child_process import ChildProcess
 from experiments.pairs.endpoint import Digested
-from experiments.pairs.memcpy import Memcpy
-from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
-from experiments.pairs.raw_tcp import RawTcp
+from experiments.pairs.pair import Pair, PairUnavailable, memcpy, socket
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,29 +34,31 @@ class GivenEnvironment(PeerEnvironment):
         return self._given
 
 
-class LazyMemcpy(Memcpy):
+class LazyPair(Pair):
     """Moves all bytes but the last."""
 
     def _move(self, num_bytes: int) -> float:
         return super()._move(num_bytes - 1)
 
 
-class LazyLibrary(LibraryPair):
-    """A library that starts and moves nothing."""
-
-    name = "lazy"
-    module = "experiments.pairs.raw_tcp"
-    requirement = "nothing"
-    probe = False
+class LazyPeer(PeerPair):
+    """A library that starts and moves nothing more."""
 
     def _move(self, num_bytes: int) -> float:
-        raise PairFailed(f"lazy moved {num_bytes} bytes, and the target has none of them")
+        if num_bytes < MB:
+            return super()._move(num_bytes)
+        raise ChildFailed(f"lazy moved {num_bytes} bytes, and the target has none of them")
 
 
-class LostProgram(LibraryPair):
-    name = "lost"
-    module = "experiments.benchmarks.no_such_program"
-    requirement = "nothing"
+CEILINGS = "experiments.pairs.ceilings"
+
+
+def lazy_memcpy() -> Pair:
+    return LazyPair("memcpy", CEILINGS, "memcpy", pulls=True, probe=False)
+
+
+def peer(kind: type[PeerPair], name: str, module: str, python: Path = Path(sys.executable)) -> PeerPair:
+    return kind(name, "nothing", "memcpy", environment=GivenEnvironment(python), variables={}, module=module)
 
 
 def script(path: Path, *lines: str) -> Path:
@@ -68,38 +69,38 @@ def script(path: Path, *lines: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [Memcpy, RawTcp])
-def test_it_moves_bytes(kind: type[Pair]) -> None:
+@pytest.mark.parametrize("kind", [memcpy, socket])
+def test_it_moves_bytes(kind: Callable[[], Pair]) -> None:
     with kind() as pair:
         pair.start(MB + 3)
         for num_bytes in (1, 4097, MB + 3, MB + 3):  # a size's first transfer checks the content, the second does not
             assert 0 < pair.seconds(num_bytes) < 60
-        with pytest.raises(PairFailed, match="cannot move 1048580 bytes"):
+        with pytest.raises(ChildFailed, match="cannot move 1048580 bytes"):
             pair.seconds(MB + 4)
-        pids = pair.pids if isinstance(pair, RawTcp) else ()
+        pids = pair.pids
+        assert len(pids) == 2
         assert all(map(psutil.pid_exists, pids))
     assert not any(map(psutil.pid_exists, pids))
-    with pytest.raises(PairFailed, match="its buffers have 0"):
+    with pytest.raises(ChildFailed, match="its buffers have 0"):
         pair.seconds(1)
 
 
 def test_wrong_bytes_are_noticed() -> None:
-    with LazyMemcpy() as pair:
+    with lazy_memcpy() as pair:
         pair.start(MB)
-        with pytest.raises(PairFailed, match="the target has others than the source"):
+        with pytest.raises(ChildFailed, match="the target has others than the source"):
             pair.seconds(MB)
 
 
-def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
+def test_processes_end_with_whoever_started_them() -> None:
     program = (
-        "import sys; from experiments.pairs.raw_tcp import RawTcp\n"
-        "pair = RawTcp(); pair.start(4096)\n"
+        "import sys; from experiments.pairs.pair import socket\n"
+        "pair = socket(); pair.start(4096)\n"
         "sys.stdout.write(' '.join(map(str, pair.pids)) + '\\n'); sys.stdout.flush(); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # its logs stay behind
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -113,22 +114,19 @@ def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
 
 
 def test_a_dead_process_is_an_error() -> None:
-    with RawTcp() as pair:
+    with socket() as pair:
         pair.start(MB)
         os.kill(pair.pids[0], signal.SIGKILL)
-        with pytest.raises(PairFailed, match=r"tcp's (source|target) ended \(exit status -?\d+\)"):
+        with pytest.raises(ChildFailed, match=r"socket's (source|target) ended \(exit status -?\d+\)"):
             pair.seconds(MB)
 
 
 def test_a_silent_process_is_an_error(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "echo deep in thought >&2", "exec cat")
-    child = ChildProcess("it", python, "module", log=tmp_path / "log", environment={})
-    try:
+    with ChildProcess("it", "module", python=python) as child:
         assert child.ask(10, Digested("0a"), Digested) == Digested("0a")
-        with pytest.raises(PairFailed, match=r"(?s)it did not answer within 0.05 s.*deep in thought"):
+        with pytest.raises(ChildFailed, match=r"(?s)it did not answer within 0.05 s.*deep in thought"):
             child.receive(0.05, Digested)
-    finally:
-        child.close()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_a_silent_process_is_an_error(tmp_path: Path) -> None:
 )
 def test_an_answer_of_the_wrong_shape_is_an_error_with_its_text(tmp_path: Path, said: str, reason: str) -> None:
     python = script(tmp_path / "python", f"echo '{said}'", "exec cat >&2")
-    pair = MooncakeTcp(GivenEnvironment(python))
+    pair = mooncake_tcp(GivenEnvironment(python))
     with pytest.raises(WrongMessage) as raised:
         pair.start(MB)
     wanted = "mooncake_tcp's source was to send Ready(address) or Unavailable(reason), and sent"
@@ -150,20 +148,20 @@ def test_an_answer_of_the_wrong_shape_is_an_error_with_its_text(tmp_path: Path, 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_hand_off_moves_whole_blocks(transport: str) -> None:
-    with HandoffPair("135m", transport) as pair:
-        size = 3 * pair.layout.block_bytes
+    with handoff_pair("135m", transport) as pair:
+        size = 3 * layout_of("135m").block_bytes
         pair.start(size)
         assert 0 < pair.seconds(size) < 60
-        assert 0 < pair.unchecked(size) < 60
+        assert 0 < pair.seconds(size, checked=False) < 60
 
 
 def test_a_program_that_ends_quotes_its_log() -> None:
     with pytest.raises(PairUnavailable, match=r"(?s)lost's source ended \(exit status 1\).*no_such_program"):
-        LostProgram(GivenEnvironment(Path(sys.executable))).start(MB)
+        peer(PeerPair, "lost", "experiments.no_such_program").start(MB)
 
 
-@pytest.mark.parametrize(("kind", "module"), [(Nixl, "nixl_cu12"), (MooncakeTcp, "mooncake")])
-def test_a_library_that_is_not_there(kind: type[LibraryPair], module: str) -> None:
+@pytest.mark.parametrize(("kind", "module"), [(nixl, "nixl_cu12"), (mooncake_tcp, "mooncake")])
+def test_a_library_that_is_not_there(kind: Callable[[PeerEnvironment], PeerPair], module: str) -> None:
     with (
         kind(GivenEnvironment(Path(sys.executable))) as pair,
         pytest.raises(PairUnavailable, match=f"No module named '{module}"),
@@ -176,7 +174,7 @@ def test_a_shared_library_that_is_not_there(tmp_path: Path) -> None:
     reason = "libibverbs.so.1: cannot open shared object file: No such file or directory"
     python = script(tmp_path / "python", f"""echo '{{"kind": "Unavailable", "reason": "{reason}"}}'""", "exec cat >&2")
     with pytest.raises(PairUnavailable, match="install Debian's libibverbs1"):
-        MooncakeTcp(GivenEnvironment(python)).start(MB)
+        mooncake_tcp(GivenEnvironment(python)).start(MB)
 
 
 def test_an_installation_that_fails_is_tried_once(tmp_path: Path) -> None:
@@ -186,24 +184,24 @@ def test_an_installation_that_fails_is_tried_once(tmp_path: Path) -> None:
     environment = PeerEnvironment(folder)
     for tcp_only in (False, True):
         with pytest.raises(PairUnavailable, match=r"installing nixl-cu12.* failed: ERROR: no such thing"):
-            Nixl(environment, tcp_only=tcp_only).start(MB)
+            nixl(environment, tcp_only=tcp_only).start(MB)
     assert (tmp_path / "tries").read_text() == "tried\n"
 
 
 def test_a_quick_run_installs_nothing(tmp_path: Path) -> None:
     with pytest.raises(PairUnavailable, match=r"nixl-cu12.* is not installed, and a quick run installs nothing"):
-        Nixl(PeerEnvironment(tmp_path / "venv", installs=False)).start(MB)
+        nixl(PeerEnvironment(tmp_path / "venv", installs=False)).start(MB)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_transfer_of_ours_that_fails_ends_the_benchmark() -> None:
-    with pytest.raises(PairFailed, match="the target has others than the source"):
-        rates_gbs([LazyMemcpy()], {"1": MB}, 1)
+    with pytest.raises(ChildFailed, match="the target has others than the source"):
+        rates_gbs([lazy_memcpy()], {"1": MB}, 1)
 
 
 def test_a_measurement_goes_on_without_what_cannot_run() -> None:
-    environment = GivenEnvironment(Path(sys.executable))
-    result = rates_gbs([Memcpy(), Nixl(environment), LazyLibrary(environment)], {"1": MB, "2": 2 * MB}, rounds=2)
+    missing, lazy = nixl(GivenEnvironment(Path(sys.executable))), peer(LazyPeer, "lazy", CEILINGS)
+    result = rates_gbs([memcpy(), missing, lazy], {"1": MB, "2": 2 * MB}, rounds=2)
     assert set(result["memcpy"]) == {"1", "2"}
     assert result["nixl"] == {"unavailable": "No module named 'nixl_cu12'"}
     assert result["lazy"] == {"unavailable": "lazy moved 1048576 bytes, and the target has none of them"}

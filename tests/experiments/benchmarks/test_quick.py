@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,16 @@ import pytest
 
 from experiments.benchmarks import served
 from experiments.benchmarks.bare_grpc import bare_server
+from experiments.child_process import ChildFailed
 from experiments.messages import WrongMessage
 
 ROOT = Path(__file__).resolve().parents[3]
 MAKEFILE = (ROOT / "Makefile").read_text()
-PROGRAMS = dict(re.findall(r"^bench-(\w+):.*\n\t\$\(BIN\)/python -m (experiments\.benchmarks\.\w+)", MAKEFILE, re.MULTILINE))
-"""The programs of the targets."""
+PROGRAM = re.compile(
+    r"^bench-(\w+):.*\n\t\$\(BIN\)/python -m (experiments\.benchmarks\.[^$\n]*?)( --vllm.*)?$", re.MULTILINE
+)
+PROGRAMS = {target: program.split() for target, program, _ in PROGRAM.findall(MAKEFILE)}
+"""The programs of the targets, with their arguments."""
 TIMEOUT_S = 500.0
 
 Keys = tuple[str, ...]
@@ -77,8 +81,8 @@ FIGURES = {
         *each("off roles", "windows", "*", "sent_per_s goodput_per_s"),
     ],
     "gateways": [
-        *each("s4 s128", "us_per_request_1 us_per_request_2 x"),
-        *each("resumed resume_p50_s resume_max_s"),
+        *each("gateways", "s4 s128", "us_per_request_1 us_per_request_2 x"),
+        *each("gateways", "resumed resume_p50_s resume_max_s"),
     ],
     "overload": [
         *each("windows", "*", "sent_per_s goodput_per_s refused other_errors first_p50_ms first_p99_ms"),
@@ -90,15 +94,17 @@ FIGURES = {
         *each("cancel_to_free_ms", "queued prefilling transferring decoding", "p50 max"),
     ],
     "router": [
-        *each("s4", "requests_per_s echo_requests_per_s requests_per_s_by_wall echo_requests_per_s_by_wall"),
-        *each("s128", "messages_per_s echo_messages_per_s messages_per_s_by_wall echo_messages_per_s_by_wall"),
-        *each("s4 s128", "x_echo"),
-        *each("s4 s128", "cpu_us", "gateway echo"),
-        *each("added_latency_p50_ms"),
-        *each("flat", "workers waiting", "few many ratio"),
-        *each("flat", "workers waiting", "us", "few many"),
-        *each("observed", "messages service_us"),
-        *each("observed", "gateway_us added_to_service", "*"),
+        *each("router", "s4", "requests_per_s echo_requests_per_s requests_per_s_by_wall echo_requests_per_s_by_wall"),
+        *each(
+            "router", "s128", "messages_per_s echo_messages_per_s messages_per_s_by_wall echo_messages_per_s_by_wall"
+        ),
+        *each("router", "s4 s128", "x_echo"),
+        *each("router", "s4 s128", "cpu_us", "gateway echo"),
+        *each("router", "added_latency_p50_ms"),
+        *each("router", "flat", "workers waiting", "few many ratio"),
+        *each("router", "flat", "workers waiting", "us", "few many"),
+        *each("router", "observed", "messages service_us"),
+        *each("router", "observed", "gateway_us added_to_service", "*"),
     ],
     "sampling": [
         *each("cases", "*", "rows ms least_ms"),
@@ -110,10 +116,12 @@ FIGURES = {
         *each("pdserve", "16", "ttft ttft_decode itl added_ttft added_ttft_decode"),
     ],
     "strangers": [
-        *each("connections ports kv_refused"),
-        *each("windows", "without elsewhere with", "*", "requests ttft_p50_ms latency_p50_ms latency_p99_ms"),
-        *each("windows", "without elsewhere with", "*", "cpu_ms_per_s opened"),
-        *each("ratios", "ttft_p50_ms latency_p50_ms latency_p99_ms", "without elsewhere"),
+        *each("strangers", "connections ports kv_refused"),
+        *each(
+            "strangers", "windows", "without elsewhere with", "*", "requests ttft_p50_ms latency_p50_ms latency_p99_ms"
+        ),
+        *each("strangers", "windows", "without elsewhere with", "*", "requests cpu_ms_per_s opened"),
+        *each("strangers", "ratios", "ttft_p50_ms latency_p50_ms latency_p99_ms", "without elsewhere"),
     ],
     "transfer": [
         *each("ceiling", "memcpy_gbs tcp_gbs"),
@@ -151,11 +159,11 @@ FAILURES = {
 # --- running a benchmark ---------------------------------------------------------------------------------------------
 
 
-def run(program: str, state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(program: Sequence[str], state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A quick run to its end. Its services have their state in ``state``, where nothing may be left."""
     environment = {**os.environ, "XDG_STATE_HOME": str(state)}
     process = subprocess.Popen(
-        [sys.executable, "-m", program, "--quick", *arguments],
+        [sys.executable, "-m", *program, "--quick", *arguments],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -168,7 +176,7 @@ def run(program: str, state: Path, *arguments: str) -> subprocess.CompletedProce
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)  # it ends its services
         out, err = process.communicate(timeout=90)
-        pytest.fail(f"{program} was not done within {TIMEOUT_S:.0f} s:\n{out[-2000:]}{err[-4000:]}")
+        pytest.fail(f"{program[0]} was not done within {TIMEOUT_S:.0f} s:\n{out[-2000:]}{err[-4000:]}")
     finally:
         process.kill()
     assert not list(state.glob("pdserve/*.json")), "a service is left"
@@ -289,6 +297,9 @@ def test_an_answer_of_vllm_without_its_parameters_is_an_error(monkeypatch: pytes
 
 def test_a_server_that_ends_is_an_error() -> None:
     before = psutil.Process().children()
-    with pytest.raises(WrongMessage, match=r"nothing ended before it sent Listening\(port\)"), bare_server("nothing"):
+    with (
+        pytest.raises(ChildFailed, match=r"the server of kind nothing ended \(exit status 1\)"),
+        bare_server("nothing"),
+    ):
         pass
     assert psutil.Process().children() == before

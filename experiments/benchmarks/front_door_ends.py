@@ -1,20 +1,25 @@
-"""Workers without an engine that speak real protocols: `python -m experiments.benchmarks.stub_workers COUNT REGISTRIES STEP_MS`.
+"""What the front door is measured with, each a process of its own:
 
-COUNT workers, half of them prefill and half decode workers, register at the REGISTRIES of all gateways (with commas
-between) and serve their requests.
-A prefill worker answers at once with token 1. A decode worker gives every request one token in each step of STEP_MS
-milliseconds, as an engine does (0: all tokens at once), and says that it has received the KV. The secret comes from
-the environment.
-"""
+- `python -m experiments.benchmarks.front_door_ends workers COUNT REGISTRIES STEP_MS` are workers without an engine that
+  speak real protocols, half of them prefill and half decode workers. They register at the REGISTRIES of all gateways
+  (with commas between) and serve their requests. A prefill worker answers at once with token 1. A decode worker gives
+  every request one token in each step of STEP_MS milliseconds, as an engine does (0: all tokens at once), and says that
+  it has received the KV.
+- `… unobserved CONFIG_JSON REGISTRY_ADDRESS` is a gateway without metrics, live view and traces of requests, for
+  measuring what these cost."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 from dataclasses import replace
-from itertools import count
+from typing import Any
 
+import gateway.gateway_thread
+from gateway.__main__ import main as serve_gateway
+from gateway.gateway import Gateway
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.handoff import PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
@@ -53,8 +58,6 @@ class StubWorker:
         for heartbeat in self._heartbeats:
             heartbeat.start()
 
-    # --- what the gateway sees ---------------------------------------------------------------------------------------
-
     def report(self, blocks_after: int | None) -> Beat:
         """The worker, idle or not, has room for everything."""
         info = replace(
@@ -85,8 +88,6 @@ class StubWorker:
         """Report at once."""
         for heartbeat in self._heartbeats:
             heartbeat.wake()
-
-    # --- requests ----------------------------------------------------------------------------------------------------
 
     def begin(self, work: Work, outbox: Outbox, received_s: float) -> None:
         """Serve a request."""
@@ -135,16 +136,34 @@ class StubWorker:
                 task.cancel()
 
 
-async def main(number: int, registry: str, step_s: float) -> None:
+async def _work(count: int, registries: list[str], step_s: float) -> None:
     """Serve until ended."""
-    secret = ServiceSecret.from_environment()
-    numbers = count()
-    for _ in range(number // 2):
+    secret, numbers = ServiceSecret.from_environment(), itertools.count()
+    for _ in range(count // 2):
         for role in Role:
-            await StubWorker(role, next(numbers), registry.split(","), step_s, secret).start()
+            await StubWorker(role, next(numbers), registries, step_s, secret).start()
     await asyncio.Event().wait()
+
+
+class UnobservedGateway(Gateway):
+    """A gateway whose requests have no observers."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._inference._observers = ()
+
+
+def main(role: str, *given: str) -> None:
+    """The whole process."""
+    if role == "workers":
+        count, registries, step_ms = given
+        asyncio.run(_work(int(count), registries.split(","), float(step_ms) / 1e3))
+        return
+    setattr(gateway.gateway_thread, "Gateway", UnobservedGateway)  # noqa: B010 - an imported name
+    del sys.argv[1]
+    serve_gateway()
 
 
 if __name__ == "__main__":
     end_with_parent()
-    asyncio.run(main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]) / 1e3))
+    main(*sys.argv[1:])
