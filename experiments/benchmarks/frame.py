@@ -19,10 +19,10 @@ import psutil
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from experiments.deployment import Deployment
 from experiments.load import Outcome, run_load
+from experiments.report.drawing import frame_of
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from gateway.token_file import digest_of
@@ -176,34 +176,11 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _show(figures: Mapping[str, Any], title: str = "") -> None:
-    """Mappings of the same kind become one table, with its longer side downwards. Other nested ones have their own."""
-    nested = {name: each for name, each in figures.items() if isinstance(each, Mapping)}
-    if len(nested) == len(figures) and all(any(map(_is_plain, each.values())) for each in nested.values()):
-        columns = list(dict.fromkeys(column for each in nested.values() for column in each))
-        cells = {name: {column: nested[name].get(column, "") for column in columns} for name in nested}
-        if len(columns) > len(cells):
-            cells = {column: {name: row[column] for name, row in cells.items()} for column in columns}
-        _print_table(title, cells)
-        return
-    _print_table(title, {name: {"": each} for name, each in figures.items() if name not in nested})
-    for name, each in nested.items():
-        _show(each, f"{title} {name}".strip())
-
-
-def _print_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    if rows:
-        table = Table(title, *next(iter(rows.values())), box=None)
-        for name, row in rows.items():
-            table.add_row(name, *map(_text, row.values()))
-        _out.print(table)
-
-
-def _is_plain(value: Any) -> bool:
-    return not isinstance(value, Mapping)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
-    return ", ".join(map(_text, value)) if isinstance(value, list) else "–" if value is None else str(value)
+def _show(figures: Mapping[str, Any]) -> None:
+    """A table of each mapping, with its own mappings side by side; first one of the figures beside them."""
+    plain = {name: each for name, each in figures.items() if not isinstance(each, Mapping)}
+    for title, each in {"": plain, **{name: each for name, each in figures.items() if name not in plain}}.items():
+        columns = each if each and all(isinstance(value, Mapping) for value in each.values()) else {title: each}
+        table = frame_of(list(columns.values())).T.set_axis(list(columns), axis=1)
+        if len(table):
+            _out.print(f"{title}\n{table.to_string(na_rep='–')}\n", markup=False, soft_wrap=True)

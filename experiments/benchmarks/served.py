@@ -5,8 +5,8 @@ chooses itself.
 `python -m experiments.benchmarks.served --vllm VENV` needs a virtual environment with vLLM's CPU build, NIXL, and
 nothing else that runs on the machine. Without ``--vllm`` pdserve is measured alone. For each prompt length the same
 prompts are sent disaggregated and colocated in turn, one request at a time. vLLM's first token comes from its decode
-instance, so its ``ttft`` contains the hand-off; pdserve's ``ttft`` is prefill's token, and ``ttft_decode`` the first token that has
-waited for the hand-off. What was measured so far is printed after each phase."""
+instance, so its ``ttft`` contains the hand-off; pdserve's ``ttft`` is prefill's token, and ``ttft_decode`` the first
+token that has waited for the hand-off. What was measured so far is printed after each phase."""
 
 from __future__ import annotations
 
