@@ -40,118 +40,153 @@ TIMEOUT_S = 500.0
 Keys = tuple[str, ...]
 
 
-def each(*keys: str) -> list[Keys]:
-    """The figures whose keys, level by level, are one of those in each text. ``*`` stands for any key, of which there
-    is at least one."""
-    return list(itertools.product(*(level.split() for level in keys)))
+def rows(text: str) -> list[Keys]:
+    """The figures whose keys, level by level, are one of those between the slashes of a line. ``*`` stands for any key,
+    of which there is at least one."""
+    return [keys for line in text.strip().splitlines()
+            for keys in itertools.product(*(level.split() for level in line.split("/")))]  # fmt: skip
 
 
 FIGURES = {
-    "abuse": [
-        *each("abuse", "resets beyond-limits h2-resets", "longest_gap_ms without_ms beside_ms"),
-        *each("abuse", "http-lists", "longest_gap_ms without_ms"),
-        *each("abuse", "*", "answers first_attempt wrong memory_mb memory_after_mb cpu_after_s"),
-        *each("fairness", "alone beside", "answers first_p50_ms first_p99_ms last_p50_ms last_p99_ms"),
-        *each("fairness", "alone beside", "waited_p50_ms waited_p99_ms computed_p50_ms computed_p99_ms"),
-        *each("fairness", "ratio_first ratio_last refused retried queued"),
-        *each("burst", "*", "answered refused other refused_p50_ms refused_p99_ms"),
-        *each("burst", "*", "memory_before_mb memory_after_mb memory_growth"),
-    ],
-    "api": [
-        *each("ttft_p50_ms gateway_cpu_us_per_token", "grpc http"),
-        *each("added_ttft_p50_ms cpu_ratio requests tokens"),
-        *each("added_ttft_mean_ms", "mean lo hi n"),
-    ],
-    "dispatch": [
-        *each("idle", "pairs colocated_ttft_ms added_ttft_ms added_ttft_decode_ms cpu_ms_per_token"),
-        *each("streaming", "streams cpu_ms_per_token"),
-        *each("decode_busy", "idle_ttft_ms busy_ttft_ms ratio colocated_ratio"),
-    ],
-    "engine": [
-        *each("prefill decode mixed", "*", "ms x_transformers x_floor transformers_ms floor_ms"),
-        *each("ready_s peak_over_weights_and_kv rounds bare_product_gflops read_gbs"),
-        *each("isolation", "quiet_p50_ms quiet_p99_ms busy_p50_ms busy_p99_ms hammered_p50_ms hammered_p99_ms"),
-        *each("isolation", "rise rise_over_busy pings_per_s"),
-    ],
-    "flips": [
-        *each("bears", "1P2D 2P1D", "prompts_per_s ttft_ms outputs_per_s itl_ms"),
-        *each("ttft_ms itl_ms"),
-        *each("rates", "outputs prompts"),
-        *each("off roles", "requests errors retried"),
-        *each("off roles", "windows", "*", "sent_per_s goodput_per_s"),
-    ],
-    "gateways": [
-        *each("gateways", "s4 s128", "us_per_request_1 us_per_request_2 x"),
-        *each("gateways", "resumed resume_p50_s resume_max_s"),
-    ],
-    "overload": [
-        *each("windows", "*", "sent_per_s goodput_per_s refused other_errors first_p50_ms first_p99_ms"),
-        *each("peak_goodput_per_s overload_sent_per_s overload_goodput_per_s goodput_ratio answered"),
-        *each("refusals", "*", "count within_50_ms"),
-        *each("gateway_mb", "begin end"),
-        *each("gateway_grown_mb leaked_blocks"),
-        *each("left", "queued running"),
-        *each("cancel_to_free_ms", "queued prefilling transferring decoding", "p50 max"),
-    ],
-    "router": [
-        *each("router", "s4", "requests_per_s echo_requests_per_s requests_per_s_by_wall echo_requests_per_s_by_wall"),
-        *each(
-            "router", "s128", "messages_per_s echo_messages_per_s messages_per_s_by_wall echo_messages_per_s_by_wall"
-        ),
-        *each("router", "s4 s128", "x_echo"),
-        *each("router", "s4 s128", "cpu_us", "gateway echo"),
-        *each("router", "added_latency_p50_ms"),
-        *each("router", "flat", "workers waiting", "few many ratio"),
-        *each("router", "flat", "workers waiting", "us", "few many"),
-        *each("router", "observed", "messages service_us"),
-        *each("router", "observed", "gateway_us added_to_service", "*"),
-    ],
-    "sampling": [
-        *each("cases", "*", "rows ms least_ms"),
-        *each("vocabulary rounds"),
-    ],
-    "served": [
-        *each("requests output_tokens"),
-        *each("ready_s", "pdserve"),
-        *each("pdserve", "16", "ttft ttft_decode itl added_ttft added_ttft_decode"),
-    ],
-    "strangers": [
-        *each("strangers", "connections ports kv_refused"),
-        *each(
-            "strangers", "windows", "without elsewhere with", "*", "requests ttft_p50_ms latency_p50_ms latency_p99_ms"
-        ),
-        *each("strangers", "windows", "without elsewhere with", "*", "requests cpu_ms_per_s opened"),
-        *each("strangers", "ratios", "ttft_p50_ms latency_p50_ms latency_p99_ms", "without elsewhere"),
-    ],
-    "transfer": [
-        *each("ceiling", "memcpy_gbs tcp_gbs"),
-        *each("ceilings", "memcpy tcp", "1"),
-        *each("transports", "shm tcp grpc_stream torch_dist", "1"),
-        *each("end_to_end end_to_end_tcp", "135m", "64", "gbs x_bare"),
-        *each("first_to_hundredth", "shm tcp"),
-        *each("overlap", "layer", "prefill_ms prefill_alone_ms x_prefill exposed_ms exposed_share wire_ms export_ms"),
-        *each("overlap", "layer", "import_ms messages"),
-    ],
+    "abuse": rows(
+        """
+        abuse / resets beyond-limits h2-resets / longest_gap_ms without_ms beside_ms
+        abuse / http-lists / longest_gap_ms without_ms
+        abuse / * / answers first_attempt wrong memory_mb memory_after_mb cpu_after_s
+        fairness / alone beside / answers first_p50_ms first_p99_ms last_p50_ms last_p99_ms
+        fairness / alone beside / waited_p50_ms waited_p99_ms computed_p50_ms computed_p99_ms
+        fairness / ratio_first ratio_last refused retried queued
+        burst / * / answered refused other refused_p50_ms refused_p99_ms
+        burst / * / memory_before_mb memory_after_mb memory_growth
+        """
+    ),
+    "api": rows(
+        """
+        ttft_p50_ms gateway_cpu_us_per_token / grpc http
+        added_ttft_p50_ms cpu_ratio requests tokens
+        added_ttft_mean_ms / mean lo hi n
+        """
+    ),
+    "dispatch": rows(
+        """
+        idle / pairs colocated_ttft_ms added_ttft_ms added_ttft_decode_ms cpu_ms_per_token
+        streaming / streams cpu_ms_per_token
+        decode_busy / idle_ttft_ms busy_ttft_ms ratio colocated_ratio
+        """
+    ),
+    "engine": rows(
+        """
+        prefill decode mixed / * / ms x_transformers x_floor transformers_ms floor_ms
+        ready_s peak_over_weights_and_kv rounds bare_product_gflops read_gbs
+        isolation / quiet_p50_ms quiet_p99_ms busy_p50_ms busy_p99_ms hammered_p50_ms hammered_p99_ms
+        isolation / rise rise_over_busy pings_per_s
+        """
+    ),
+    "flips": rows(
+        """
+        bears / 1P2D 2P1D / prompts_per_s ttft_ms outputs_per_s itl_ms
+        ttft_ms itl_ms
+        rates / outputs prompts
+        off roles / requests errors retried
+        off roles / windows / * / sent_per_s goodput_per_s
+        """
+    ),
+    "gateways": rows(
+        """
+        gateways / s4 s128 / us_per_request_1 us_per_request_2 x
+        gateways / resumed resume_p50_s resume_max_s
+        """
+    ),
+    "overload": rows(
+        """
+        windows / * / sent_per_s goodput_per_s refused other_errors first_p50_ms first_p99_ms
+        peak_goodput_per_s overload_sent_per_s overload_goodput_per_s goodput_ratio answered
+        refusals / * / count within_50_ms
+        gateway_mb / begin end
+        gateway_grown_mb leaked_blocks
+        left / queued running
+        cancel_to_free_ms / queued prefilling transferring decoding / p50 max
+        """
+    ),
+    "router": rows(
+        """
+        router / s4 / requests_per_s echo_requests_per_s requests_per_s_by_wall echo_requests_per_s_by_wall
+        router / s128 / messages_per_s echo_messages_per_s messages_per_s_by_wall echo_messages_per_s_by_wall
+        router / s4 s128 / x_echo
+        router / s4 s128 / cpu_us / gateway echo
+        router / added_latency_p50_ms
+        router / flat / workers waiting / few many ratio
+        router / flat / workers waiting / us / few many
+        router / observed / messages service_us
+        router / observed / gateway_us added_to_service / *
+        """
+    ),
+    "sampling": rows(
+        """
+        cases / * / rows ms least_ms
+        vocabulary rounds
+        """
+    ),
+    "served": rows(
+        """
+        requests output_tokens
+        ready_s / pdserve
+        pdserve / 16 / ttft ttft_decode itl added_ttft added_ttft_decode
+        """
+    ),
+    "strangers": rows(
+        """
+        strangers / connections ports kv_refused
+        strangers / windows / without elsewhere with / * / requests ttft_p50_ms latency_p50_ms latency_p99_ms
+        strangers / windows / without elsewhere with / * / cpu_ms_per_s opened
+        strangers / ratios / ttft_p50_ms latency_p50_ms latency_p99_ms / without elsewhere
+        """
+    ),
+    "transfer": rows(
+        """
+        ceiling / memcpy_gbs tcp_gbs
+        ceilings / memcpy tcp / 1
+        transports / shm tcp grpc_stream torch_dist / 1
+        end_to_end end_to_end_tcp / 135m / 64 / gbs x_bare
+        first_to_hundredth / shm tcp
+        overlap / layer / prefill_ms prefill_alone_ms x_prefill exposed_ms exposed_share wire_ms export_ms
+        overlap / layer / import_ms messages
+        """
+    ),
 }
 """By target: numbers that the last line has."""
 MAY_BE_MISSING = {
-    "abuse": [
-        *each("abuse", "http-lists", "beside_ms"),  # the other server speaks no HTTP/1.1
-        *each("abuse", "*", "errors", "*"),
-    ],
-    "api": each("added_ttft_mean_ms", "lo hi"),  # a quick run has too few pairs for an interval
-    "flips": each("off roles", "actions", "*", "*"),  # the controller may have had no reason to act
-    "overload": each("refusals", "*", "p50_ms p90_ms p99_ms p100_ms"),  # None if there were none
-    "transfer": [
-        *each("transports", "nixl", "1"),  # an extra, which need not be installed
-        *each("peers", "nixl nixl_private nixl_tcp mooncake_tcp", "1"),  # not installed by a quick run
-    ],
+    "abuse": rows(  # the other server speaks no HTTP/1.1
+        """
+        abuse / http-lists / beside_ms
+        abuse / * / errors / *
+        """
+    ),
+    "api": rows("added_ttft_mean_ms / lo hi"),  # a quick run has too few pairs for an interval
+    "flips": rows("off roles / actions / * / *"),  # the controller may have had no reason to act
+    "overload": rows("refusals / * / p50_ms p90_ms p99_ms p100_ms"),  # None if there were none
+    "transfer": rows(  # an extra, which need not be installed, and what a quick run does not install
+        """
+        transports / nixl / 1
+        peers / nixl nixl_private nixl_tcp mooncake_tcp / 1
+        """
+    ),
 }
 FAILURES = {
-    "abuse": [*each("abuse", "*", "wrong"), *each("fairness", "refused retried"), *each("burst", "*", "other")],
-    "api": each("added_ttft_mean_ms", "lo hi"),  # a quick run has too few pairs for an interval
-    "flips": each("off roles", "errors"),
-    "overload": [*each("leaked_blocks"), *each("left", "queued running")],
+    "abuse": rows(
+        """
+        abuse / * / wrong
+        fairness / refused retried
+        burst / * / other
+        """
+    ),
+    "flips": rows("off roles / errors"),
+    "overload": rows(
+        """
+        leaked_blocks
+        left / queued running
+        """
+    ),
 }
 """By target: those of its figures that are 0."""
 
