@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from experiments.benchmarks.engine_process import on_one_core, process_costs
-from experiments.benchmarks.frame import Quick, in_turns, note, run
+from experiments.benchmarks.frame import Quick, measured, note, run
 
 
 def engine(
@@ -48,23 +48,18 @@ def engine(
     rounds, cases = (1, QUICK_CASES) if quick else (rounds, CUDA_CASES if cuda else CPU_CASES)
     ours = BareEngine(model, device, num_blocks=blocks_of(cases), dtype="bfloat16")
     ceilings = Ceilings(torch.device(device), sizes=QUICK_SIZES if quick and not cuda else None)
-    floor = Floor(shape, device, ours.chunk, ceilings)
-    sides: dict[str, Any] = {"ours": ours, "transformers": TransformersSide(shape, device), "floor": floor}
-    times_s = {case: {name: list[float]() for name in sides} for case in cases}
-    for number, case in in_turns(cases, rounds, warm_up=1):
-        for name, side in sides.items():
-            taken_s = side.measure_s(case)
-            if number >= 0:
-                times_s[case][name].append(taken_s)
+    sides: list[Any] = [ours, TransformersSide(shape, device), Floor(shape, device, ours.chunk, ceilings)]
+    taken = measured(cases, lambda case: [side.measure_s(case) for side in sides], rounds, warm_up=1)
     result: dict[str, Any] = {}
-    for case, taken in times_s.items():
+    for case, times_s in taken.items():
         kind, name = name_of(case)
+        ours_s, transformers_s, floor_s = zip(*times_s, strict=True)
         result.setdefault(kind, {})[name] = {
-            "ms": statistics.median(taken["ours"]) * 1e3,
-            "x_transformers": _ratio(taken["transformers"], taken["ours"]),
-            "x_floor": _ratio(taken["ours"], taken["floor"]),
-            "transformers_ms": statistics.median(taken["transformers"]) * 1e3,
-            "floor_ms": statistics.median(taken["floor"]) * 1e3,
+            "ms": statistics.median(ours_s) * 1e3,
+            "x_transformers": _ratio(transformers_s, ours_s),
+            "x_floor": _ratio(ours_s, floor_s),
+            "transformers_ms": statistics.median(transformers_s) * 1e3,
+            "floor_ms": statistics.median(floor_s) * 1e3,
         }
     result["ready_s"] = statistics.median(each.ready_s for each in costs)
     result["peak_over_weights_and_kv"] = statistics.median(each.peak_bytes / each.held_bytes for each in costs)

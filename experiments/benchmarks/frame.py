@@ -35,6 +35,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="smallest sizes, shortest w
 """The option of every benchmark that `make` names. Such a run has all figures, and they mean nothing."""
 Only = Annotated[str, typer.Option("--only", help="these parts, separated by commas")]
 T = TypeVar("T")
+V = TypeVar("V")
 _out = Console(highlight=False)
 _progress = Console(stderr=True, highlight=False)
 
@@ -77,6 +78,16 @@ def in_turns(arms: Iterable[T], rounds: int, warm_up: int = 0) -> Iterator[tuple
         (number, arm) for number in range(-warm_up, rounds) for arm in (order if number % 2 == 0 else reversed(order))
     ]
     yield from track(turns, "measuring", console=_progress, transient=True)
+
+
+def measured(arms: Iterable[T], measure: Callable[[T], V], rounds: int, warm_up: int = 0) -> dict[T, list[V]]:
+    """What ``measure`` gives for each arm in every round that counts, `in_turns`."""
+    found: dict[T, list[V]] = {arm: [] for arm in arms}
+    for number, arm in in_turns(found, rounds, warm_up):
+        value = measure(arm)
+        if number >= 0:
+            found[arm].append(value)
+    return found
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:

@@ -33,7 +33,7 @@ import psutil
 import typer
 
 from experiments.benchmarks.bare_grpc import ECHO, GENERATE, bare_load, bare_server
-from experiments.benchmarks.frame import Only, Quick, cpu_s, in_turns, note, parts, run
+from experiments.benchmarks.frame import Only, Quick, cpu_s, measured, note, parts, run
 from experiments.child_process import ChildProcess
 from ops.launch.ports import free_port, free_ports
 from pdserve import AsyncClient, AsyncStream, Client
@@ -293,12 +293,10 @@ def _service_us(sizes: Sizes) -> float:
 
 
 def _alternate(servers: Mapping[str, Server], messages: int, streams: int, sizes: Sizes) -> dict[str, list[Window]]:
-    found: dict[str, list[Window]] = {name: [] for name in servers}
-    for number, name in in_turns(servers, sizes.rounds, sizes.warm_up):
-        window = servers[name].load(messages, streams, sizes.window_s)
-        if number >= 0:
-            found[name].append(window)
-    return found
+    def load(name: str) -> Window:
+        return servers[name].load(messages, streams, sizes.window_s)
+
+    return measured(servers, load, sizes.rounds, sizes.warm_up)
 
 
 def _costs_us(found: Mapping[str, Sequence[Window]]) -> dict[str, float]:
@@ -361,14 +359,14 @@ def _gateways(sizes: Sizes) -> dict[str, Any]:
 
 def _gateways_us(count: int, sizes: Sizes) -> dict[str, float]:
     """CPU microseconds per request, over all gateways, by shape."""
-    found: dict[str, list[float]] = {name: [] for name in SHAPES}
     with _servers(count, GATEWAYS_WORKERS, STEP_MS) as servers, ThreadPoolExecutor(count) as threads:
-        for number, name in in_turns(SHAPES, sizes.rounds, sizes.warm_up):
+
+        def cost_us(name: str) -> float:
             loads = [threads.submit(server.load, SHAPES[name], GATEWAY_STREAMS, sizes.window_s) for server in servers]
             windows = [load.result() for load in loads]
-            if number >= 0:
-                cpu_s = sum(window.cpu_s for window in windows)
-                found[name].append(1e6 * cpu_s / sum(window.finished for window in windows))
+            return 1e6 * sum(window.cpu_s for window in windows) / sum(window.finished for window in windows)
+
+        found = measured(SHAPES, cost_us, sizes.rounds, sizes.warm_up)
     return {name: statistics.median(costs) for name, costs in found.items()}
 
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.frame import Quick, Service, note, run, service
-from experiments.load import Outcome, run_load
+from experiments.benchmarks.frame import Quick, Service, loads, note, run, service
+from experiments.load import Outcome
 from experiments.workloads.arrivals import ClosedLoop, Schedule, random_arrivals, timed_arrivals
 from experiments.workloads.conversation import Conversation
 from experiments.workloads.synthetic import Fixed, Synthetic
@@ -118,7 +118,7 @@ async def _bears(served: Service, sizes: Sizes) -> dict[str, dict[str, float]]:
 async def closed_loop(client: AsyncClient, kind: Kind, seconds: float) -> Sequence[Generation]:
     """The requests that were answered in this time, or the first one, however long it takes. The error of one that
     fails: then the rate says nothing."""
-    outcomes = await _sent(client, _requests(kind), ClosedLoop(kind.clients), seconds)
+    outcomes = await _sent(client, ClosedLoop(kind.clients), _requests(kind), duration_s=seconds)
     for each in outcomes:
         if each.error is not None:
             raise each.error
@@ -127,10 +127,9 @@ async def closed_loop(client: AsyncClient, kind: Kind, seconds: float) -> Sequen
 
 
 async def _sent(
-    client: AsyncClient, requests: Iterator[Conversation], schedule: Schedule, seconds: float | None = None
+    client: AsyncClient, schedule: Schedule, requests: Iterator[Conversation], **options: Any
 ) -> Sequence[Outcome]:
-    load = await run_load(client, requests, schedule, mode=Mode.PD, duration_s=seconds, timeout_s=TIMEOUT_S)
-    return load.outcomes
+    return await loads([client], [schedule], lambda number: requests, mode=Mode.PD, timeout_s=TIMEOUT_S, **options)
 
 
 def _requests(kind: Kind) -> Iterator[Conversation]:
@@ -154,7 +153,7 @@ async def _load_step(target: str, rates: Mapping[str, float], sizes: Sizes, itl_
             await closed_loop(client, sizes.kind(name), sizes.warm_up_s)
         watching = asyncio.create_task(_watch(client, actions))
         trace = (next(requests[name]) for _, name in due)
-        outcomes = await _sent(client, trace, timed_arrivals([at_s for at_s, _ in due]))
+        outcomes = await _sent(client, timed_arrivals([at_s for at_s, _ in due]), trace)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     done = [each.generation for each in outcomes if each.generation is not None]

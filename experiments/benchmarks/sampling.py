@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.benchmarks.engine_process import on_one_core
-from experiments.benchmarks.frame import Quick, in_turns, run
+from experiments.benchmarks.frame import Quick, measured, run
 from experiments.child_process import ROOT
 
 if TYPE_CHECKING:
@@ -80,12 +80,13 @@ def sampling(cuda: Annotated[bool, typer.Option(help="on a GPU")] = False, quick
     logits = torch.randn(32, _VOCABULARY, device=device)
     steps: dict[str, Callable[[], Any]] = {case.name: _step(case, device) for case in CASES}
     steps["read the logits once"] = lambda: logits.amax(dim=1).tolist()
-    times_ms: dict[str, list[float]] = {name: [] for name in steps}
-    for number, name in in_turns(steps, rounds, warm_up=2):
+
+    def time_ms(name: str) -> float:
         started_s = time.perf_counter()
         steps[name]()
-        if number >= 0:
-            times_ms[name].append((time.perf_counter() - started_s) * 1e3)
+        return (time.perf_counter() - started_s) * 1e3
+
+    times_ms = measured(steps, time_ms, rounds, warm_up=2)
     rows = {case.name: case.rows for case in CASES}
     return {
         "cases": {

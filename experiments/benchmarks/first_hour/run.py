@@ -54,10 +54,6 @@ def _sanitizer(options: Options) -> Findings:
     return run_pytest(options, _KERNELS, "-m", "cuda", *selection, before=before, environment=allocator)
 
 
-def _no_tensor_parallelism(options: Options) -> Findings:
-    return Findings(skipped="the engine has no tensor parallelism")
-
-
 _NEEDS_GPU = "needs a GPU"
 _MINUTE = 60.0
 STEPS = (
@@ -78,7 +74,6 @@ STEPS = (
     Step("links", "hand-offs near a bare send and recv", service.links, 10 * _MINUTE, 5 * _MINUTE, gpus=2),
     Step("link-loss", "peers that die or stop are given up in time", _losses, 30 * _MINUTE, 30 * _MINUTE, gpus=2),
     Step("handoff-two", "1P1D on two GPUs: equal tokens, all bytes", service.handoff_two, 600, 600, gpus=2),
-    Step("tp", "tensor parallelism", _no_tensor_parallelism, _MINUTE, _MINUTE, gpus=2),
     Step("soak", "2P2D for 30 minutes: flat memory", service.soak, 45 * _MINUTE, 10 * _MINUTE, gpus=2),
 )  # fmt: skip
 """In order: each relies on what the ones before it have shown."""

@@ -179,7 +179,7 @@ def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failure_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [msgspec.structs.replace(step("environment"), quick_s=0.01), step("tp")]
+    steps = [msgspec.structs.replace(step("environment"), quick_s=0.01), step("sanitizer")]
     command = ["--device", "cpu", "--quick", "--folder", str(tmp_path)]
     assert main(command, steps) == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -188,7 +188,7 @@ def test_a_failure_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*command, "--keep-going"], steps) == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [each["verdict"] for each in report["steps"].values()] == ["failed", "skipped"]
-    assert main([*command, "--from", "tp"], steps) == 0
+    assert main([*command, "--from", "sanitizer"], steps) == 0
 
 
 def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
