@@ -163,14 +163,14 @@ class Batching(Experiment):
         cost = CostModel.fit(_measured(bench.earlier[STEPS]))
         results = bench.facts.setdefault("pools", [])
         for seed in range(self.options.seed, self.options.seed + self.options.pool_seeds):
-            paged = simulate("paged", _POOL_CONFIG, cost, _POOL_LOAD, None, seed)
-            rate = _POOL_SHARE * len(paged.requests) / paged.duration_s
+            _, paged = simulate("paged", _POOL_CONFIG, cost, _POOL_LOAD, None, seed)
+            rate = _POOL_SHARE * _POOL_LOAD.requests / paged["duration_s"]
             for pool in POOL_KINDS:
                 for kind, at_rate in ((AT_ONCE, None), (ARRIVALS, rate)):
-                    result = simulate(pool, _POOL_CONFIG, cost, _POOL_LOAD, at_rate, seed)
-                    for row in result.requests:
+                    rows, facts = simulate(pool, _POOL_CONFIG, cost, _POOL_LOAD, at_rate, seed)
+                    for row in rows:
                         bench.write(row)
-                    results.append({"pool": pool, "kind": kind, "seed": seed, "rate": at_rate, **result.to_facts()})
+                    results.append({"pool": pool, "kind": kind, "seed": seed, "rate": at_rate, **facts})
                 bench.advance(1)
 
     async def _measure_service(self, bench: Bench, client: AsyncClient) -> None:

@@ -102,34 +102,14 @@ class PoolLoad:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolResult:
-    """A simulation: its requests in order of arrival, and shares of the pool's tokens, averaged over time. ``live``:
-    hold computed KV. ``reserved``: belong to a request. Of the free ones ``scattered`` are outside the longest run."""
-
-    requests: tuple[RequestRow, ...]
-    duration_s: float
-    steps: int
-    preemptions: int
-    running: float
-    live: float
-    reserved: float
-    scattered: float
-    timeline: tuple[tuple[float, float, float, int], ...]
-    """Seconds, live share, reserved share, and running requests, at some of the steps."""
-
-    def to_facts(self) -> dict[str, Any]:
-        """Everything but the requests."""
-        facts = asdict(self)
-        del facts["requests"]
-        return facts
-
-
 def simulate(
     kind: PoolKind, config: SchedulerConfig, cost: CostModel, load: PoolLoad, rate: float | None, seed: int
-) -> PoolResult:
-    """Run ``load`` on one engine, at ``rate`` requests per second (Poisson; None: all at once), without a
-    prefix cache."""
+) -> tuple[list[RequestRow], dict[str, Any]]:
+    """Run ``load`` on one engine, at ``rate`` requests per second (Poisson; None: all at once), without a prefix cache.
+    Gives the requests in order of arrival, and facts: ``duration_s``, ``steps``, ``preemptions``; averaged over time
+    the ``running`` requests and shares of the pool's tokens (``live`` ones hold computed KV, ``reserved`` ones belong
+    to a request, and of the free ones ``scattered`` are outside the longest run); and the ``timeline``: seconds, live
+    share, reserved share, and running requests, at some of the steps."""
     return _Simulation(kind, replace(config, prefix_caching=False), cost, load, rate, seed).run()
 
 
@@ -153,7 +133,7 @@ class _Simulation:
         self._tokens_s: list[list[float]] = [[] for _ in self._lengths]
         self._samples: list[tuple[float, float, float, float, float, int]] = []
 
-    def run(self) -> PoolResult:
+    def run(self) -> tuple[list[RequestRow], dict[str, Any]]:
         """Until the last request is finished."""
         submitted = 0
         while True:
@@ -164,7 +144,10 @@ class _Simulation:
                 if submitted == len(self._lengths):
                     break
                 self._clock.advance(max(0.0, self._arrivals_s[submitted] - self._clock.now()))
-        return self._result()
+        rows = [
+            self._row(index, *each) for index, each in enumerate(zip(self._arrivals_s, self._tokens_s, strict=True))
+        ]
+        return rows, self._facts()
 
     def _submit(self, index: int) -> Submit:
         prompt_tokens, _ = self._lengths[index]
@@ -214,19 +197,14 @@ class _Simulation:
             e2e_ms=e2e_ms,
         )
 
-    def _result(self) -> PoolResult:
-        requests = zip(self._arrivals_s, self._tokens_s, strict=True)
+    def _facts(self) -> dict[str, Any]:
         samples = np.array(self._samples)
-        live, reserved, scattered, running = np.average(samples[:, 2:], axis=0, weights=samples[:, 1])
+        means = np.average(samples[:, 2:], axis=0, weights=samples[:, 1]).tolist()
         every = max(1, len(samples) // _TIMELINE_POINTS)
-        return PoolResult(
-            requests=tuple(self._row(index, *request) for index, request in enumerate(requests)),
-            duration_s=self._clock.now(),
-            steps=len(samples),
-            preemptions=self._scheduler.load().preemptions,
-            running=float(running),
-            live=float(live),
-            reserved=float(reserved),
-            scattered=float(scattered),
-            timeline=tuple((round(s[0], 4), round(s[2], 4), round(s[3], 4), int(s[5])) for s in self._samples[::every]),
-        )
+        return {
+            "duration_s": self._clock.now(),
+            "steps": len(samples),
+            "preemptions": self._scheduler.load().preemptions,
+            **dict(zip(("live", "reserved", "scattered", "running"), means, strict=True)),
+            "timeline": [(round(s[0], 4), round(s[2], 4), round(s[3], 4), s[5]) for s in self._samples[::every]],
+        }

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,22 +27,11 @@ DOCUMENTS = 0.25
 """Share of the requests with long prompts."""
 
 
-class Sizes(NamedTuple):
-    """``lessons`` requests of mode ``auto``, then loads of these ``rates`` in requests per second."""
-
-    rates: tuple[float, ...] = (2, 6, 12)
-    seconds: float = 12.0
-    rounds: int = 3
-    lessons: int = 240
-
-
-QUICK = Sizes((3,), 2.0, 1, lessons=10)
-
-
 def auto_mode(quick: Quick = False) -> dict[str, Any]:
     """Measure."""
+    lessons, rates, seconds, rounds = (10, (3,), 2.0, 1) if quick else (240, (2, 6, 12), 12.0, 3)
     with service({}) as served:
-        loads = asyncio.run(_measure(served.target, QUICK if quick else Sizes()))
+        loads = asyncio.run(_measure(served.target, lessons, rates, seconds, rounds))
     ratios = {
         rate: its["auto"]["latency_ms"] / min(its["pd"]["latency_ms"], its["colocated"]["latency_ms"])
         for rate, its in loads.items()
@@ -50,19 +39,20 @@ def auto_mode(quick: Quick = False) -> dict[str, Any]:
     return {"requests_per_s": loads, "auto_over_better": ratios}
 
 
-async def _measure(target: str, sizes: Sizes) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by load and mode."""
+async def _measure(
+    target: str, lessons: int, rates: Sequence[float], seconds: float, rounds: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by load (requests per second) and mode, after so many lessons."""
     results: dict[str, dict[str, dict[str, float]]] = {}
     async with AsyncClient(target) as client:
         vocab_size = (await client.status()).vocab_size
-        lessons = itertools.islice(_mixed(1, vocab_size), sizes.lessons)
-        await run_load(client, lessons, ClosedLoop(2), mode=Mode.AUTO)
-        for rate in sizes.rates:
+        await run_load(client, itertools.islice(_mixed(1, vocab_size), lessons), ClosedLoop(2), mode=Mode.AUTO)
+        for rate in rates:
             note(f"{rate:g} requests/s")
             outcomes: dict[Mode, list[Outcome]] = {mode: [] for mode in ARMS}
-            for number, mode in in_turns(ARMS, sizes.rounds):
+            for number, mode in in_turns(ARMS, rounds):
                 seed = 100 + number
-                requests = itertools.islice(_mixed(seed, vocab_size), max(4, round(rate * sizes.seconds)))
+                requests = itertools.islice(_mixed(seed, vocab_size), max(4, round(rate * seconds)))
                 load = await run_load(client, requests, random_arrivals(rate, seed), mode=mode)
                 outcomes[mode] += load.outcomes
             results[f"{rate:g}"] = {mode.value: _figures(outcomes[mode]) for mode in ARMS}

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import psutil
@@ -49,17 +49,6 @@ Ask = Callable[[list[int], str, int], Sample]
 """Sends a prompt in a mode, for so many tokens."""
 
 
-class Sizes(NamedTuple):
-    """In each phase ``requests`` prompts of each of ``lengths``, with so many ``output_tokens``."""
-
-    lengths: tuple[int, ...] = (128, 512, 2048)
-    requests: int = 4
-    output_tokens: int = 24
-
-
-QUICK = Sizes((16,), 1, 4)
-
-
 def served(
     vllm: Annotated[Path | None, typer.Option(help="virtual environment with vLLM")] = None,
     dtype: Annotated[str, typer.Option(help="float32 where the CPU has no bfloat16 instructions")] = "bfloat16",
@@ -73,7 +62,7 @@ def served(
             "(make bench-served VLLM=VENV), or leave --vllm out to measure pdserve alone",
             param_hint="--vllm",
         )
-    sizes = QUICK if quick else Sizes()
+    lengths, requests, output_tokens = ((16,), 1, 4) if quick else ((128, 512, 2048), 4, 24)
     samples: dict[str, dict[tuple[int, str], list[Sample]]] = {"pdserve": {}, "vllm": {}}
     ready_s: dict[str, list[float]] = {"pdserve": [], "vllm": []}
     versions = {"pdserve": VERSION, "python": platform.python_version()}
@@ -81,10 +70,10 @@ def served(
     def measure(system: str, phase: int, ask: Ask) -> None:
         """One phase: all lengths, both modes in turn."""
         for mode in MODES:
-            ask([1, 2, 3] * 40, mode, sizes.output_tokens)  # warm-up
-        for length in sizes.lengths:
-            for number, mode in in_turns(MODES, sizes.requests):
-                sample = ask(_prompt(length, phase, number), mode, sizes.output_tokens)
+            ask([1, 2, 3] * 40, mode, output_tokens)  # warm-up
+        for length in lengths:
+            for number, mode in in_turns(MODES, requests):
+                sample = ask(_prompt(length, phase, number), mode, output_tokens)
                 samples[system].setdefault((length, mode), []).append(sample)
         note(json.dumps({f"{system} after phase {phase}": _figures(samples[system])}))
 
@@ -113,8 +102,8 @@ def served(
     return {
         "benchmark": "served",
         "dtype": dtype,
-        "requests": len(ready_s["pdserve"]) * sizes.requests,
-        "output_tokens": sizes.output_tokens,
+        "requests": len(ready_s["pdserve"]) * requests,
+        "output_tokens": output_tokens,
         "versions": versions,
         "ready_s": {system: statistics.median(seconds) for system, seconds in ready_s.items() if seconds},
         **figures,

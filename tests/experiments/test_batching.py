@@ -82,23 +82,24 @@ def test_no_cost_is_negative() -> None:
 def test_pools_serve_the_same_tokens_and_paging_holds_more_requests() -> None:
     results = {kind: simulate(kind, CONFIG, COST, LOAD, None, seed=3) for kind in POOL_KINDS}
     lengths = LOAD.lengths(3)
-    for result in results.values():
-        assert [(each.prompt_tokens, each.output_tokens) for each in result.requests] == lengths
-        assert all(0 < (each.ttft_ms or 0) <= (each.e2e_ms or 0) for each in result.requests)
-        assert 0 < result.live <= result.reserved <= 1
-        assert result.timeline[0][0] == 0.0
-    paged, run, context = (results[kind] for kind in POOL_KINDS)
-    assert paged.running > run.running > context.running
-    assert paged.live > run.live > context.live
-    assert run.preemptions == context.preemptions == 0
-    assert paged.scattered == 0
+    for rows, facts in results.values():
+        assert [(each.prompt_tokens, each.output_tokens) for each in rows] == lengths
+        assert all(0 < (each.ttft_ms or 0) <= (each.e2e_ms or 0) for each in rows)
+        assert 0 < facts["live"] <= facts["reserved"] <= 1
+        assert facts["timeline"][0][0] == 0.0
+    paged, run, context = (results[kind][1] for kind in POOL_KINDS)
+    for figure in ("running", "live"):
+        assert paged[figure] > run[figure] > context[figure]
+    assert run["preemptions"] == context["preemptions"] == 0
+    assert paged["scattered"] == 0
 
 
 def test_equal_seeds_give_equal_simulations_and_arrivals_are_kept() -> None:
     first, again = (simulate("paged", CONFIG, COST, LOAD, 5.0, seed=1) for _ in range(2))
     assert first == again
-    assert [each.scheduled_s for each in first.requests] == sorted(each.scheduled_s for each in first.requests)
-    assert first.requests[-1].scheduled_s > 0
+    arrivals_s = [each.scheduled_s for each in first[0]]
+    assert arrivals_s == sorted(arrivals_s)
+    assert arrivals_s[-1] > 0
     assert first != simulate("paged", CONFIG, COST, LOAD, 5.0, seed=2)
 
 
