@@ -11,11 +11,9 @@ import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import psutil
-
-from experiments.benchmarks.frame import Quick, cpu_s, in_turns, run, service
+from experiments.benchmarks.frame import Quick, Service, cpu_s, in_turns, run, service
 from experiments.statistics import plain_mean
 from pdserve import AsyncClient
 
@@ -24,23 +22,11 @@ Send = Callable[[int], Awaitable[float]]
 """Sends a request for that many tokens; returns the seconds to the first one, after the last one has come."""
 
 
-class Sizes(NamedTuple):
-    """``requests`` that are sent alone over each API, then ``rounds`` of ``streams`` at once with so many tokens."""
-
-    requests: int = 200
-    rounds: int = 5
-    streams: int = 8
-    tokens: int = 256
-
-
-QUICK = Sizes(requests=3, rounds=1, streams=4, tokens=128)
-
-
 def api(quick: Quick = False) -> dict[str, Any]:
     """Measure."""
-    sizes = QUICK if quick else Sizes()
+    requests, rounds, streams, tokens = (3, 1, 4, 128) if quick else (200, 5, 8, 256)
     with service({}, http=True) as served:
-        ttft_ms, cpu_us = asyncio.run(_measure(served.target, served.http, served.gateway, sizes))
+        ttft_ms, cpu_us = asyncio.run(_measure(served, requests, rounds, streams, tokens))
     added_ms = [http - grpc for grpc, http in zip(ttft_ms["grpc"], ttft_ms["http"], strict=True)]
     return {
         "ttft_p50_ms": {name: statistics.median(values) for name, values in ttft_ms.items()},
@@ -48,32 +34,33 @@ def api(quick: Quick = False) -> dict[str, Any]:
         "added_ttft_mean_ms": plain_mean(added_ms),
         "gateway_cpu_us_per_token": {name: statistics.median(values) for name, values in cpu_us.items()},
         "cpu_ratio": statistics.median(h / g for g, h in zip(cpu_us["grpc"], cpu_us["http"], strict=True)),
-        "requests": sizes.requests,
-        "tokens": sizes.rounds * sizes.streams * sizes.tokens,
+        "requests": requests,
+        "tokens": rounds * streams * tokens,
     }
 
 
 async def _measure(
-    target: str, http_target: str, gateway: psutil.Process, sizes: Sizes
+    served: Service, requests: int, rounds: int, streams: int, tokens: int
 ) -> tuple[Mapping[str, list[float]], Mapping[str, list[float]]]:
-    """By API: milliseconds to the first token of single requests, and the gateway's CPU time in microseconds per token
-    of each round."""
+    """By API: milliseconds to the first token of so many requests that are sent alone, and the gateway's CPU time in
+    microseconds per token of each round of streams at once."""
     ttft_ms: dict[str, list[float]] = {"grpc": [], "http": []}
     cpu_us: dict[str, list[float]] = {"grpc": [], "http": []}
-    async with AsyncClient(target) as client:
+    gateway = served.gateway
+    async with AsyncClient(served.target) as client:
         idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         senders: dict[str, Send] = {
             "grpc": lambda tokens: _send_grpc(client, tokens),
-            "http": lambda tokens: _send_http(http_target, idle, tokens),
+            "http": lambda tokens: _send_http(served.http, idle, tokens),
         }
-        for number, name in in_turns(senders, sizes.requests, warm_up=5):
+        for number, name in in_turns(senders, requests, warm_up=5):
             took_s = await senders[name](2)
             if number >= 0:
                 ttft_ms[name].append(took_s * 1e3)
-        for _, name in in_turns(senders, sizes.rounds):
+        for _, name in in_turns(senders, rounds):
             before_s = cpu_s([gateway])
-            await asyncio.gather(*(senders[name](sizes.tokens) for _ in range(sizes.streams)))
-            cpu_us[name].append((cpu_s([gateway]) - before_s) * 1e6 / (sizes.streams * sizes.tokens))
+            await asyncio.gather(*(senders[name](tokens) for _ in range(streams)))
+            cpu_us[name].append((cpu_s([gateway]) - before_s) * 1e6 / (streams * tokens))
         for _, writer in idle:
             writer.close()
     return ttft_ms, cpu_us

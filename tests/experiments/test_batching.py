@@ -14,12 +14,11 @@ from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
 from experiments.engine_alone.steps import StepCase
 from experiments.experiment import Bench, Cell
 from experiments.load import Load, Outcome
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.simulated_pool import ARRIVALS, AT_ONCE, POOL, POOL_KINDS, CostModel, PoolLoad, simulate
 from pdserve.core.errors import NotReady
 from pdserve.core.request import Mode
-from tests.experiments.quiet import Quiet
+from tests.experiments.quiet import measured
 from tests.local_cluster import local_cluster
 
 COST = CostModel(step=10.0, decode_token=0.5, decode_context=0.001, prompt_token=0.25, prompt_pair=0.0005)
@@ -232,16 +231,10 @@ def test_the_steps_cell_has_every_round_of_every_step() -> None:
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
     options = BatchingOptions.choose({"model": "tiny", "requests": 6, "output_median": 3, "repeats": 2})
-    meter = Batching(options)
-    folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
     with local_cluster({"model": {"path": "tiny"}, "engine": {"batching": "static"}}, decode=0) as cluster:
-        progress = Quiet()
-        outcome = run_experiment(meter, folder, progress, target=cluster.target)
+        summary, _, progress = measured(Batching(options), tmp_path, cluster.target)
     assert [cell.name for cell in progress.cells] == [CAPACITY, "as-configured/pass-1", "as-configured/pass-2"]
-    assert not outcome.failures
-    assert outcome.summary is not None
-    arm = outcome.summary["batching"]["as-configured"]
+    arm = summary["batching"]["as-configured"]
     assert arm["repeats"] == 2
     assert arm["e2e_ms"]["n"] == 12
     assert arm["output_tokens_per_s"]["mean"] > 0
-    assert redraw(meter, folder) == outcome.summary
