@@ -11,6 +11,7 @@ Three parts, each in cells of its own:
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -111,7 +112,7 @@ class Batching(Experiment):
             raise InvalidRequest("--decode-batches and --prefill-batches: give at least one each")
         arms = (CONTINUOUS, STATIC)
         return [
-            Cell(STEPS, {}, None, len(self._step_cases()) * options.rounds),
+            Cell(STEPS, {}, None, self._steps_task().measurements),
             Cell(POOL, {}, None, options.pool_seeds * len(POOL_KINDS)),
             Cell(CAPACITY, {}, service(CONTINUOUS)),
             *(cell(arm, number) for number in range(len(repeats)) for arm in (arms if number % 2 == 0 else arms[::-1])),
@@ -125,8 +126,12 @@ class Batching(Experiment):
             "prefill_steps": [StepCase(batch, options.prefill_tokens) for batch in options.prefill_batches],
         }
 
-    def _step_cases(self) -> list[StepCase]:
-        return list(dict.fromkeys([case for sweep in self._sweeps().values() for case in sweep] + [*_FURTHER]))
+    def _steps_task(self) -> Task:
+        options = self.options
+        core = min(os.sched_getaffinity(0)) if options.device == "cpu" else None
+        cases = tuple(dict.fromkeys([*itertools.chain(*self._sweeps().values()), *_FURTHER]))
+        return Task(model=options.model, device=options.device, core=core, repeats=options.rounds, seed=options.seed,
+                    cases=cases)  # fmt: skip
 
     def _workload(self) -> Synthetic:
         median = self.options.output_median
@@ -143,19 +148,17 @@ class Batching(Experiment):
                 await self._measure_service(bench, client)
 
     async def _measure_steps(self, bench: Bench) -> None:
-        cases, options = self._step_cases(), self.options
+        task = self._steps_task()
         steps: list[dict[str, Any]] = [
-            {"batch": case.batch, "tokens": case.tokens, "context": case.context, "step_ms": []} for case in cases
+            {"batch": case.batch, "tokens": case.tokens, "context": case.context, "step_ms": []} for case in task.cases
         ]
 
         def take(message: Rates | Sample) -> None:
-            if isinstance(message, Sample) and message.repeat >= 0:
-                steps[message.values["case"]]["step_ms"].append(message.values["time_s"] * 1e3)
+            if isinstance(message, Sample):
                 bench.advance(1)
+                if message.repeat >= 0:
+                    steps[message.values["case"]]["step_ms"].append(message.values["time_s"] * 1e3)
 
-        core = min(os.sched_getaffinity(0)) if options.device == "cpu" else None
-        task = Task(model=options.model, device=options.device, core=core, repeats=options.rounds, seed=options.seed,
-                    cases=tuple(cases))  # fmt: skip
         built = await measure_alone(task, take)
         bench.facts |= {"steps": steps, "device": built.device, "dtype": built.dtype, "core": built.core}
 

@@ -103,22 +103,36 @@ class Primer(Experiment):
                 "--target: primer measures an engine of its own on this machine and uses no service; leave it out"
             )
         self._check()
-        cells: list[tuple[str, dict[str, Any], int]] = []
-        for part, prompt, output, arms in (
-            ("cache", options.cache_prompt_len, options.cache_output_len, 2),
-            ("profile", options.profile_prompt_len, options.profile_output_len, 1),
-        ):
-            cells.append(
-                (f"{part}/{prompt}+{output}", {"part": part, "prompt_len": prompt, "output_len": output}, arms)
+        parts: dict[str, dict[str, Any]] = {
+            f"{part}/{prompt}+{output}": {"part": part, "prompt_len": prompt, "output_len": output}
+            for part, prompt, output in (
+                ("cache", options.cache_prompt_len, options.cache_output_len),
+                ("profile", options.profile_prompt_len, options.profile_output_len),
             )
-        lengths, batches = list(options.prefill_lens), list(options.batches)
-        cells.append(("prefill", {"part": "prefill", "lengths": lengths}, len(lengths)))
+        }
+        parts["prefill"] = {"part": "prefill", "lengths": list(options.prefill_lens)}
         for context in options.contexts:
-            parameters = {"part": "decode", "context": context, "batches": batches}
-            cells.append((f"decode/{context}", parameters, len(batches)))
+            parts[f"decode/{context}"] = {"part": "decode", "context": context, "batches": list(options.batches)}
         common = {"model": options.model, "device": options.device}
-        repeats = options.repeats + 1  # the warm-up shows as well
-        return [Cell(name, {**common, **parameters}, None, work * repeats) for name, parameters, work in cells]
+        return [Cell(name, {**common, **part}, None, self._task(part).measurements) for name, part in parts.items()]
+
+    def _task(self, parameters: Mapping[str, Any]) -> Task:
+        options = self.options
+        core = min(os.sched_getaffinity(0)) if options.core is None else options.core
+        return Task(
+            model=options.model,
+            device=options.device,
+            core=core if options.device == "cpu" else None,
+            repeats=options.repeats,
+            seed=options.seed,
+            cases=(
+                *(StepCase(1, tokens) for tokens in parameters.get("lengths", ())),
+                *(StepCase(batch, 1, parameters["context"]) for batch in parameters.get("batches", ())),
+            ),
+            arms={"cache": (WITH, WITHOUT), "profile": (WITH,)}.get(parameters["part"], ()),
+            prompt_len=parameters.get("prompt_len", 0),
+            output_len=parameters.get("output_len", 0),
+        )
 
     def _check(self) -> None:
         """InvalidRequest for options that no engine of this model can run."""
@@ -151,23 +165,7 @@ class Primer(Experiment):
     async def measure(self, bench: Bench) -> None:
         """Run the cell's task in an engine process, and keep what it writes as facts: ``engine``, ``ceilings``,
         ``samples``."""
-        options, parameters = self.options, bench.cell.parameters
-        core = min(os.sched_getaffinity(0)) if options.core is None else options.core
-        cases = (
-            *(StepCase(1, tokens) for tokens in parameters.get("lengths", ())),
-            *(StepCase(batch, 1, parameters["context"]) for batch in parameters.get("batches", ())),
-        )
-        task = Task(
-            model=options.model,
-            device=options.device,
-            core=core if options.device == "cpu" else None,
-            repeats=options.repeats,
-            seed=options.seed,
-            cases=cases,
-            arms={"cache": (WITH, WITHOUT), "profile": (WITH,)}.get(parameters["part"], ()),
-            prompt_len=parameters.get("prompt_len", 0),
-            output_len=parameters.get("output_len", 0),
-        )
+        task = self._task(bench.cell.parameters)
         facts: dict[str, Any] = {"ceilings": [], "samples": []}
 
         def take(message: Rates | Sample) -> None:
@@ -177,9 +175,9 @@ class Primer(Experiment):
             bench.advance(1)
             values = message.values
             if "case" in values:
-                case = cases[values["case"]]
+                case = task.cases[values["case"]]
                 values = {"tokens": case.tokens, "batch": case.batch, "time_s": values["time_s"]}
-            elif parameters["part"] == "profile":
+            elif bench.cell.parameters["part"] == "profile":
                 values = {"prefill_s": values["times_s"][0], "decode_s": sum(values["times_s"][1:])}
             if message.repeat >= 0:
                 facts["samples"].append({"repeat": message.repeat, **values})

@@ -61,8 +61,7 @@ def engine(
             "transformers_ms": statistics.median(transformers_s) * 1e3,
             "floor_ms": statistics.median(floor_s) * 1e3,
         }
-    result["ready_s"] = statistics.median(each.ready_s for each in costs)
-    result["peak_over_weights_and_kv"] = statistics.median(each.peak_bytes / each.held_bytes for each in costs)
+    result["ready_s"], result["peak_over_weights_and_kv"] = map(statistics.median, zip(*costs, strict=True))
     if not cuda and len(cores) > 1:
         result["isolation"] = measure_isolation(model, cores, turns=1 if quick else 8, turn_s=1.0 if quick else 4.0)
     elif not cuda:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from checkpoints.shape import ModelShape
 from engine.messages import KVRole, Ready, Step, Submit
@@ -84,22 +83,14 @@ async def running_engine(spec: EngineSpec) -> AsyncIterator[RunningEngine]:
         await client.stop(5.0)
 
 
-class ProcessCosts(NamedTuple):
-    """``ready_s`` from spawn to ready; ``peak_bytes`` the process's largest resident size, its pool and PyTorch itself
-    included, after long prompts and decodes; ``held_bytes`` its weights and KV pool."""
-
-    ready_s: float
-    peak_bytes: int
-    held_bytes: int
-
-
 async def process_costs(
     model: str, shape: ModelShape, cores: tuple[int, ...], device: str, prompt_tokens: int
-) -> ProcessCosts:
-    """Those of an engine that works on prompts of so many tokens."""
+) -> tuple[float, float]:
+    """Of an engine that works on prompts of so many tokens: seconds from spawn to ready; and the process's largest
+    resident size, its pool and PyTorch itself included, over the size of its weights and KV pool."""
     started_s = time.perf_counter()
     async with running_engine(EngineSpec(model=model, dtype="bfloat16", cores=cores, device=device)) as engine:
         ready_s = time.perf_counter() - started_s
         await engine.steps([(1 + number,) * prompt_tokens for number in range(_REQUESTS)], _OUTPUT_TOKENS)
         pool_bytes = engine.ready.layout.block_bytes * engine.ready.num_blocks
-        return ProcessCosts(ready_s, engine.peak_bytes, shape.weight_bytes("bfloat16") + pool_bytes)
+        return ready_s, engine.peak_bytes / (shape.weight_bytes("bfloat16") + pool_bytes)

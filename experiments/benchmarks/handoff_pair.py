@@ -31,12 +31,12 @@ def layout_of(shape: str) -> KVLayout:
     return KVLayout.uniform(shape, "bfloat16", 64, layers, kv_heads, head_dim)
 
 
-def handoff_pair(shape: str, transport: str, *, probe: bool = True, device: str = "cpu") -> Pair:
+def handoff_pair(shape: str, transport: str, *, checked: bool = True, device: str = "cpu") -> Pair:
     """Hand-offs of the blocks of ``shape`` over ``transport``: scattered blocks of one pool, read, hashed, sent,
     verified and put into scattered blocks of the other. With the ``device`` cuda the pools are in the memory of two
     GPUs; their blocks are empty, and hand-offs cannot be checked."""
     name, module = f"{shape} blocks over {transport}", "experiments.benchmarks.handoff_pair"
-    return Pair(name, module, transport, shape, device, environment=ServiceSecret.new().environment(), probe=probe)
+    return Pair(name, module, transport, shape, device, environment=ServiceSecret.new().environment(), checked=checked)
 
 
 class BlockBuffer(Buffer):

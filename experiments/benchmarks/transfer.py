@@ -111,9 +111,9 @@ def _first_and_last(transport: str, sizes: Sizes) -> float:
     """The first hand-off of a new pair of workers over its last ones, in time; the median of several pairs."""
     ratios, size = [], layout_of("135m").expected_bytes(sizes.first_tokens)
     for _ in range(sizes.first_pairs):
-        with handoff_pair("135m", transport, probe=False) as pair:
+        with handoff_pair("135m", transport, checked=False) as pair:
             pair.start(size)
-            seconds = [pair.seconds(size, checked=False) for _ in range(sizes.handoffs)]
+            seconds = [pair.seconds(size) for _ in range(sizes.handoffs)]
         ratios.append(seconds[0] / statistics.median(seconds[-10:]))
     return statistics.median(ratios)
 

@@ -38,7 +38,8 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure, ``repeats`` times after a warm-up: each of ``cases``, and in each of ``arms`` (with and without
-    a KV cache) the generation of ``output_len`` tokens after ``prompt_len``. ``core``: None on a GPU."""
+    a KV cache) the generation of ``output_len`` tokens after ``prompt_len``. ``core``: None on a GPU. ``chunk``: most
+    tokens of a step (default: a prefill worker's budget)."""
 
     model: str
     device: str
@@ -49,6 +50,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     arms: tuple[str, ...] = ()
     prompt_len: int = 0
     output_len: int = 0
+    chunk: int | None = None
+
+    @property
+    def measurements(self) -> int:
+        """How many samples there are, those of the warm-up included."""
+        return (self.repeats + 1) * (len(self.cases) + len(self.arms))
 
 
 class Built(Message):
@@ -140,7 +147,7 @@ def _run(task: Task) -> None:
 
     num_blocks = max(blocks_of(task.cases), blocks_for(1, task.prompt_len + task.output_len))
     most_seqs = max((64, *(case.batch for case in task.cases)))
-    engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs)
+    engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs, chunk=task.chunk)
     dtype = engine.ready.layout.dtype
     say(
         Built(

@@ -29,8 +29,8 @@ class Pair:
     """``module`` (an `Endpoint`) as source and as target, with these arguments and environment variables. A context
     manager, which ends both.
 
-    The source sends, or (``pulls``) the target reads; then the target measures the time alone. ``probe``: whether a
-    small transfer at the start has to show that it works."""
+    The source sends, or (``pulls``) the target reads; then the target measures the time alone. ``checked``: a small
+    transfer at the start shows that it works, and the first one of each size is compared, outside its timed part."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Pair:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         pulls: bool = False,
-        probe: bool = True,
+        checked: bool = True,
     ) -> None:
         self.name = name
         self._module, self._arguments, self._environment = module, arguments, environment
-        self._pulls, self._probe = pulls, probe
+        self._pulls, self._checks = pulls, checked
         self._max_bytes = 0
         self._checked: set[int] = set()
         self._stack = ExitStack()
@@ -79,16 +79,15 @@ class Pair:
             child.send(Connect(address))  # both at once: either may need the other's answers
         for child in self._children:
             child.receive(TIMEOUT_S, Expecting)
-        if self._probe:
+        if self._checks:
             self.seconds(min(self._max_bytes, _PROBE_BYTES))
 
-    def seconds(self, num_bytes: int, *, checked: bool = True) -> float:
-        """One transfer of the buffers' first bytes, until all of them are in the target's memory. The first one of a
-        size is ``checked`` as well, outside its timed part; ChildFailed if the bytes differ or a process gave up,
-        WrongMessage if one did not send what was expected."""
+    def seconds(self, num_bytes: int) -> float:
+        """One transfer of the buffers' first bytes, until all of them are in the target's memory. ChildFailed if the
+        bytes differ or a process gave up, WrongMessage if one did not send what was expected."""
         if not 0 < num_bytes <= self._max_bytes:
             raise ChildFailed(f"{self.name} cannot move {num_bytes} bytes: its buffers have {self._max_bytes}")
-        if not checked or num_bytes in self._checked:
+        if not self._checks or num_bytes in self._checked:
             return self._move(num_bytes)
         source, target = self._children
         target.ask(TIMEOUT_S, Digest(num_bytes, clear=True), Digested)
@@ -139,6 +138,11 @@ def memcpy() -> Pair:
 def socket() -> Pair:
     """The ceiling of network transports: one blocking loopback socket."""
     return Pair("socket", "experiments.pairs.ceilings", "socket")
+
+
+def torch_send(device: str) -> Pair:
+    """The ceiling of links between GPUs (``device`` cuda; cpu: over Gloo): torch.distributed's send and recv."""
+    return Pair("bare", "experiments.pairs.ceilings", "torch", device, checked=False)
 
 
 @dataclass(slots=True)

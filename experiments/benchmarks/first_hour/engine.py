@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
+import os
 import random
 import statistics
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -19,6 +18,7 @@ from engine.spec import EngineSpec
 from experiments.benchmarks.engine_process import running_engine
 from experiments.benchmarks.first_hour.step import Findings, Options, last_line
 from experiments.engine_alone.arithmetic import ModelArithmetic
+from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
 from experiments.engine_alone.steps import StepCase
 
 DEFAULT_SLACK = 1.02
@@ -97,10 +97,19 @@ def budgets(options: Options) -> Findings:
     rates: dict[int, float] = {}
     gaps: dict[int, float] = {}
     model = model_for(options)
-    for budget in candidates:  # each in a process of its own, whose memory is free afterwards
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            measured = process.submit(_with_budget, model, options.device, budget, tokens)
-            rates[budget], gaps[budget] = measured.result()
+    core = None if options.on_gpu else min(os.sched_getaffinity(0))
+    for budget in candidates:
+        cases = (StepCase(1, tokens), StepCase(1, max(1, budget - 8), 128, beside=8))
+        task = Task(model=model, device=options.device, core=core, repeats=3, seed=0, cases=cases, chunk=budget)
+        times_s: list[list[float]] = [[], []]
+
+        def take(message: Rates | Sample, times_s: list[list[float]] = times_s) -> None:
+            if isinstance(message, Sample) and message.repeat >= 0:
+                times_s[message.values["case"]].append(message.values["time_s"])
+
+        asyncio.run(measure_alone(task, take))
+        prefill_s, gaps[budget] = map(statistics.median, times_s)
+        rates[budget] = tokens / prefill_s
     findings.figures["prefill, tokens/s"] = {budget: round(rate) for budget, rate in rates.items()}
     findings.figures["step with 8 decodes, ms"] = {budget: round(gap * 1e3, 2) for budget, gap in gaps.items()}
     judge_budgets(findings, rates, has_goals=large)
@@ -113,17 +122,6 @@ def judge_budgets(findings: Findings, rates: Mapping[int, float], *, has_goals: 
     findings.figures["best budget"] = best
     if has_goals:
         findings.aim("rate at the default of 8192, of the best", rates[8192] / rates[best], BUDGET_GOAL)
-
-
-def _with_budget(model: str, device: str, budget: int, tokens: int) -> tuple[float, float]:
-    from experiments.engine_alone.bare_engine import BareEngine, blocks_for
-
-    blocks = blocks_for(1, tokens) + blocks_for(9, 256 + budget)
-    engine = BareEngine(model, device, num_blocks=blocks, chunk=budget, max_num_seqs=16)
-    engine.prefill_s(tokens)
-    rate = tokens / statistics.median(engine.prefill_s(tokens) for _ in range(3))
-    mixed = StepCase(1, max(1, budget - 8), 128, beside=8)
-    return rate, statistics.median(engine.steps_s(mixed, 3, warm=1))
 
 
 def sampling(options: Options) -> Findings:
