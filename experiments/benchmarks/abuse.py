@@ -13,7 +13,7 @@
   secret stay open on all ports of its processes: gRPC, HTTP, registry, control, KV, and Ray's. The CPU time that the
   service's processes use per second tells what strangers take of it.
 
-Whoever misbehaves is a process of its own. Windows without it, with it at another server beside (what the load alone
+What misbehaves is a process of its own. Windows without it, with it at another server beside (what the load alone
 costs this machine), and with it at the service alternate."""
 
 from __future__ import annotations

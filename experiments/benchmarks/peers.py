@@ -1,6 +1,6 @@
 """Pairs of processes that run a third-party library, NIXL or Mooncake, in a virtual environment of their own. The
 library may be missing, or not work on this machine. The module is also the program of their ends:
-`python -m experiments.benchmarks.peers LIBRARY MEMORY ROLE MAX_BYTES`."""
+`python -m experiments.benchmarks.peers LIBRARY [MEMORY] ROLE MAX_BYTES`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ import importlib
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.child_process import ROOT, ChildFailed
+from experiments.child_process import ROOT
 from experiments.messages import message_of
 from experiments.pairs.endpoint import CannotRun, Endpoint, Expecting
 from experiments.pairs.pair import Pair, PairUnavailable
 
-_DEBIAN_PACKAGES = {
-    "libibverbs.so": "libibverbs1",
-    "librdmacm.so": "librdmacm1",
-    "libnuma.so": "libnuma1",
-    "liburing.so": "liburing2",
-    "libcurl.so": "libcurl4",
-}
+_MODULE = "experiments.benchmarks.peers"
 _MAKE_S = 120.0
 _INSTALL_S = 600.0
 _READ_S = 50.0
@@ -76,58 +69,33 @@ class PeerEnvironment:
             raise PairUnavailable(f"{what} failed: {lines[-1] if lines else f'exit status {done.returncode}'}")
 
 
-class PeerPair(Pair):
-    """Runs in a `PeerEnvironment` that holds ``requirement``, a line for pip. The target reads."""
-
-    def __init__(
-        self,
-        name: str,
-        requirement: str,
-        *arguments: str,
-        environment: PeerEnvironment,
-        variables: Mapping[str, str],
-        module: str = "experiments.benchmarks.peers",
-    ) -> None:
-        super().__init__(name, module, *arguments, environment=variables, pulls=True)
-        self._requirement, self._peer_environment = requirement, environment
-
-    def python(self) -> Path:
-        """The environment's."""
-        return self._peer_environment.python_with(self._requirement)
-
-    def start(self, max_bytes: int) -> None:
-        """See `Pair`. Any failure of the library up to its first transfer makes the pair unavailable."""
-        try:
-            super().start(max_bytes)
-        except (ChildFailed, PairUnavailable) as error:
-            raise PairUnavailable(f"{error}{_advice(str(error))}") from error
-
-
-def _advice(reason: str) -> str:
-    """What to install, if a shared library is missing."""
-    packages = sorted({package for library, package in _DEBIAN_PACKAGES.items() if library in reason})
-    if not packages or "cannot open shared object" not in reason:
-        return ""
-    return f"\ninstall Debian's {' '.join(packages)}"
-
-
-def nixl(environment: PeerEnvironment, *, tcp_only: bool = False, private_memory: bool = False) -> PeerPair:
+def nixl(environment: PeerEnvironment, *, tcp_only: bool = False, private_memory: bool = False) -> Pair:
     """``tcp_only`` forces TCP, as between two hosts without RDMA; otherwise UCX takes the best transport, which on one
     host is shared memory or reading the other process's memory. Sockets use the loopback interface. ``private_memory``
     uses buffers in private memory instead of memory files."""
-    variables = {"UCX_NET_DEVICES": "lo", **({"UCX_TLS": "tcp"} if tcp_only else {})}
-    name = "nixl" + "_tcp" * tcp_only + "_private" * private_memory
-    memory = "private" if private_memory else "shared"
-    return PeerPair(name, "nixl-cu12==1.5.1", "nixl", memory, environment=environment, variables=variables)
+    return Pair(
+        "nixl" + "_tcp" * tcp_only + "_private" * private_memory,
+        _MODULE,
+        "nixl",
+        "private" if private_memory else "shared",
+        environment={"UCX_NET_DEVICES": "lo", **({"UCX_TLS": "tcp"} if tcp_only else {})},
+        pulls=True,
+        python=lambda: environment.python_with("nixl-cu12==1.5.1"),
+    )
 
 
-def mooncake_tcp(environment: PeerEnvironment) -> PeerPair:
+def mooncake_tcp(environment: PeerEnvironment) -> Pair:
     """Two engines that shake hands with each other, with no metadata server, and the library's own settings (keeping
     connections, or more of them, made it no faster). It takes free ports, and knows no way to listen on the loopback
     interface alone."""
-    requirement = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
-    variables = {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}
-    return PeerPair("mooncake_tcp", requirement, "mooncake", "shared", environment=environment, variables=variables)
+    return Pair(
+        "mooncake_tcp",
+        _MODULE,
+        "mooncake",
+        environment={"MC_TCP_BIND_ADDRESS": "127.0.0.1"},
+        pulls=True,
+        python=lambda: environment.python_with("mooncake-transfer-engine-non-cuda==0.3.13.post1"),
+    )
 
 
 # --- the programs ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from experiments.benchmarks.frame import Quick, in_turns, note, run, service
 from experiments.benchmarks.handoff_pair import handoff_pair, layout_of
-from experiments.benchmarks.peers import PeerEnvironment, PeerPair, mooncake_tcp, nixl
+from experiments.benchmarks.peers import PeerEnvironment, mooncake_tcp, nixl
 from experiments.pairs.pair import Pair, Turns, memcpy, socket
 from experiments.pairs.transport_pair import transport_pair
 from pdserve import AsyncClient, Generation
@@ -59,7 +59,7 @@ def transfer(quick: Quick = False) -> dict[str, Any]:
     others = [nixl(peers), nixl(peers, private_memory=True), nixl(peers, tcp_only=True), mooncake_tcp(peers)]
     bytes_of = {str(megabytes): megabytes * MB for megabytes in sizes.megabytes}
     ours = [memcpy(), socket(), *map(transport_pair, TRANSPORTS)]
-    rates = rates_gbs([*ours, *others], bytes_of, sizes.rounds)
+    rates = rates_gbs([*ours, *others], bytes_of, sizes.rounds, others)
     largest = str(sizes.megabytes[-1])
     result: dict[str, Any] = {
         "ceiling": {"memcpy_gbs": rates["memcpy"][largest], "tcp_gbs": rates["socket"][largest]},
@@ -77,12 +77,14 @@ def transfer(quick: Quick = False) -> dict[str, Any]:
     return result
 
 
-def rates_gbs(pairs: Sequence[Pair], bytes_of: Mapping[str, int], rounds: int) -> dict[str, dict[str, Any]]:
-    """Median rates by pair and name of a size; of a pair that cannot run, or a peer that gives up, why it is
+def rates_gbs(
+    pairs: Sequence[Pair], bytes_of: Mapping[str, int], rounds: int, peers: Sequence[Pair] = ()
+) -> dict[str, dict[str, Any]]:
+    """Median rates by pair and name of a size; of a pair that cannot run, or one of ``peers`` that fails, why it is
     ``unavailable``. A failure of ours is no property of the machine, and raised."""
     note(", ".join(pair.name for pair in pairs))
     turns = Turns(pairs, list(bytes_of.values()))
-    list(turns.run(rounds, may_fail=lambda pair: isinstance(pair, PeerPair)))
+    list(turns.run(rounds, may_fail=lambda pair: pair in peers))
     return {
         **{
             name: {size: count / statistics.median(taken[count]) / 1e9 for size, count in bytes_of.items()}

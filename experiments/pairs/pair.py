@@ -22,7 +22,7 @@ _PROBE_BYTES = 4096
 
 
 class PairUnavailable(RuntimeError):
-    """The pair cannot run on this machine; the message says why. Whoever measures reports it and skips the pair."""
+    """The pair cannot run on this machine; the message says why. Benchmarks report it and skip the pair."""
 
 
 class Pair:
@@ -30,7 +30,8 @@ class Pair:
     manager, which ends both.
 
     The source sends, or (``pulls``) the target reads; then the target measures the time alone. ``checked``: a small
-    transfer at the start shows that it works, and the first one of each size is compared, outside its timed part."""
+    transfer at the start shows that it works, and the first one of each size is compared, outside its timed part.
+    ``python`` gives the interpreter of both, or raises PairUnavailable."""
 
     def __init__(
         self,
@@ -40,10 +41,11 @@ class Pair:
         environment: Mapping[str, str] | None = None,
         pulls: bool = False,
         checked: bool = True,
+        python: Callable[[], Path] = lambda: Path(sys.executable),
     ) -> None:
         self.name = name
         self._module, self._arguments, self._environment = module, arguments, environment
-        self._pulls, self._checks = pulls, checked
+        self._pulls, self._checks, self._python = pulls, checked, python
         self._max_bytes = 0
         self._checked: set[int] = set()
         self._stack = ExitStack()
@@ -59,14 +61,10 @@ class Pair:
         WrongMessage if it does not. Nothing is left running then."""
         self._max_bytes = max_bytes
         try:
-            self._open(self.python())
+            self._open(self._python())
         except (ChildFailed, PairUnavailable, WrongMessage):
             self.close()
             raise
-
-    def python(self) -> Path:
-        """The interpreter of both processes; PairUnavailable if there is none."""
-        return Path(sys.executable)
 
     def _open(self, python: Path) -> None:
         for role in ("source", "target"):
