@@ -26,11 +26,10 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import psutil
-import typer
 
 from experiments.benchmarks.bare_grpc import ECHO, GENERATE, bare_load, bare_server
 from experiments.benchmarks.frame import Only, Quick, cpu_s, measured, note, parts, run
@@ -65,8 +64,8 @@ class Sizes(NamedTuple):
     """``rounds`` windows of each kind, after ``warm_up`` others. ``many`` workers and ``waiting`` requests are what few
     of them are compared with; ``tokens`` has each stream whose gateway is killed."""
 
-    rounds: int
-    window_s: float
+    rounds: int = 5
+    window_s: float = 4.0
     warm_up: int = 1
     many: int = 200
     waiting: int = 10_000
@@ -76,14 +75,9 @@ class Sizes(NamedTuple):
 QUICK = Sizes(rounds=1, window_s=0.3, warm_up=0, many=8, waiting=100, tokens=400)
 
 
-def front_door(
-    only: Only = "",
-    rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 5,
-    window_s: Annotated[float, typer.Option(min=0.5, help="length of a window, seconds")] = 4.0,
-    quick: Quick = False,
-) -> dict[str, Any]:
+def front_door(only: Only = "", quick: Quick = False) -> dict[str, Any]:
     """Measure."""
-    sizes = QUICK if quick else Sizes(rounds, window_s)
+    sizes = QUICK if quick else Sizes()
     return parts(only, router=lambda: _router(sizes), gateways=lambda: _gateways(sizes))
 
 

@@ -22,7 +22,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def headers(address: str, method: str, token: str = "") -> bytes:
+def headers(address: str, method: str = GENERATE) -> bytes:
     """The header block of a gRPC call: literal fields without indexing (RFC 7541, 6.2.2)."""
     fields = {
         ":method": "POST",
@@ -32,8 +32,6 @@ def headers(address: str, method: str, token: str = "") -> bytes:
         "te": "trailers",
         "content-type": "application/grpc",
     }
-    if token:
-        fields["authorization"] = f"Bearer {token}"
     return b"".join(_field(*field) for field in fields.items())
 
 
@@ -89,9 +87,9 @@ ATTACKS: Mapping[str, Callable[[bytes], Iterator[bytes]]] = {
 class Attack:
     """One connection of an attack on the server at ``address`` (``host:port``), over which `send` sends batches."""
 
-    def __init__(self, kind: str, address: str, method: str = GENERATE, token: str = "") -> None:
+    def __init__(self, kind: str, address: str) -> None:
         host, _, port = address.rpartition(":")
-        self._batches = ATTACKS[kind](headers(address, method, token))
+        self._batches = ATTACKS[kind](headers(address))
         self.sent_bytes = 0
         self.is_over = False
         """Whether the server has closed the connection, or has read nothing for `STUCK_S`."""
