@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import statistics
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from experiments.benchmarks.frame import (
     Only,
     Quick,
     Service,
+    Window,
     cpu_s,
     in_turns,
     loads,
@@ -276,28 +278,21 @@ async def _burst(target: str, server: psutil.Process, sizes: Sizes) -> dict[str,
 
     await at_once(16 * CONNECTIONS)  # all connections exist, and the gateway has its buffers
     before = server.memory_info().rss
-    outcomes = await at_once(sizes.burst)
+    burst = Window.of(math.inf, await at_once(sizes.burst))
     for client in clients:
         await client.close()
     await asyncio.sleep(sizes.settle_s)
     after = server.memory_info().rss
-    errors: list[str] = []
-    refused_ms: list[float] = []
-    for each in outcomes:
-        if isinstance(each.error, CapacityExceeded) and each.error.retry_after_s is not None:
-            refused_ms.append((each.ended_s - each.sent_s) * 1e3)
-        elif each.error is not None:
-            errors.append(f"{type(each.error).__name__}: {each.error}")
     return {
-        "answered": len(_done(outcomes)),
-        "refused": len(refused_ms),
-        "other": len(errors),
-        "refused_p50_ms": percentile(refused_ms, 50),
-        "refused_p99_ms": percentile(refused_ms, 99),
+        "answered": len(burst.first_ms),
+        "refused": len(burst.refused_ms),
+        "other": burst.errors.total(),
+        "refused_p50_ms": percentile(burst.refused_ms, 50),
+        "refused_p99_ms": percentile(burst.refused_ms, 99),
         "memory_before_mb": before / 2**20,
         "memory_after_mb": after / 2**20,
         "memory_growth": after / before - 1,
-        "errors": sorted(set(errors))[:5],
+        "errors": sorted(burst.errors)[:5],
     }
 
 

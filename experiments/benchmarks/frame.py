@@ -11,7 +11,9 @@ import contextlib
 import functools
 import json
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -30,6 +32,7 @@ from ops.launch.ports import free_port
 from ops.launch.state import ServiceState, port_of
 from pdserve import AsyncClient, Client
 from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import CapacityExceeded, PdserveError
 
 Quick = Annotated[bool, typer.Option("--quick", help="smallest sizes, shortest windows: does it run?")]
 """The option of every benchmark that `make` names. Such a run has all figures, and they mean nothing."""
@@ -126,6 +129,49 @@ async def loads(
         for number, (client, schedule) in enumerate(zip(clients, schedules, strict=True))
     )
     return [outcome for load in await asyncio.gather(*sending) for outcome in load.outcomes]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What became of the requests of ``seconds``: milliseconds to the first token of answers, and until refusals came;
+    how many answers were complete ``within`` the window; and other errors."""
+
+    seconds: float
+    first_ms: list[float]
+    refused_ms: list[float]
+    within: int
+    errors: Counter[str]
+
+    @classmethod
+    def of(cls, seconds: float, outcomes: Sequence[Outcome]) -> Window:
+        """Of requests that were sent in ``seconds``."""
+        answered = [(each.ended_s, each.generation.ttft_ms) for each in outcomes if each.generation is not None]
+        return cls(
+            seconds,
+            [ttft_ms for _, ttft_ms in answered],
+            [(each.ended_s - each.sent_s) * 1e3 for each in outcomes if _is_refused(each.error)],
+            sum(ended_s <= seconds for ended_s, _ in answered),
+            Counter(
+                f"{type(each.error).__name__}: {each.error}"
+                for each in outcomes
+                if each.error is not None and not _is_refused(each.error)
+            ),
+        )
+
+    @property
+    def sent(self) -> int:
+        """All requests."""
+        return len(self.first_ms) + len(self.refused_ms) + self.errors.total()
+
+    @property
+    def goodput(self) -> float:
+        """Answers per second that were complete within the window: what waits at its end is no throughput."""
+        return self.within / self.seconds
+
+
+def _is_refused(error: PdserveError | None) -> bool:
+    """Whether the request may come again."""
+    return isinstance(error, CapacityExceeded) and error.retry_after_s is not None
 
 
 # --- services --------------------------------------------------------------------------------------------------------

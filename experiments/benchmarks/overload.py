@@ -15,22 +15,18 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.frame import Quick, Service, in_turns, loads, memory_of, note, run, service
-from experiments.load import Outcome
+from experiments.benchmarks.frame import Quick, Service, Window, in_turns, loads, memory_of, note, run, service
 from experiments.statistics import percentile
 from experiments.workloads.arrivals import ClosedLoop, Schedule, random_arrivals
 from experiments.workloads.conversation import Conversation
 from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.settled import leaked_blocks, settled
 from pdserve import AsyncClient
-from pdserve.core.errors import CapacityExceeded
 from pdserve.core.request import Mode
 from tests.request_states import State, dummy_model, held, is_free, settings, until
 
@@ -59,41 +55,6 @@ class Sizes(NamedTuple):
 
 
 QUICK = Sizes(1.0, 2.0, 1.0, outputs=4, deadline_s=60.0, max_queue=1, seqs=2, cancels=1)
-
-
-@dataclass(frozen=True)
-class Window:
-    """What became of the requests of ``seconds``: milliseconds to the first token of answers, and until refusals came;
-    how many answers were complete ``within`` the window; and other errors."""
-
-    seconds: float
-    first_ms: list[float]
-    refused_ms: list[float]
-    within: int
-    errors: Counter[str]
-
-    @classmethod
-    def of(cls, seconds: float, outcomes: Sequence[Outcome]) -> Window:
-        """Of requests that were sent in ``seconds``."""
-        refused = [each for each in outcomes if isinstance(each.error, CapacityExceeded)]
-        answered = [(each.ended_s, each.generation.ttft_ms) for each in outcomes if each.generation is not None]
-        return cls(
-            seconds,
-            [ttft_ms for _, ttft_ms in answered],
-            [(each.ended_s - each.sent_s) * 1e3 for each in refused],
-            sum(ended_s <= seconds for ended_s, _ in answered),
-            Counter(type(each.error).__name__ for each in outcomes if each.error and each not in refused),
-        )
-
-    @property
-    def sent(self) -> int:
-        """All requests."""
-        return len(self.first_ms) + len(self.refused_ms) + self.errors.total()
-
-    @property
-    def goodput(self) -> float:
-        """Answers per second that were complete within the window: what waits at its end is no throughput."""
-        return self.within / self.seconds
 
 
 def overload(quick: Quick = False) -> dict[str, Any]:

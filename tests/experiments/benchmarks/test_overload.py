@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from experiments.benchmarks.overload import Window, _refusals
+from experiments.benchmarks.frame import Window
+from experiments.benchmarks.overload import _refusals
 
 
 def test_no_refusals_have_no_times() -> None:
