@@ -162,7 +162,7 @@ def _measure(served: Service, kind: str, elsewhere: str, sizes: Sizes) -> dict[s
         address, token = addresses[name], "limited" if kind == LIMITED else "abuser"
         with abusing(kind, address, token) if address else contextlib.nullcontext():
             found = asyncio.run(window())
-        gaps_ms[name].append(max(gap for each in _done(found) for gap in each.itl_ms))
+        gaps_ms[name].append(max((gap for each in _done(found) for gap in each.itl_ms), default=0.0))
         if name == "with":
             outcomes += found
             cpu_after_s = max(cpu_after_s, _idle_after_s(gateway))
