@@ -213,8 +213,8 @@ class Primer(Experiment):
             "machine": figures.machine,
             "kv_cache": next(map(figures.kv_cache, parts.get("cache", ())), None),
             "profile": next(map(figures.profile, parts.get("profile", ())), None),
-            "prefill": [point for cell in parts.get("prefill", ()) for point in figures.prefills(cell)],
-            "decode": [point for cell in decode for point in figures.decodes(cell)],
+            "prefill": [point for cell in parts.get("prefill", ()) for point in figures.steps(cell)],
+            "decode": [point for cell in decode for point in figures.steps(cell)],
             "ridge": [figures.ridge(cell) for cell in decode],
             "failed": [],
         }
@@ -307,29 +307,27 @@ class _Figures:
             "published_s": PUBLISHED_S["profile"],
         }
 
-    def prefills(self, cell: FinishedCell) -> list[dict[str, Any]]:
-        return [
-            {"tokens": tokens, **self._step(tokens, times_s, self._arithmetic.prefill(tokens, self._chunk))}
-            for tokens, times_s in _by(cell, "tokens").items()
-        ]
-
-    def decodes(self, cell: FinishedCell) -> list[dict[str, Any]]:
-        context = int(cell.parameters["context"])
-        return [
-            {
-                "batch": batch,
-                "context": context,
-                **self._step(batch, times_s, self._arithmetic.decode(batch, context)),
-            }
-            for batch, times_s in _by(cell, "batch").items()
-        ]
-
-    def _step(self, tokens: int, times_s: Sequence[float], cost: Cost) -> dict[str, Any]:
-        return {
-            "time_ms": self._mean(1e3 * each for each in times_s),
-            "tokens_per_s": self._mean(tokens / each for each in times_s),
-            **self._against_roof(cost, times_s),
-        }
+    def steps(self, cell: FinishedCell) -> list[dict[str, Any]]:
+        """Prefills by ``tokens``, or decode steps of a context by ``batch``."""
+        context = cell.parameters.get("context")
+        key = "tokens" if context is None else "batch"
+        by_count: dict[int, list[float]] = {}
+        for sample in cell.facts["samples"]:
+            by_count.setdefault(int(sample[key]), []).append(float(sample["time_s"]))
+        points = []
+        for count, times_s in sorted(by_count.items()):
+            place, cost = {key: count}, self._arithmetic.prefill(count, self._chunk)
+            if context is not None:
+                place, cost = {key: count, "context": int(context)}, self._arithmetic.decode(count, int(context))
+            points.append(
+                {
+                    **place,
+                    "time_ms": self._mean(1e3 * each for each in times_s),
+                    "tokens_per_s": self._mean(count / each for each in times_s),
+                    **self._against_roof(cost, times_s),
+                }
+            )
+        return points
 
     def _against_roof(self, cost: Cost, times_s: Sequence[float]) -> dict[str, Any]:
         """FLOPs, bytes and intensity; the rates that were reached; the time at the roof, and without overlap."""
@@ -397,13 +395,6 @@ def fitted_line(times_s: Mapping[int, float]) -> tuple[float, float] | None:
         return None
     fixed, each = fitted([(1.0, batch) for batch in times_s], list(times_s.values()))
     return (fixed, each) if fixed > 0 and each > 0 else None
-
-
-def _by(cell: FinishedCell, key: str) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    for sample in cell.facts["samples"]:
-        found.setdefault(int(sample[key]), []).append(float(sample["time_s"]))
-    return dict(sorted(found.items()))
 
 
 def _engine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
