@@ -188,14 +188,11 @@ class _Prediction:
         self._ttft_ms = statistics.fmean(row.ttft_ms for row in cold if row.ttft_ms is not None)
         self._prefill_ms = statistics.fmean(_stage(row, Figure.TTFT, "prefill") for row in cold)
 
-    def cached_tokens(self, arm: str, shared: int) -> int:
-        """Tokens that prefill need not compute: whole blocks, but never the last token."""
-        blocks = min(shared, self._length - 1) // self._block_size
-        return 0 if arm == NONE else blocks * self._block_size
-
-    def skipped_blocks(self, arm: str, shared: int) -> int:
-        """Blocks that decode has."""
-        return min(shared, self._length) // self._block_size if arm == BOTH else 0
+    def reuse(self, arm: str, shared: int) -> tuple[int, int]:
+        """Tokens that prefill need not compute, which are whole blocks, but never the last token; and blocks that
+        decode has."""
+        cached, skipped = (min(shared, most) // self._block_size for most in (self._length - 1, self._length))
+        return cached * self._block_size * (arm != NONE), skipped * (arm == BOTH)
 
     def kv_bytes(self, skipped_blocks: int) -> int:
         """Bytes of the prompt's other blocks."""
@@ -207,7 +204,7 @@ class _Prediction:
             return None
         chunk = self._chunk
         whole = self._arithmetic.prefill(self._length, chunk).flops
-        left = self._arithmetic.prefill(self._length, chunk, self.cached_tokens(arm, shared)).flops
+        left = self._arithmetic.prefill(self._length, chunk, self.reuse(arm, shared)[0]).flops
         return round(self._ttft_ms - self._prefill_ms * (1 - left / whole), 4)
 
     def curve(self) -> list[dict[str, Any]]:
@@ -216,7 +213,7 @@ class _Prediction:
             {
                 "shared_len": shared,
                 "ttft_ms": {arm: self.ttft_ms(arm, shared) for arm in ARMS},
-                "kv_bytes": {arm: self.kv_bytes(self.skipped_blocks(arm, shared)) for arm in ARMS},
+                "kv_bytes": {arm: self.kv_bytes(self.reuse(arm, shared)[1]) for arm in ARMS},
             }
             for shared in sorted({*range(0, self._length + 1, self._block_size), self._length})
         ]
@@ -244,7 +241,7 @@ def _summarise_arm(
         figure.value: median_interval([_figure(before, figure) - _figure(row, figure) for before, row in pairs])
         for figure in (Figure if arm != NONE else ())
     }
-    arranged = prediction.cached_tokens(arm, shared), prediction.skipped_blocks(arm, shared)
+    arranged = prediction.reuse(arm, shared)
 
     def mean(values: Iterable[float], digits: int = 3) -> float:
         return round(statistics.fmean(values), digits)
