@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := pdserve runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway simulator ops experiments tests scripts benchmarks
+SOURCES := pdserve runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway simulator ops experiments tests scripts
 
 .PHONY: help install demo docs reference test lint types floors unit test-cluster soak simulate bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
 
@@ -57,42 +57,42 @@ SEEDS ?= 10000
 simulate: $(INSTALLED)  ## the service in a simulated world, under SEEDS seeds (docs/correctness.md)
 	$(BIN)/pdserve simulate --seeds $(SEEDS)
 
-# `python -m benchmarks.NAME --quick` is the smallest form of each: does it run? Tests run all of them.
+# `python -m experiments.benchmarks.NAME --quick` is the smallest form of each: does it run? Tests run all of them.
 bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of this machine, on one core (about 10 minutes)
-	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m experiments.benchmarks.engine
 
 bench-sampling: $(INSTALLED)  ## sampling a batch of 32 rows over a vocabulary of 128k, on one core (half a minute)
-	$(BIN)/python -m benchmarks.sampling
+	$(BIN)/python -m experiments.benchmarks.sampling
 
 bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP, NIXL and Mooncake (about 8 minutes)
-	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m experiments.benchmarks.transfer
 
 bench-abuse: $(INSTALLED)  ## what abuse of one client, and of strangers, costs others; fairness; a burst of streams (about 20 minutes)
-	$(BIN)/python -m benchmarks.abuse
+	$(BIN)/python -m experiments.benchmarks.abuse --only abuse,fairness,burst
 
 bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and beside a busy decode (about 4 minutes)
-	$(BIN)/python -m benchmarks.dispatch
+	$(BIN)/python -m experiments.benchmarks.dispatch
 
 bench-api: $(INSTALLED)  ## HTTP beside gRPC: time to first token, CPU time per token (about 3 minutes)
-	$(BIN)/python -m benchmarks.api
+	$(BIN)/python -m experiments.benchmarks.api
 
 bench-gateways: $(INSTALLED)  ## two gateways beside one, and how soon a stream goes on when one is killed (about 2 minutes)
-	$(BIN)/python -m benchmarks.gateways
+	$(BIN)/python -m experiments.benchmarks.front_door --only gateways
 
 bench-flips: $(INSTALLED)  ## goodput after a load step, with and without the controller of roles (about 5 minutes)
-	$(BIN)/python -m benchmarks.role_flips
+	$(BIN)/python -m experiments.benchmarks.role_flips
 
 bench-router: $(INSTALLED)  ## the front door with stub workers beside a bare echo, on one core (about 8 minutes)
-	$(BIN)/python -m benchmarks.router
+	$(BIN)/python -m experiments.benchmarks.front_door --only router
 
 bench-overload: $(INSTALLED)  ## goodput at twice the load that is borne, and from a cancel to free blocks (about 4 minutes)
-	$(BIN)/python -m benchmarks.overload
+	$(BIN)/python -m experiments.benchmarks.overload
 
 bench-strangers: $(INSTALLED)  ## what 1,000 connections of strangers cost requests (about 7 minutes)
-	$(BIN)/python -m benchmarks.strangers
+	$(BIN)/python -m experiments.benchmarks.abuse --only strangers
 
 bench-served: $(INSTALLED)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (12 to 15 minutes)
-	$(BIN)/python -m benchmarks.served --vllm "$(VLLM)"
+	$(BIN)/python -m experiments.benchmarks.served --vllm "$(VLLM)"
 
 docs: $(INSTALLED)  ## the documentation as a site with search in out/site (`python -m http.server -d out/site` serves it)
 	$(BIN)/python -m scripts.docs_site

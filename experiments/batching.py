@@ -11,25 +11,25 @@ Three parts, each in cells of its own:
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE
-from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, Sample, StepCase, Task
+from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
+from experiments.engine_alone.steps import StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.load import Load, run_load
 from experiments.neighbours import passes
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, cumulative, table, tail_marks
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import FinishedCell, RequestRow, RunData
-from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequest, simulate
+from experiments.run_folder import RequestRow, RunData
+from experiments.simulated_pool import ARRIVALS, AT_ONCE, POOL, POOL_KINDS, CostModel, PoolLoad, simulate
 from experiments.statistics import percentile, plain_mean, tail
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import all_at_once, random_arrivals
@@ -41,15 +41,12 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, apart, interval_text
 from pdserve.core.request import Mode, counted_requests
 
-STEPS, POOL, CAPACITY = "steps", "pool", "capacity"
+STEPS, CAPACITY = "steps", "capacity"
 CONTINUOUS, STATIC, AS_CONFIGURED = "continuous", "static", "as-configured"
-ARRIVALS, AT_ONCE = "arrivals", "at-once"
-"""Kinds of requests: open-loop, and all at the same time."""
-
-_SIMULATED = "simulated"
-_LONG_CONTEXT = 1024
+_FURTHER = (StepCase(1, 1, 1024), StepCase(8, 1, 1024), StepCase(1, 256), StepCase(1, 256, 1024), StepCase(1, 512))
+"""For the cost model: decodes with a long context, and chunks with and without tokens before them."""
 _POOL_LOAD = PoolLoad(requests=120, prompt_lens=(32, 512), output_mean=96.0, max_tokens=512)
-_POOL_BLOCKS, _POOL_CONTEXT, _POOL_SEQS, _POOL_BUDGET = 128, 2048, 64, 512
+_POOL_CONFIG = SchedulerConfig(512, 64, 2048, DEFAULT_BLOCK_SIZE, 128, eos_token_ids=(1,))
 _POOL_SHARE = 0.7  # arrivals, as a share of what the paged pool serves
 
 
@@ -92,66 +89,53 @@ class Batching(Experiment):
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """Steps, pool, and then both kinds of batching in passes of opposite order. For a running service: its
         latencies and throughput with the batching it has, without a comparison."""
-        repeats = passes(self.options.repeats)
+        options = self.options
+        repeats = passes(options.repeats)
+
+        def cell(arm: str, number: int) -> Cell:
+            own = repeats[number]
+            parameters = {"batching": arm, "repeats": list(own)}
+            return Cell(f"{arm}/pass-{number + 1}", parameters, service(arm), 2 * len(own) * options.requests)
+
+        def service(arm: str) -> dict[str, Any]:
+            """A single worker, which serves colocated requests only."""
+            settings = {"cluster.prefill": 1, "cluster.decode": 0, "engine.max_num_seqs": options.max_num_seqs}
+            return {} if arm == AS_CONFIGURED else {**settings, "engine.batching": arm}
+
         if attached is not None:
-            self._check_fits(attached)
-            return [Cell(CAPACITY, {}), *(self._cell(AS_CONFIGURED, n, each) for n, each in enumerate(repeats))]
-        if any(batch < 1 for batch in (*self.options.decode_batches, *self.options.prefill_batches)):
+            workload = self._workload()
+            Room.of(attached).check(workload.inputs.longest, workload.outputs.longest, "--output-median")
+            return [Cell(CAPACITY, {}), *(cell(AS_CONFIGURED, number) for number in range(len(repeats)))]
+        if any(batch < 1 for batch in (*options.decode_batches, *options.prefill_batches)):
             raise InvalidRequest("--decode-batches and --prefill-batches: a batch has at least one request")
-        if not (self.options.decode_batches and self.options.prefill_batches):
+        if not (options.decode_batches and options.prefill_batches):
             raise InvalidRequest("--decode-batches and --prefill-batches: give at least one each")
         arms = (CONTINUOUS, STATIC)
         return [
-            Cell(STEPS, {}, None, len(self._step_cases()) * self.options.rounds),
-            Cell(POOL, {}, None, self.options.pool_seeds * len(POOL_KINDS)),
-            Cell(CAPACITY, {}, self._service(CONTINUOUS)),
-            *(
-                self._cell(arm, number, repeats[number])
-                for number in range(len(repeats))
-                for arm in (arms if number % 2 == 0 else arms[::-1])
-            ),
+            Cell(STEPS, {}, None, self._steps_task().measurements),
+            Cell(POOL, {}, None, options.pool_seeds * len(POOL_KINDS)),
+            Cell(CAPACITY, {}, service(CONTINUOUS)),
+            *(cell(arm, number) for number in range(len(repeats)) for arm in (arms if number % 2 == 0 else arms[::-1])),
         ]
 
-    def _cell(self, arm: str, number: int, repeats: range) -> Cell:
-        return Cell(
-            f"{arm}/pass-{number + 1}",
-            {"batching": arm, "repeats": list(repeats)},
-            {} if arm == AS_CONFIGURED else self._service(arm),
-            2 * len(repeats) * self.options.requests,
-        )
-
-    def _service(self, arm: str) -> dict[str, Any]:
-        """A single worker, which serves colocated requests only."""
+    def _sweeps(self) -> dict[str, list[StepCase]]:
+        """The steps over batch sizes."""
+        options = self.options
         return {
-            "cluster.prefill": 1,
-            "cluster.decode": 0,
-            "engine.max_num_seqs": self.options.max_num_seqs,
-            "engine.batching": arm,
+            "decode_steps": [StepCase(batch, 1, options.context) for batch in options.decode_batches],
+            "prefill_steps": [StepCase(batch, options.prefill_tokens) for batch in options.prefill_batches],
         }
 
-    def _step_cases(self) -> list[StepCase]:
-        """The sweeps, and for the cost model decodes with a long context and chunks with tokens before them."""
+    def _steps_task(self) -> Task:
         options = self.options
-        sweeps = [
-            *(StepCase(batch, 1, options.context) for batch in options.decode_batches),
-            *(StepCase(batch, options.prefill_tokens, 0) for batch in options.prefill_batches),
-        ]
-        further = [
-            StepCase(1, 1, _LONG_CONTEXT),
-            StepCase(8, 1, _LONG_CONTEXT),
-            StepCase(1, 256, 0),
-            StepCase(1, 256, _LONG_CONTEXT),
-            StepCase(1, 512, 0),
-        ]
-        return list(dict.fromkeys([*sweeps, *further]))
+        core = min(os.sched_getaffinity(0)) if options.device == "cpu" else None
+        cases = tuple(dict.fromkeys([*itertools.chain(*self._sweeps().values()), *_FURTHER]))
+        return Task(model=options.model, device=options.device, core=core, repeats=options.rounds, seed=options.seed,
+                    cases=cases)  # fmt: skip
 
     def _workload(self) -> Synthetic:
         median = self.options.output_median
         return Synthetic(Uniform(16, 128), Lognormal(math.log(median), 0.9, 2, 8 * median))
-
-    def _check_fits(self, status: ServiceStatus) -> None:
-        workload = self._workload()
-        Room.of(status).check(workload.inputs.longest, workload.outputs.longest, "--output-median")
 
     async def measure(self, bench: Bench) -> None:
         """Measure steps, simulate pools, or send requests to a service."""
@@ -164,77 +148,60 @@ class Batching(Experiment):
                 await self._measure_service(bench, client)
 
     async def _measure_steps(self, bench: Bench) -> None:
-        cases = self._step_cases()
-        bench.facts["steps"] = [
-            {"batch": case.batch, "tokens": case.tokens, "context": case.context, "step_ms": []} for case in cases
+        task = self._steps_task()
+        steps: list[dict[str, Any]] = [
+            {"batch": case.batch, "tokens": case.tokens, "context": case.context, "step_ms": []} for case in task.cases
         ]
-        task = Task(
-            model=self.options.model,
-            device=self.options.device,
-            core=min(os.sched_getaffinity(0)) if self.options.device == "cpu" else None,
-            part="steps",
-            repeats=self.options.rounds,
-            seed=self.options.seed,
-            cases=tuple(cases),
-        )
-        async with aclosing(measurements(task)) as messages:
-            async for message in messages:
-                match message:
-                    case Built():
-                        bench.facts |= {"device": message.device, "dtype": message.dtype, "core": message.core}
-                    case Sample():
-                        bench.facts["steps"][message.values["case"]]["step_ms"].append(message.values["time_s"] * 1e3)
-                        bench.advance(1)
+
+        def take(message: Rates | Sample) -> None:
+            if isinstance(message, Sample):
+                bench.advance(1)
+                if message.repeat >= 0:
+                    steps[message.values["case"]]["step_ms"].append(message.values["time_s"] * 1e3)
+
+        built = await measure_alone(task, take)
+        bench.facts |= {"steps": steps, "device": built.device, "dtype": built.dtype, "core": built.core}
 
     def _simulate_pools(self, bench: Bench) -> None:
         cost = CostModel.fit(_measured(bench.earlier[STEPS]))
-        config = SchedulerConfig(
-            _POOL_BUDGET, _POOL_SEQS, _POOL_CONTEXT, DEFAULT_BLOCK_SIZE, _POOL_BLOCKS, eos_token_ids=(1,)
-        )
-        results = []
+        results = bench.facts.setdefault("pools", [])
         for seed in range(self.options.seed, self.options.seed + self.options.pool_seeds):
-            paged = simulate("paged", config, cost, _POOL_LOAD, None, seed)
-            rate = _POOL_SHARE * len(paged.requests) / paged.duration_s
-            for kind in POOL_KINDS:
-                for part, at_rate in ((AT_ONCE, None), (ARRIVALS, rate)):
-                    result = simulate(kind, config, cost, _POOL_LOAD, at_rate, seed)
-                    for request in result.requests:
-                        bench.write(_simulated_row(request, kind, part, seed))
-                    results.append({"pool": kind, "kind": part, "seed": seed, "rate": at_rate, **result.to_facts()})
+            _, paged = simulate("paged", _POOL_CONFIG, cost, _POOL_LOAD, None, seed)
+            rate = _POOL_SHARE * _POOL_LOAD.requests / paged["duration_s"]
+            for pool in POOL_KINDS:
+                for kind, at_rate in ((AT_ONCE, None), (ARRIVALS, rate)):
+                    rows, facts = simulate(pool, _POOL_CONFIG, cost, _POOL_LOAD, at_rate, seed)
+                    for row in rows:
+                        bench.write(row)
+                    results.append({"pool": pool, "kind": kind, "seed": seed, "rate": at_rate, **facts})
                 bench.advance(1)
-        bench.facts["pools"] = results
 
     async def _measure_service(self, bench: Bench, client: AsyncClient) -> None:
         vocab_size = (await client.status()).vocab_size
         workload, options = self._workload(), self.options
 
-        async def send(kind: str, repeat: int, rate: float | None) -> Load:
-            """Send the requests of a repeat; record them unless it is negative."""
-            seed = options.seed * 1000 + repeat
-            schedule = all_at_once() if rate is None else random_arrivals(rate, seed)
-            conversations = workload.conversations(options.requests, seed, vocab_size)
-            if repeat < 0:
-                await bench.settle(client, kind)
-                return await run_load(client, conversations, schedule, mode=Mode.COLOCATED)
-            arm = str(bench.cell.parameters["batching"])
-            load = await bench.load(
-                client, conversations, schedule, arm=arm, repeat=repeat, kind=kind, mode=Mode.COLOCATED
-            )
-            done = {"arm": arm, "kind": kind, "repeat": repeat, "duration_s": load.duration_s}
-            bench.facts.setdefault("runs", []).append(done)
-            return load
+        async def unrecorded(repeat: int) -> Load:
+            """Send the requests of a repeat all at once, without rows."""
+            await bench.settle(client, AT_ONCE)
+            conversations = workload.conversations(options.requests, options.seed * 1000 + repeat, vocab_size)
+            return await run_load(client, conversations, all_at_once(), mode=Mode.COLOCATED)
 
         await warm_up(bench, client, requests_of(workload, options.seed, vocab_size), (Mode.COLOCATED,))
-        await send(AT_ONCE, -1, None)  # warms larger batches up
+        await unrecorded(-1)  # warms larger batches up
         if bench.cell.name == CAPACITY:
-            bench.facts |= _capacity(await send(AT_ONCE, -2, None))
+            bench.facts |= _capacity(await unrecorded(-2))
             bench.advance(1)
             return
         rate = options.load * float(bench.earlier[CAPACITY]["requests_per_s"])
-        bench.facts["rate"] = rate
+        runs: list[dict[str, Any]] = []
+        bench.facts |= {"rate": rate, "runs": runs}
         for repeat in bench.cell.parameters["repeats"]:
-            for kind in (ARRIVALS, AT_ONCE):
-                await send(kind, repeat, rate if kind == ARRIVALS else None)
+            seed = options.seed * 1000 + repeat
+            for kind, schedule in ((ARRIVALS, random_arrivals(rate, seed)), (AT_ONCE, all_at_once())):
+                place: dict[str, Any] = {"arm": str(bench.cell.parameters["batching"]), "repeat": repeat, "kind": kind}
+                conversations = workload.conversations(options.requests, seed, vocab_size)
+                load = await bench.load(client, conversations, schedule, **place, mode=Mode.COLOCATED)
+                runs.append({**place, "duration_s": load.duration_s})
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``decode_steps`` and ``prefill_steps`` by batch size: ``batch``, ``tokens``, ``step_ms``, ``tokens_per_s``.
@@ -248,84 +215,45 @@ class Batching(Experiment):
         ``pools``, simulated, by kind: ``ttft_ms``, ``tpot_ms``, ``e2e_ms`` with open-loop arrivals; with all requests
         at once ``output_tokens_per_s``, ``running`` requests at a time, ``live`` and ``reserved`` shares of the pool,
         ``scattered`` (share of the free blocks outside the longest run); ``preemptions`` over both."""
-        steps = next((cell.facts for cell in run.cells if cell.cell == STEPS), None)
-        pools = next((cell for cell in run.cells if cell.cell == POOL), None)
+        facts = {cell.cell: cell.facts for cell in run.cells}
         arms = self._arms(run)
-        cost = None
-        if steps is not None:
-            measured = _measured(steps)
-            model = CostModel.fit(measured)
-            errors = [abs(error) for error in model.errors(measured)]
-            cost = {
-                "ms_per_step": model.step,
-                "ms_per_decoded_token": model.decode_token,
-                "ms_per_token_of_decode_context": model.decode_context,
-                "ms_per_prompt_token": model.prompt_token,
-                "ms_per_prompt_pair": model.prompt_pair,
-                "median_error": round(percentile(errors, 50) or 0.0, 4),
-                "largest_error": round(max(errors), 4),
-            }
+        failed = {name: arm["errors"] for name, arm in arms.items()}
+        if CAPACITY in facts:
+            failed = {CAPACITY: facts[CAPACITY].get("failed", 0), **failed}
         return {
             "experiment": self.name,
-            "decode_steps": self._sweep(steps, self.options.decode_batches, 1, self.options.context),
-            "prefill_steps": self._sweep(steps, self.options.prefill_batches, self.options.prefill_tokens, 0),
-            "cost_model": cost,
-            "pools": {} if pools is None else self._pools(pools, run),
+            **{
+                name: [self._step(case, step_ms) for case in sorted(set(cases), key=lambda case: case.batch)
+                       if (step_ms := _times_ms(facts.get(STEPS)).get(case)) is not None]
+                for name, cases in self._sweeps().items()
+            },
+            "cost_model": _cost_model(facts[STEPS]) if STEPS in facts else None,
+            "pools": {kind: self._pool(kind, facts[POOL], run.rows_of(POOL, kind)) for kind in POOL_KINDS}
+            if POOL in facts
+            else {},
             "pool_is_simulated": True,
             "batching": arms,
-            "rate_per_s": next((cell.facts["rate"] for cell in run.cells if "rate" in cell.facts), None),
+            "rate_per_s": next((each["rate"] for each in facts.values() if "rate" in each), None),
             "static_over_continuous": _ratios(arms.get(STATIC), arms.get(CONTINUOUS)),
-            "failed": [
-                f"{name}: {counted_requests(errors)} failed"
-                for name, errors in (
-                    *((cell.cell, cell.facts.get("failed", 0)) for cell in run.cells if cell.cell == CAPACITY),
-                    *((name, arm["errors"]) for name, arm in arms.items()),
-                )
-                if errors
-            ],
+            "failed": [f"{name}: {counted_requests(errors)} failed" for name, errors in failed.items() if errors],
+        }  # fmt: skip
+
+    def _mean(self, values: Any) -> Any:
+        return plain_mean(list(values), self.options.seed)
+
+    def _step(self, case: StepCase, step_ms: Sequence[float]) -> dict[str, Any]:
+        rates = self._mean(case.rows / ms * 1e3 for ms in step_ms)
+        return {"batch": case.batch, "tokens": case.rows, "step_ms": self._mean(step_ms), "tokens_per_s": rates}
+
+    def _pool(self, kind: str, facts: Mapping[str, Any], rows: Sequence[RequestRow]) -> dict[str, Any]:
+        results = [each for each in facts["pools"] if each["pool"] == kind]
+        at_once = [each for each in results if each["kind"] == AT_ONCE]
+        return {
+            "output_tokens_per_s": self._mean(_rates(rows, {each["seed"]: each["duration_s"] for each in at_once})),
+            **{key: self._mean(each[key] for each in at_once) for key in ("running", "live", "reserved", "scattered")},
+            "preemptions": sum(each["preemptions"] for each in results),
+            **_latencies(rows, ("ttft_ms", "e2e_ms", "tpot_ms")),
         }
-
-    def _sweep(
-        self, facts: Mapping[str, Any] | None, batches: Sequence[int], tokens: int, context: int
-    ) -> list[dict[str, Any]]:
-        found = []
-        for batch in sorted(set(batches)):
-            for step in facts["steps"] if facts else ():
-                if (step["batch"], step["tokens"], step["context"]) == (batch, tokens, context):
-                    rates = [batch * tokens / ms * 1e3 for ms in step["step_ms"]]
-                    found.append(
-                        {
-                            "batch": batch,
-                            "tokens": batch * tokens,
-                            "step_ms": plain_mean(step["step_ms"], self.options.seed),
-                            "tokens_per_s": plain_mean(rates, self.options.seed),
-                        }
-                    )
-        return found
-
-    def _pools(self, cell: FinishedCell, run: RunData) -> dict[str, Any]:
-        summary: dict[str, Any] = {}
-        for kind in POOL_KINDS:
-            results = [each for each in cell.facts["pools"] if each["pool"] == kind]
-            rows = run.rows_of(cell.cell, kind)
-            output = {
-                seed: sum(row.output_tokens for row in rows if row.kind == AT_ONCE and row.repeat == seed)
-                for seed in {row.repeat for row in rows}
-            }
-            at_once = [each for each in results if each["kind"] == AT_ONCE]
-            summary[kind] = {
-                "output_tokens_per_s": plain_mean(
-                    [output[each["seed"]] / each["duration_s"] for each in at_once if each["seed"] in output],
-                    self.options.seed,
-                ),
-                **{
-                    key: plain_mean([each[key] for each in at_once], self.options.seed)
-                    for key in ("running", "live", "reserved", "scattered")
-                },
-                "preemptions": sum(each["preemptions"] for each in results),
-                **_latencies([row for row in rows if row.kind == ARRIVALS], ("ttft_ms", "e2e_ms", "tpot_ms")),
-            }
-        return summary
 
     def _arms(self, run: RunData) -> dict[str, Any]:
         """The arms that services were measured for."""
@@ -335,20 +263,14 @@ class Batching(Experiment):
             rows = [row for cell in cells for row in run.rows_of(cell.cell, name)]
             if not rows:
                 continue
-            rates = []
-            for each in (each for cell in cells for each in cell.facts.get("runs", ())):
-                if each["kind"] == AT_ONCE:
-                    tokens = sum(
-                        row.output_tokens for row in rows if row.kind == AT_ONCE and row.repeat == each["repeat"]
-                    )
-                    rates.append(tokens / each["duration_s"])
+            runs = [each for cell in cells for each in cell.facts.get("runs", ()) if each["kind"] == AT_ONCE]
+            rates = _rates(rows, {each["repeat"]: each["duration_s"] for each in runs})
+            lags_s = [row.sent_s - row.scheduled_s for row in rows if row.kind == ARRIVALS]
             summary[name] = {
                 "repeats": len(rates),
-                "output_tokens_per_s": plain_mean(rates, self.options.seed),
-                **_latencies([row for row in rows if row.kind == ARRIVALS], ("ttft_ms", "itl_ms", "e2e_ms")),
-                "late_ms": round(
-                    max((row.sent_s - row.scheduled_s for row in rows if row.kind == ARRIVALS), default=0.0) * 1e3, 3
-                ),
+                "output_tokens_per_s": self._mean(rates),
+                **_latencies(rows, ("ttft_ms", "itl_ms", "e2e_ms")),
+                "late_ms": round(max(lags_s, default=0.0) * 1e3, 3),
                 "errors": sum(row.error is not None for row in rows),
             }
         return summary
@@ -359,7 +281,7 @@ class Batching(Experiment):
             title="Batching",
             question=self.question,
             answer=_answer(summary),
-            setup=setup_of(run, self._method(summary)),
+            setup=setup_of(run, self._method(summary["rate_per_s"])),
             caveats=_caveats(summary),
             failures=summary["failed"],
         )
@@ -367,41 +289,54 @@ class Batching(Experiment):
             report.blocks.append(_sweeps_picture(summary, self.options.context))
         arms = {name: arm for name, arm in summary["batching"].items() if arm["e2e_ms"]}
         if arms:
-            rows = [row for row in run.rows if row.kind == ARRIVALS and row.arm in arms and row.e2e_ms is not None]
-            e2e_s = {name: [(row.e2e_ms or 0.0) / 1e3 for row in rows if row.arm == name] for name in arms}
+            e2e_s = {name: [(row.e2e_ms or 0.0) / 1e3 for row in run.rows if row.kind == ARRIVALS
+                            and row.arm == name and row.e2e_ms is not None] for name in arms}  # fmt: skip
             report.blocks += [_joining_picture(arms, e2e_s), _batching_table(arms)]
         if summary["pools"]:
-            facts = next(cell.facts["pools"] for cell in run.cells if cell.cell == POOL)
-            first = {
-                each["pool"]: each["timeline"]
-                for each in facts
-                if each["kind"] == AT_ONCE and each["seed"] == self.options.seed
-            }
+            (facts,) = (cell.facts["pools"] for cell in run.cells if cell.cell == POOL)
+            first = {each["pool"]: each["timeline"] for each in facts
+                     if each["kind"] == AT_ONCE and each["seed"] == self.options.seed}  # fmt: skip
             report.blocks += [_timeline_picture(first), _pools_picture(summary["pools"]), _pool_table(summary["pools"])]
         return report
 
-    def _method(self, summary: Mapping[str, Any]) -> str:
-        options = self.options
-        rate = summary["rate_per_s"]
+    def _method(self, rate: float | None) -> str:
+        options, load, pool = self.options, _POOL_LOAD, _POOL_CONFIG
         arrivals = f", open-loop at {rate:.2f} per second and all at once" if rate else ""
         return (
             f"steps: median of a few steps on one core (or the GPU), {options.rounds} rounds forwards and backwards; "
             f"services: {options.requests} requests per repeat (prompts of 16 to 128 tokens, outputs lognormal around "
             f"{options.output_median}){arrivals}, the same in both arms, at most {options.max_num_seqs} in a batch, "
-            f"arms A B B A; pools: the real scheduler in virtual time, {_POOL_BLOCKS} blocks of {DEFAULT_BLOCK_SIZE} "
-            f"tokens, {_POOL_LOAD.requests} requests (prompts of {_POOL_LOAD.prompt_lens[0]} to "
-            f"{_POOL_LOAD.prompt_lens[1]} tokens, outputs of {_POOL_LOAD.output_mean:.0f} on average, limit "
-            f"{_POOL_LOAD.max_tokens}), {options.pool_seeds} seeds; intervals are 95 % bootstrap"
+            f"arms A B B A; pools: the real scheduler in virtual time, {pool.num_blocks} blocks of {pool.block_size} "
+            f"tokens, {load.requests} requests (prompts of {load.prompt_lens[0]} to {load.prompt_lens[1]} tokens, "
+            f"outputs of {load.output_mean:.0f} on average, limit {load.max_tokens}), {options.pool_seeds} seeds; "
+            "intervals are 95 % bootstrap"
         )
+
+
+def _times_ms(facts: Mapping[str, Any] | None) -> dict[StepCase, list[float]]:
+    """The times of the steps that were measured."""
+    steps = facts["steps"] if facts else ()
+    return {StepCase(step["batch"], step["tokens"], step["context"]): step["step_ms"] for step in steps}
 
 
 def _measured(facts: Mapping[str, Any]) -> list[tuple[StepCase, float]]:
     """The steps of the fact, each with its median."""
-    return [
-        (StepCase(step["batch"], step["tokens"], step["context"]), percentile(step["step_ms"], 50) or 0.0)
-        for step in facts["steps"]
-        if step["step_ms"]
-    ]
+    return [(case, percentile(step_ms, 50) or 0.0) for case, step_ms in _times_ms(facts).items() if step_ms]
+
+
+def _cost_model(facts: Mapping[str, Any]) -> dict[str, float]:
+    measured = _measured(facts)
+    model = CostModel.fit(measured)
+    errors = [abs(error) for error in model.errors(measured)]
+    return {
+        "ms_per_step": model.step,
+        "ms_per_decoded_token": model.decode_token,
+        "ms_per_token_of_decode_context": model.decode_context,
+        "ms_per_prompt_token": model.prompt_token,
+        "ms_per_prompt_pair": model.prompt_pair,
+        "median_error": round(percentile(errors, 50) or 0.0, 4),
+        "largest_error": round(max(errors), 4),
+    }
 
 
 def _capacity(load: Load) -> dict[str, float]:
@@ -414,52 +349,39 @@ def _capacity(load: Load) -> dict[str, float]:
     return {"requests_per_s": len(answered) / max(answered), "failed": len(errors)}
 
 
-def _simulated_row(request: PoolRequest, pool: str, kind: str, seed: int) -> RequestRow:
-    gaps = max(1, request.output_tokens - 1)
-    return RequestRow(
-        cell=POOL,
-        arm=pool,
-        repeat=seed,
-        index=request.index,
-        kind=kind,
-        mode=_SIMULATED,
-        scheduled_s=request.arrived_s,
-        sent_s=request.arrived_s,
-        prompt_tokens=request.prompt_tokens,
-        output_tokens=request.output_tokens,
-        ttft_ms=request.ttft_ms,
-        tpot_ms=(request.e2e_ms - request.ttft_ms) / gaps,
-        e2e_ms=request.e2e_ms,
-    )
+def _rates(rows: Sequence[RequestRow], durations_s: Mapping[int, float]) -> list[float]:
+    """Output tokens per second of each repeat with all requests at once."""
+    at_once = [row for row in rows if row.kind == AT_ONCE]
+    return [
+        sum(row.output_tokens for row in at_once if row.repeat == repeat) / duration_s
+        for repeat, duration_s in durations_s.items()
+    ]
 
 
 def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, dict[str, Any] | None]:
-    """Mean and percentiles of each figure, since the requests were due."""
+    """Mean and percentiles of each figure of open-loop arrivals, since the requests were due."""
     found: dict[str, dict[str, Any] | None] = {}
     for figure in figures:
-        values: list[float] = []
-        for row in rows:
-            value = getattr(row.since_due(), figure)
-            if figure == "itl_ms":
-                values += value
-            elif value is not None:
-                values.append(value)
-        found[figure] = tail(values)
+        values = [getattr(row.since_due(), figure) for row in rows if row.kind == ARRIVALS]
+        if figure == "itl_ms":
+            values = [gap for gaps in values for gap in gaps]
+        found[figure] = tail([value for value in values if value is not None])
     return found
 
 
 def _ratios(static: Mapping[str, Any] | None, continuous: Mapping[str, Any] | None) -> dict[str, float] | None:
     """Static over continuous: throughput, and mean and p99 of the total time; None unless both have all of them."""
-    if not static or not continuous:
-        return None
-    pairs = {
-        "output_tokens_per_s": [arm["output_tokens_per_s"]["mean"] for arm in (static, continuous)],
-        "e2e_mean": [arm["e2e_ms"]["mean"] for arm in (static, continuous) if arm["e2e_ms"]],
-        "e2e_p99": [arm["e2e_ms"]["p99"] for arm in (static, continuous) if arm["e2e_ms"]],
-    }
-    if any(len(values) < 2 or not values[1] for values in pairs.values()):
-        return None
-    return {key: round(values[0] / values[1], 4) for key, values in pairs.items()}
+    found = {}
+    for name, key, part in (
+        ("output_tokens_per_s", "output_tokens_per_s", "mean"),
+        ("e2e_mean", "e2e_ms", "mean"),
+        ("e2e_p99", "e2e_ms", "p99"),
+    ):
+        values = [arm[key][part] for arm in (static, continuous) if arm and arm[key]]
+        if len(values) < 2 or not values[1]:
+            return None
+        found[name] = round(values[0] / values[1], 4)
+    return found
 
 
 def _answer(summary: Mapping[str, Any]) -> str:

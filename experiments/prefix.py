@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from checkpoints.source import resolve_model
@@ -137,35 +137,20 @@ class Prefix(Experiment):
         ``kv_bytes``."""
         cold = [row for cell in run.cells for row in run.rows_of(cell.cell, NONE) if row.error is None]
         prediction = _Prediction(run.cells[0], cold) if cold else None
-        cells = [
-            summary
-            for cell in sorted(run.cells, key=lambda cell: int(cell.parameters["shared_len"]))
-            for summary in _summarise_cell(cell, run, prediction, self.options.seed)
-        ]
-        failed = [
-            f"{cell['cell']}, arm {cell['arm']}: {what}"
-            for cell in cells
-            for what, wrong in (
-                ("tokens differ from those without a cache", not cell["tokens_equal"]),
-                (
-                    "bytes expected did not fall by the skipped blocks",
-                    cell["kv_bytes_expected"] != cell["kv_bytes_arithmetic"],
-                ),
-            )
-            if wrong
-        ]
-        failed += [
-            f"{cell.cell}, arm {arm}: {wrong}"
-            for cell in run.cells
-            for arm in ARMS
-            if (wrong := unexpected_bytes(run.rows_of(cell.cell, arm)))
-        ]
-        failed += [
-            each
-            for cell in run.cells
-            for arm in ARMS
-            for each in failures(f"{cell.cell}, arm {arm}", run.rows_of(cell.cell, arm))
-        ]
+        cells, failed = [], []
+        for cell in sorted(run.cells, key=lambda cell: int(cell.parameters["shared_len"])):
+            for arm in ARMS:
+                rows, where = run.rows_of(cell.cell, arm), f"{cell.cell}, arm {arm}"
+                found = prediction and _summarise_arm(cell, arm, run, prediction, self.options.seed)
+                if found:
+                    cells.append(found)
+                    if not found["tokens_equal"]:
+                        failed.append(f"{where}: tokens differ from those without a cache")
+                    if found["kv_bytes_expected"] != found["kv_bytes_arithmetic"]:
+                        failed.append(f"{where}: bytes expected did not fall by the skipped blocks")
+                if wrong := unexpected_bytes(rows):
+                    failed.append(f"{where}: {wrong}")
+                failed += failures(where, rows)
         return {
             "experiment": self.name,
             "cells": cells,
@@ -203,14 +188,11 @@ class _Prediction:
         self._ttft_ms = statistics.fmean(row.ttft_ms for row in cold if row.ttft_ms is not None)
         self._prefill_ms = statistics.fmean(_stage(row, Figure.TTFT, "prefill") for row in cold)
 
-    def cached_tokens(self, arm: str, shared: int) -> int:
-        """Tokens that prefill need not compute: whole blocks, but never the last token."""
-        blocks = min(shared, self._length - 1) // self._block_size
-        return 0 if arm == NONE else blocks * self._block_size
-
-    def skipped_blocks(self, arm: str, shared: int) -> int:
-        """Blocks that decode has."""
-        return min(shared, self._length) // self._block_size if arm == BOTH else 0
+    def reuse(self, arm: str, shared: int) -> tuple[int, int]:
+        """Tokens that prefill need not compute, which are whole blocks, but never the last token; and blocks that
+        decode has."""
+        cached, skipped = (min(shared, most) // self._block_size for most in (self._length - 1, self._length))
+        return cached * self._block_size * (arm != NONE), skipped * (arm == BOTH)
 
     def kv_bytes(self, skipped_blocks: int) -> int:
         """Bytes of the prompt's other blocks."""
@@ -222,7 +204,7 @@ class _Prediction:
             return None
         chunk = self._chunk
         whole = self._arithmetic.prefill(self._length, chunk).flops
-        left = self._arithmetic.prefill(self._length, chunk, self.cached_tokens(arm, shared)).flops
+        left = self._arithmetic.prefill(self._length, chunk, self.reuse(arm, shared)[0]).flops
         return round(self._ttft_ms - self._prefill_ms * (1 - left / whole), 4)
 
     def curve(self) -> list[dict[str, Any]]:
@@ -231,7 +213,7 @@ class _Prediction:
             {
                 "shared_len": shared,
                 "ttft_ms": {arm: self.ttft_ms(arm, shared) for arm in ARMS},
-                "kv_bytes": {arm: self.kv_bytes(self.skipped_blocks(arm, shared)) for arm in ARMS},
+                "kv_bytes": {arm: self.kv_bytes(self.reuse(arm, shared)[1]) for arm in ARMS},
             }
             for shared in sorted({*range(0, self._length + 1, self._block_size), self._length})
         ]
@@ -246,52 +228,45 @@ def _service_facts(status: ServiceStatus) -> dict[str, Any]:
     return {**facts, "arithmetic": ModelArithmetic.of(shape, status.dtype).to_dict()}
 
 
-def _summarise_cell(
-    cell: FinishedCell, run: RunData, prediction: _Prediction | None, seed: int
-) -> list[dict[str, Any]]:
-    rows = {arm: {row.index: row for row in run.rows_of(cell.cell, arm) if row.error is None} for arm in ARMS}
-    shared = int(cell.parameters["shared_len"])
-    found = []
-    for arm in ARMS:
-        own = list(rows[arm].values())
-        if not own or prediction is None:
-            continue
-        pairs = [(rows[NONE][index], row) for index, row in rows[arm].items() if index in rows[NONE]]
-        saved = {
-            figure: median_interval([_figure(cold, figure) - _figure(row, figure) for cold, row in pairs])
-            for figure in Figure
-        }
-        cached, skipped = prediction.cached_tokens(arm, shared), prediction.skipped_blocks(arm, shared)
-        found.append(
-            {
-                "cell": cell.cell,
-                **cell.parameters,
-                "arm": arm,
-                "n": len(own),
-                "errors": sum(row.error is not None for row in run.rows_of(cell.cell, arm)),
-                **{f"{figure.value}_ms": plain_mean([_figure(row, figure) for row in own], seed) for figure in Figure},
-                "saved_ms": {
-                    figure.value: each.to_dict() for figure, each in saved.items() if each is not None and arm != NONE
-                },
-                "predicted_ttft_ms": prediction.ttft_ms(arm, shared),
-                "prefill_ms": round(statistics.fmean(_stage(row, Figure.TTFT, "prefill") for row in own), 4),
-                "kv_exposed_ms": round(
-                    statistics.fmean(_stage(row, Figure.TTFT_DECODE, "kv_exposed") for row in own), 4
-                ),
-                "prefill_cached_tokens": _mean(row.prefill_cached_tokens for row in own),
-                "computed_tokens": _mean(row.prompt_tokens - row.prefill_cached_tokens for row in own),
-                "kv_blocks_skipped": _mean(row.kv_blocks_skipped for row in own),
-                "kv_blocks_sent": _mean(row.kv_blocks_sent for row in own),
-                "kv_bytes": sum(row.kv_bytes for row in own),
-                "kv_bytes_expected": sum(row.kv_bytes_expected for row in own),
-                "kv_bytes_arithmetic": sum(prediction.kv_bytes(row.kv_blocks_skipped) for row in own),
-                "reuse_as_arranged": all(
-                    (row.prefill_cached_tokens, row.kv_blocks_skipped) == (cached, skipped) for row in own
-                ),
-                "tokens_equal": all(cold.token_hash == row.token_hash for cold, row in pairs),
-            }
-        )
-    return found
+def _summarise_arm(
+    cell: FinishedCell, arm: str, run: RunData, prediction: _Prediction, seed: int
+) -> dict[str, Any] | None:
+    """The figures of an arm; None if it has no answer."""
+    rows, cold = ({row.index: row for row in run.rows_of(cell.cell, each) if row.error is None} for each in (arm, NONE))
+    own, shared = list(rows.values()), int(cell.parameters["shared_len"])
+    if not own:
+        return None
+    pairs = [(cold[index], row) for index, row in rows.items() if index in cold]
+    saved = {
+        figure.value: median_interval([_figure(before, figure) - _figure(row, figure) for before, row in pairs])
+        for figure in (Figure if arm != NONE else ())
+    }
+    arranged = prediction.reuse(arm, shared)
+
+    def mean(values: Iterable[float], digits: int = 3) -> float:
+        return round(statistics.fmean(values), digits)
+
+    return {
+        "cell": cell.cell,
+        **cell.parameters,
+        "arm": arm,
+        "n": len(own),
+        "errors": sum(row.error is not None for row in run.rows_of(cell.cell, arm)),
+        **{f"{figure.value}_ms": plain_mean([_figure(row, figure) for row in own], seed) for figure in Figure},
+        "saved_ms": {figure: each.to_dict() for figure, each in saved.items() if each is not None},
+        "predicted_ttft_ms": prediction.ttft_ms(arm, shared),
+        "prefill_ms": mean((_stage(row, Figure.TTFT, "prefill") for row in own), 4),
+        "kv_exposed_ms": mean((_stage(row, Figure.TTFT_DECODE, "kv_exposed") for row in own), 4),
+        "computed_tokens": mean(row.prompt_tokens - row.prefill_cached_tokens for row in own),
+        **{
+            key: mean(getattr(row, key) for row in own)
+            for key in ("prefill_cached_tokens", "kv_blocks_skipped", "kv_blocks_sent")
+        },
+        **{key: sum(getattr(row, key) for row in own) for key in ("kv_bytes", "kv_bytes_expected")},
+        "kv_bytes_arithmetic": sum(prediction.kv_bytes(row.kv_blocks_skipped) for row in own),
+        "reuse_as_arranged": all((row.prefill_cached_tokens, row.kv_blocks_skipped) == arranged for row in own),
+        "tokens_equal": all(before.token_hash == row.token_hash for before, row in pairs),
+    }
 
 
 def _figure(row: RequestRow, figure: Figure) -> float:
@@ -302,10 +277,6 @@ def _figure(row: RequestRow, figure: Figure) -> float:
 
 def _stage(row: RequestRow, figure: Figure, stage: str) -> float:
     return float(row.stages_ms.get(figure.value, {}).get(stage, 0.0))
-
-
-def _mean(values: Any) -> float:
-    return round(statistics.fmean(values), 3)
 
 
 def _answer(cells: Sequence[Mapping[str, Any]]) -> str:

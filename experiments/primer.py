@@ -15,18 +15,17 @@ import itertools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, ClassVar, Literal
 
 import msgspec
-import numpy as np
 from pydantic import Field
 
 from checkpoints.source import resolve_model
 from experiments.engine_alone.arithmetic import Cost, ModelArithmetic
-from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import STEPS, WARM_STEPS, WITH, WITHOUT, Built, Rates, Task, Warm
+from experiments.engine_alone.program import WITH, WITHOUT, Rates, Sample, Task, measure_alone
+from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options, option
+from experiments.fit import fitted
 from experiments.report.drawing import (
     DASHED,
     DOTTED,
@@ -48,10 +47,12 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.interval import MIN_VALUES, Interval, interval_text
 
-PUBLISHED_CACHE_S = {WITH: 0.334, WITHOUT: 4.05}
-PUBLISHED_PROFILE_S = {"prefill": 0.077, "decode": 2.11}
+PUBLISHED_S = {"cache": {WITH: 0.334, WITHOUT: 4.05}, "profile": {"prefill": 0.077, "decode": 2.11}}
 PUBLISHED_ON = "a T4 GPU"
-_A100 = "312 TFLOP/s ÷ 1.5 TB/s ≈ 208 on an A100"
+_METHOD = (
+    "the engine's model runner alone, {0.repeats} repeats after one that is not counted; order reversed with each "
+    "repeat; product rate and read rate measured before each; intervals are 95 % bootstrap"
+)
 
 
 class PrimerOptions(Options):
@@ -102,33 +103,36 @@ class Primer(Experiment):
                 "--target: primer measures an engine of its own on this machine and uses no service; leave it out"
             )
         self._check()
-        common = {"model": options.model, "device": options.device}
-        cache = {"part": "cache", "prompt_len": options.cache_prompt_len, "output_len": options.cache_output_len}
-        profile = {
-            "part": "profile",
-            "prompt_len": options.profile_prompt_len,
-            "output_len": options.profile_output_len,
+        parts: dict[str, dict[str, Any]] = {
+            f"{part}/{prompt}+{output}": {"part": part, "prompt_len": prompt, "output_len": output}
+            for part, prompt, output in (
+                ("cache", options.cache_prompt_len, options.cache_output_len),
+                ("profile", options.profile_prompt_len, options.profile_output_len),
+            )
         }
-        repeats = options.repeats + 1  # the warm-up shows as well
-        return [
-            Cell(f"cache/{cache['prompt_len']}+{cache['output_len']}", {**common, **cache}, None, 2 * repeats),
-            Cell(f"profile/{profile['prompt_len']}+{profile['output_len']}", {**common, **profile}, None, repeats),
-            Cell(
-                "prefill",
-                {**common, "part": "prefill", "lengths": list(options.prefill_lens)},
-                None,
-                len(options.prefill_lens) * repeats,
+        parts["prefill"] = {"part": "prefill", "lengths": list(options.prefill_lens)}
+        for context in options.contexts:
+            parts[f"decode/{context}"] = {"part": "decode", "context": context, "batches": list(options.batches)}
+        common = {"model": options.model, "device": options.device}
+        return [Cell(name, {**common, **part}, None, self._task(part).measurements) for name, part in parts.items()]
+
+    def _task(self, parameters: Mapping[str, Any]) -> Task:
+        options = self.options
+        core = min(os.sched_getaffinity(0)) if options.core is None else options.core
+        return Task(
+            model=options.model,
+            device=options.device,
+            core=core if options.device == "cpu" else None,
+            repeats=options.repeats,
+            seed=options.seed,
+            cases=(
+                *(StepCase(1, tokens) for tokens in parameters.get("lengths", ())),
+                *(StepCase(batch, 1, parameters["context"]) for batch in parameters.get("batches", ())),
             ),
-            *(
-                Cell(
-                    f"decode/{context}",
-                    {**common, "part": "decode", "context": context, "batches": list(options.batches)},
-                    None,
-                    len(options.batches) * repeats,
-                )
-                for context in options.contexts
-            ),
-        ]
+            arms={"cache": (WITH, WITHOUT), "profile": (WITH,)}.get(parameters["part"], ()),
+            prompt_len=parameters.get("prompt_len", 0),
+            output_len=parameters.get("output_len", 0),
+        )
 
     def _check(self) -> None:
         """InvalidRequest for options that no engine of this model can run."""
@@ -161,31 +165,25 @@ class Primer(Experiment):
     async def measure(self, bench: Bench) -> None:
         """Run the cell's task in an engine process, and keep what it writes as facts: ``engine``, ``ceilings``,
         ``samples``."""
-        options = self.options
-        core = min(os.sched_getaffinity(0)) if options.core is None else options.core
-        task = msgspec.convert(
-            {
-                **bench.cell.parameters,
-                "core": core if options.device == "cpu" else None,
-                "repeats": options.repeats,
-                "seed": options.seed,
-            },
-            Task,
-        )
+        task = self._task(bench.cell.parameters)
         facts: dict[str, Any] = {"ceilings": [], "samples": []}
-        async with aclosing(measurements(task)) as messages:
-            async for message in messages:
-                match message:
-                    case Built():
-                        facts["engine"] = msgspec.structs.asdict(message)
-                    case Rates():
-                        facts["ceilings"].append(msgspec.structs.asdict(message))
-                    case Warm():
-                        bench.advance(1)
-                    case _:
-                        facts["samples"].append({"repeat": message.repeat, **message.values})
-                        bench.advance(1)
-        bench.facts |= facts
+
+        def take(message: Rates | Sample) -> None:
+            if isinstance(message, Rates):
+                facts["ceilings"].append(msgspec.structs.asdict(message))
+                return
+            bench.advance(1)
+            values = message.values
+            if "case" in values:
+                case = task.cases[values["case"]]
+                values = {"tokens": case.tokens, "batch": case.batch, "time_s": values["time_s"]}
+            elif bench.cell.parameters["part"] == "profile":
+                values = {"prefill_s": values["times_s"][0], "decode_s": sum(values["times_s"][1:])}
+            if message.repeat >= 0:
+                facts["samples"].append({"repeat": message.repeat, **values})
+
+        built = await measure_alone(task, take)
+        bench.facts |= {"engine": msgspec.structs.asdict(built), **facts}
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``machine``: ``device``, ``dtype``, ``core``, ``threads``, ``chunk`` (tokens of a prompt per step),
@@ -205,23 +203,19 @@ class Primer(Experiment):
         ``saturated_tokens_per_s`` (null without a rising line).
 
         A part whose cell is missing in an interrupted run is null or empty."""
-        seed = self.options.seed
-        machine = _machine(run.cells, seed)
-        arithmetic = ModelArithmetic.from_dict(run.cells[0].facts["engine"]["arithmetic"])
+        figures = _Figures(run.cells, self.options.seed)
         parts: dict[str, list[FinishedCell]] = {}
         for cell in run.cells:
             parts.setdefault(cell.parameters["part"], []).append(cell)
-        cache, profile, prefill = (parts.get(part, [None])[0] for part in ("cache", "profile", "prefill"))
         decode = sorted(parts.get("decode", []), key=lambda cell: int(cell.parameters["context"]))
-        kv_cache = None if cache is None else _kv_cache(cache, arithmetic, seed)
         return {
             "experiment": self.name,
-            "machine": machine,
-            "kv_cache": kv_cache,
-            "profile": None if profile is None else _profile(profile, arithmetic, machine, seed),
-            "prefill": [] if prefill is None else _prefills(prefill, arithmetic, machine, seed),
-            "decode": [point for cell in decode for point in _decodes(cell, arithmetic, machine, seed)],
-            "ridge": [_ridge(cell, arithmetic, machine, seed) for cell in decode],
+            "machine": figures.machine,
+            "kv_cache": next(map(figures.kv_cache, parts.get("cache", ())), None),
+            "profile": next(map(figures.profile, parts.get("profile", ())), None),
+            "prefill": [point for cell in parts.get("prefill", ()) for point in figures.steps(cell)],
+            "decode": [point for cell in decode for point in figures.steps(cell)],
+            "ridge": [figures.ridge(cell) for cell in decode],
             "failed": [],
         }
 
@@ -231,7 +225,7 @@ class Primer(Experiment):
             title="Prefill, decode and the KV cache on this machine",
             question=self.question,
             answer=_answer(summary),
-            setup=[*setup_of(run, _method(self.options)), *_engine_rows(summary)],
+            setup=[*setup_of(run, _METHOD.format(self.options)), *_engine_rows(summary["machine"])],
             caveats=_caveats(summary),
             failures=summary["failed"],
         )
@@ -240,211 +234,170 @@ class Primer(Experiment):
         if summary["profile"] is not None:
             report.blocks.append(_phases_picture(summary["profile"]))
         if summary["decode"]:
-            report.blocks += _decode_pictures(summary)
+            report.blocks += [_step_time_picture(summary), _saturation_picture(summary)]
         if summary["prefill"] or summary["decode"]:
             report.blocks += [_roofline_picture(summary), _steps_table(summary)]
         if summary["ridge"]:
-            report.blocks.append(_ridge_table(summary))
+            report.blocks.append(_ridge_table(summary["ridge"]))
         return report
 
 
-def _machine(cells: Sequence[FinishedCell], seed: int) -> dict[str, Any]:
-    engine = cells[0].facts["engine"]
-    arithmetic = ModelArithmetic.from_dict(engine["arithmetic"])
-    ceilings = [each for cell in cells for each in cell.facts["ceilings"]]
-    flops, read = (plain_mean([each[key] / 1e9 for each in ceilings], seed) for key in ("flops_per_s", "bytes_per_s"))
-    return {
-        "device": engine["device"],
-        "dtype": engine["dtype"],
-        "core": engine["core"],
-        "threads": engine["threads"],
-        "chunk": engine["chunk"],
-        "weight_bytes": arithmetic.weight_bytes,
-        "last_cache_bytes": engine["last_cache_bytes"],
-        "peak_gflops": flops,
-        "read_gbs": read,
-        "ridge_flops_per_byte": round(flops["mean"] / read["mean"], 3),
-        "ridge_batch": round(arithmetic.ridge_batch(flops["mean"], read["mean"]), 3),
-    }
+class _Figures:
+    """The figures of cells. ``machine`` has the rates that all of them measured, which are the roofs of steps."""
 
-
-def _kv_cache(cell: FinishedCell, arithmetic: ModelArithmetic, seed: int) -> dict[str, Any]:
-    arms: dict[str, dict[int, Mapping[str, Any]]] = {WITH: {}, WITHOUT: {}}
-    for sample in cell.facts["samples"]:
-        arms[sample["arm"]][sample["repeat"]] = sample
-    pairs = [(arms[WITH][repeat], arms[WITHOUT][repeat]) for repeat in sorted(arms[WITH].keys() & arms[WITHOUT])]
-    prompt, output = int(cell.parameters["prompt_len"]), int(cell.parameters["output_len"])
-    chunk = cell.facts["engine"]["chunk"]
-    cached = arithmetic.prefill(prompt, chunk)
-    for context in range(prompt, prompt + output - 1):
-        cached += arithmetic.decode(1, context)
-    uncached = Cost(0.0, 0.0)
-    for length in range(prompt, prompt + output):
-        uncached += arithmetic.prefill(length, chunk)
-    return {
-        "prompt_len": prompt,
-        "output_len": output,
-        "total_s": {
-            arm: plain_mean([sum(pair[index]["times_s"]) for pair in pairs], seed)
-            for index, arm in enumerate((WITH, WITHOUT))
-        },
-        "speedup": plain_mean([sum(b["times_s"]) / sum(a["times_s"]) for a, b in pairs], seed),
-        "token_ms": {
-            arm: [
-                round(1e3 * statistics.fmean(times), 4)
-                for times in zip(*(pair[index]["times_s"] for pair in pairs), strict=True)
-            ]
-            for index, arm in enumerate((WITH, WITHOUT))
-        },
-        "gflop": {WITH: round(cached.flops / 1e9, 4), WITHOUT: round(uncached.flops / 1e9, 4)},
-        "tokens_equal_pct": round(100 * statistics.fmean(_equal_part(a, b) for a, b in pairs), 2),
-        "published_s": PUBLISHED_CACHE_S,
-    }
-
-
-def _equal_part(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """The part of the tokens before the first one that differs."""
-    pairs = list(zip(a["token_ids"], b["token_ids"], strict=True))
-    same = next((number for number, (x, y) in enumerate(pairs) if x != y), len(pairs))
-    return same / len(pairs)
-
-
-def _profile(cell: FinishedCell, arithmetic: ModelArithmetic, machine: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    samples = cell.facts["samples"]
-    prompt, output = int(cell.parameters["prompt_len"]), int(cell.parameters["output_len"])
-    prefill = arithmetic.prefill(prompt, cell.facts["engine"]["chunk"])
-    decode = Cost(0.0, 0.0)
-    for context in range(prompt, prompt + output - 1):
-        decode += arithmetic.decode(1, context)
-    prefill_s, decode_s = ([float(sample[key]) for sample in samples] for key in ("prefill_s", "decode_s"))
-    return {
-        "prompt_len": prompt,
-        "output_len": output,
-        "total_s": {"prefill": plain_mean(prefill_s, seed), "decode": plain_mean(decode_s, seed)},
-        "token_ms": {
-            "prefill": plain_mean([1e3 * each / prompt for each in prefill_s], seed),
-            "decode": plain_mean([1e3 * each / (output - 1) for each in decode_s], seed),
-        },
-        "phases": {
-            "prefill": _against_roof(prefill, statistics.fmean(prefill_s), machine),
-            "decode": _against_roof(decode, statistics.fmean(decode_s), machine),
-        },
-        "published_s": PUBLISHED_PROFILE_S,
-    }
-
-
-def _prefills(
-    cell: FinishedCell, arithmetic: ModelArithmetic, machine: Mapping[str, Any], seed: int
-) -> list[dict[str, Any]]:
-    points = []
-    for tokens, times_s in _by(cell, "tokens").items():
-        cost = arithmetic.prefill(tokens, cell.facts["engine"]["chunk"])
-        points.append(
-            {
-                "tokens": tokens,
-                "time_ms": plain_mean([1e3 * each for each in times_s], seed),
-                "tokens_per_s": plain_mean([tokens / each for each in times_s], seed),
-                **_against_roof(cost, statistics.fmean(times_s), machine),
-            }
-        )
-    return points
-
-
-def _decodes(
-    cell: FinishedCell, arithmetic: ModelArithmetic, machine: Mapping[str, Any], seed: int
-) -> list[dict[str, Any]]:
-    context = int(cell.parameters["context"])
-    return [
-        {
-            "batch": batch,
-            "context": context,
-            "time_ms": plain_mean([1e3 * each for each in times_s], seed),
-            "tokens_per_s": plain_mean([batch / each for each in times_s], seed),
-            **_against_roof(arithmetic.decode(batch, context), statistics.fmean(times_s), machine),
+    def __init__(self, cells: Sequence[FinishedCell], seed: int) -> None:
+        engine = cells[0].facts["engine"]
+        self._seed, self._chunk = seed, int(engine["chunk"])
+        self._arithmetic = ModelArithmetic.from_dict(engine["arithmetic"])
+        rates = [each for cell in cells for each in cell.facts["ceilings"]]
+        flops, read = (self._mean(each[key] / 1e9 for each in rates) for key in ("flops_per_s", "bytes_per_s"))
+        self._flops_per_s, self._bytes_per_s = flops["mean"] * 1e9, read["mean"] * 1e9
+        self.machine = {
+            **{key: engine[key] for key in ("device", "dtype", "core", "threads", "chunk", "last_cache_bytes")},
+            "weight_bytes": self._arithmetic.weight_bytes,
+            "peak_gflops": flops,
+            "read_gbs": read,
+            "ridge_flops_per_byte": round(flops["mean"] / read["mean"], 3),
+            "ridge_batch": round(self._arithmetic.ridge_batch(flops["mean"], read["mean"]), 3),
         }
-        for batch, times_s in _by(cell, "batch").items()
-    ]
+
+    def _mean(self, values: Any) -> Any:
+        return plain_mean(list(values), self._seed)
+
+    def _decode_cost(self, cell: FinishedCell) -> Cost:
+        """Of all tokens of a generation but the first."""
+        costs = (self._arithmetic.decode(1, context) for context in range(*_lengths(cell)))
+        return sum(costs, start=Cost(0.0, 0.0))
+
+    def kv_cache(self, cell: FinishedCell) -> dict[str, Any]:
+        arms: dict[str, dict[int, Mapping[str, Any]]] = {WITH: {}, WITHOUT: {}}
+        for sample in cell.facts["samples"]:
+            arms[sample["arm"]][sample["repeat"]] = sample
+        both = sorted(arms[WITH].keys() & arms[WITHOUT])
+        times = {arm: [samples[repeat]["times_s"] for repeat in both] for arm, samples in arms.items()}
+        pairs = [(arms[WITH][repeat]["token_ids"], arms[WITHOUT][repeat]["token_ids"]) for repeat in both]
+        prompt, last = _lengths(cell)
+        prefills = [self._arithmetic.prefill(length, self._chunk).flops for length in range(prompt, last + 1)]
+        gflop = {WITH: prefills[0] + self._decode_cost(cell).flops, WITHOUT: sum(prefills)}
+        return {
+            "prompt_len": prompt,
+            "output_len": int(cell.parameters["output_len"]),
+            "total_s": {arm: self._mean(map(sum, each)) for arm, each in times.items()},
+            "speedup": self._mean(sum(b) / sum(a) for a, b in zip(times[WITH], times[WITHOUT], strict=True)),
+            "token_ms": {
+                arm: [round(1e3 * statistics.fmean(token), 4) for token in zip(*each, strict=True)]
+                for arm, each in times.items()
+            },
+            "gflop": {arm: round(flops / 1e9, 4) for arm, flops in gflop.items()},
+            "tokens_equal_pct": round(100 * statistics.fmean(itertools.starmap(_equal_part, pairs)), 2),
+            "published_s": PUBLISHED_S["cache"],
+        }
+
+    def profile(self, cell: FinishedCell) -> dict[str, Any]:
+        prompt, output = int(cell.parameters["prompt_len"]), int(cell.parameters["output_len"])
+        costs = {"prefill": self._arithmetic.prefill(prompt, self._chunk), "decode": self._decode_cost(cell)}
+        tokens = {"prefill": prompt, "decode": output - 1}
+        times = {phase: [float(sample[f"{phase}_s"]) for sample in cell.facts["samples"]] for phase in costs}
+        return {
+            "prompt_len": prompt,
+            "output_len": output,
+            "total_s": {phase: self._mean(each) for phase, each in times.items()},
+            "token_ms": {phase: self._mean(1e3 * s / tokens[phase] for s in each) for phase, each in times.items()},
+            "phases": {phase: self._against_roof(cost, times[phase]) for phase, cost in costs.items()},
+            "published_s": PUBLISHED_S["profile"],
+        }
+
+    def steps(self, cell: FinishedCell) -> list[dict[str, Any]]:
+        """Prefills by ``tokens``, or decode steps of a context by ``batch``."""
+        context = cell.parameters.get("context")
+        key = "tokens" if context is None else "batch"
+        by_count: dict[int, list[float]] = {}
+        for sample in cell.facts["samples"]:
+            by_count.setdefault(int(sample[key]), []).append(float(sample["time_s"]))
+        points = []
+        for count, times_s in sorted(by_count.items()):
+            place, cost = {key: count}, self._arithmetic.prefill(count, self._chunk)
+            if context is not None:
+                place, cost = {key: count, "context": int(context)}, self._arithmetic.decode(count, int(context))
+            points.append(
+                {
+                    **place,
+                    "time_ms": self._mean(1e3 * each for each in times_s),
+                    "tokens_per_s": self._mean(count / each for each in times_s),
+                    **self._against_roof(cost, times_s),
+                }
+            )
+        return points
+
+    def _against_roof(self, cost: Cost, times_s: Sequence[float]) -> dict[str, Any]:
+        """FLOPs, bytes and intensity; the rates that were reached; the time at the roof, and without overlap."""
+        time_s, rates = statistics.fmean(times_s), (self._flops_per_s, self._bytes_per_s)
+        return {
+            "gflop": round(cost.flops / 1e9, 6),
+            "megabytes": round(cost.num_bytes / 1e6, 6),
+            "intensity": round(cost.intensity, 4),
+            "reached_gflops": round(cost.flops / time_s / 1e9, 4),
+            "reached_gbs": round(cost.num_bytes / time_s / 1e9, 4),
+            "roof_ms": round(1e3 * cost.roof_s(*rates), 5),
+            "added_ms": round(1e3 * cost.added_s(*rates), 5),
+            "of_roof_pct": round(100 * cost.roof_s(*rates) / time_s, 2),
+            "bound": "compute" if cost.intensity > self._flops_per_s / self._bytes_per_s else "memory",
+        }
+
+    def ridge(self, cell: FinishedCell) -> dict[str, Any]:
+        context, batches = int(cell.parameters["context"]), cell.parameters["batches"]
+        by_repeat: dict[int, dict[int, float]] = {}
+        for sample in cell.facts["samples"]:
+            by_repeat.setdefault(sample["repeat"], {})[sample["batch"]] = float(sample["time_s"])
+        rounds = [times for times in by_repeat.values() if len(times) == len(batches)]
+        doubling = [at for times in rounds if (at := doubling_batch(times)) is not None]
+        lines = [line for times in rounds if (line := fitted_line(times)) is not None]
+        predicted = self._arithmetic.doubling_batch(context, self._flops_per_s, self._bytes_per_s)
+        return {
+            "context": context,
+            "formula_batch": self.machine["ridge_batch"],
+            "predicted_doubling_batch": round(predicted, 3),
+            # If some rounds end before their step doubles, the mean of the others would be too small.
+            "doubling_batch": self._mean(doubling) if len(doubling) == len(rounds) else None,
+            "largest_batch": max(batches),
+            "half_saturation_batch": self._mean(fixed / each for fixed, each in lines),
+            "fixed_ms": self._mean(1e3 * fixed for fixed, _ in lines),
+            "each_ms": self._mean(1e3 * each for _, each in lines),
+            "saturated_tokens_per_s": self._mean(1 / each for _, each in lines),
+        }
 
 
-def _against_roof(cost: Cost, time_s: float, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """FLOPs, bytes and intensity; the rates that were reached; the time at the roof, and without overlap."""
-    flops_per_s, bytes_per_s = machine["peak_gflops"]["mean"] * 1e9, machine["read_gbs"]["mean"] * 1e9
-    return {
-        "gflop": round(cost.flops / 1e9, 6),
-        "megabytes": round(cost.num_bytes / 1e6, 6),
-        "intensity": round(cost.intensity, 4),
-        "reached_gflops": round(cost.flops / time_s / 1e9, 4),
-        "reached_gbs": round(cost.num_bytes / time_s / 1e9, 4),
-        "roof_ms": round(1e3 * cost.roof_s(flops_per_s, bytes_per_s), 5),
-        "added_ms": round(1e3 * cost.added_s(flops_per_s, bytes_per_s), 5),
-        "of_roof_pct": round(100 * cost.roof_s(flops_per_s, bytes_per_s) / time_s, 2),
-        "bound": "compute" if cost.intensity > flops_per_s / bytes_per_s else "memory",
-    }
+def _lengths(cell: FinishedCell) -> tuple[int, int]:
+    """Of the sequence before the first token of a generation, and before its last one."""
+    prompt, output = int(cell.parameters["prompt_len"]), int(cell.parameters["output_len"])
+    return prompt, prompt + output - 1
 
 
-def _ridge(cell: FinishedCell, arithmetic: ModelArithmetic, machine: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    context = int(cell.parameters["context"])
-    by_repeat: dict[int, dict[int, float]] = {}
-    for sample in cell.facts["samples"]:
-        by_repeat.setdefault(sample["repeat"], {})[sample["batch"]] = float(sample["time_s"])
-    rounds = [times for times in by_repeat.values() if len(times) == len(cell.parameters["batches"])]
-    doubling = [at for times in rounds if (at := doubling_batch(times)) is not None]
-    lines = [line for times in rounds if (line := fitted_line(times)) is not None]
-    largest = max(cell.parameters["batches"])
-    return {
-        "context": context,
-        "formula_batch": machine["ridge_batch"],
-        "predicted_doubling_batch": round(
-            arithmetic.doubling_batch(context, machine["peak_gflops"]["mean"] * 1e9, machine["read_gbs"]["mean"] * 1e9),
-            3,
-        ),
-        # If some rounds end before their step doubles, the mean of the others would be too small.
-        "doubling_batch": plain_mean(doubling, seed) if rounds and len(doubling) == len(rounds) else None,
-        "largest_batch": largest,
-        "half_saturation_batch": plain_mean([fixed / each for fixed, each in lines], seed) if lines else None,
-        "fixed_ms": plain_mean([1e3 * fixed for fixed, _ in lines], seed) if lines else None,
-        "each_ms": plain_mean([1e3 * each for _, each in lines], seed) if lines else None,
-        "saturated_tokens_per_s": plain_mean([1 / each for _, each in lines], seed) if lines else None,
-    }
+def _equal_part(a: Sequence[int], b: Sequence[int]) -> float:
+    """The part of the tokens before the first one that differs."""
+    same = next((number for number, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    return same / len(a)
 
 
 def doubling_batch(times_s: Mapping[int, float]) -> float | None:
     """The batch at which the time is twice that of batch 1, by linear interpolation; None if it never is."""
     target_s = 2 * times_s[1]
-    measured = sorted(times_s.items())
-    for (below, below_s), (above, above_s) in itertools.pairwise(measured):
+    for (below, below_s), (above, above_s) in itertools.pairwise(sorted(times_s.items())):
         if above_s >= target_s:
             return below + (above - below) * (target_s - below_s) / (above_s - below_s)
     return None
 
 
 def fitted_line(times_s: Mapping[int, float]) -> tuple[float, float] | None:
-    """``fixed`` and ``each`` of the line ``time = fixed + each · batch``, in seconds, with the least squares of the
-    relative errors. None with fewer than two batches, or if the time does not grow."""
+    """``fixed`` and ``each`` of the line ``time = fixed + each · batch``, in seconds. None with fewer than two batches,
+    or if the time does not grow."""
     if len(times_s) < 2:
         return None
-    batches, times = np.array(list(times_s), float), np.array(list(times_s.values()), float)
-    columns = np.stack([1 / times, batches / times], axis=1)
-    (fixed, each), *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
-    return (float(fixed), float(each)) if fixed > 0 and each > 0 else None
+    fixed, each = fitted([(1.0, batch) for batch in times_s], list(times_s.values()))
+    return (fixed, each) if fixed > 0 and each > 0 else None
 
 
-def _by(cell: FinishedCell, key: str) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    for sample in cell.facts["samples"]:
-        found.setdefault(int(sample[key]), []).append(float(sample["time_s"]))
-    return dict(sorted(found.items()))
-
-
-def _method(options: PrimerOptions) -> str:
-    return (
-        f"the engine's model runner alone, {options.repeats} repeats after one that is not counted; order reversed "
-        "with each repeat; product rate and read rate measured before each; intervals are 95 % bootstrap"
-    )
-
-
-def _engine_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    machine = summary["machine"]
+def _engine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
     place = f"core {machine['core']}, {machine['threads']} thread" if machine["core"] is not None else machine["device"]
     return [
         ("engine", f"{place}, {machine['dtype']}, {machine['weight_bytes'] / 1e6:.1f} MB of weights per step"),
@@ -469,20 +422,19 @@ def _answer(summary: Mapping[str, Any]) -> str:
             f"{interval_text(cache['total_s'][WITH], short)} s with it, {less}."
         )
     if profile is not None:
-        prefill, decode = profile["phases"]["prefill"], profile["phases"]["decode"]
+        (prefill, prefill_ms), (decode, decode_ms) = (
+            (profile["phases"][phase], profile["token_ms"][phase]["mean"]) for phase in ("prefill", "decode")
+        )
         sentences.append(
-            f"Per token, prefill takes {profile['token_ms']['prefill']['mean']:.2f} ms (intensity "
-            f"{short(prefill['intensity'])} FLOP per byte, bound by {prefill['bound']}) and decode of one request "
-            f"{profile['token_ms']['decode']['mean']:.2f} ms ({short(decode['intensity'])} FLOP per byte, bound by "
-            f"{decode['bound']})."
+            f"Per token, prefill takes {prefill_ms:.2f} ms (intensity {short(prefill['intensity'])} FLOP per byte, "
+            f"bound by {prefill['bound']}) and decode of one request {decode_ms:.2f} ms "
+            f"({short(decode['intensity'])} FLOP per byte, bound by {decode['bound']})."
         )
     if ridges:
         ridge = ridges[0]
-        measured = (
-            f"from a batch of {interval_text(ridge['doubling_batch'], short)} on"
-            if ridge["doubling_batch"] is not None
-            else f"with none of the measured batches (up to {ridge['largest_batch']})"
-        )
+        measured = f"with none of the measured batches (up to {ridge['largest_batch']})"
+        if ridge["doubling_batch"] is not None:
+            measured = f"from a batch of {interval_text(ridge['doubling_batch'], short)} on"
         sentences.append(
             f"At a context of {ridge['context']} a decode step takes twice as long as with one request {measured}; the "
             f"formula (product rate ÷ read rate) puts the ridge at {short(ridge['formula_batch'])}."
@@ -513,9 +465,6 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     if machine["peak_gflops"]["n"] < MIN_VALUES or (cache is not None and cache["speedup"]["n"] < MIN_VALUES):
         caveats.append(f"Fewer than {MIN_VALUES} repeats: there are no intervals.")
     return caveats
-
-
-_ROOF = {"linestyle": DASHED, "linewidth": 1.0, "marker": ""}
 
 
 def _totals_panel(rows: Sequence[tuple[str, str, Mapping[str, Any], float]]) -> Panel:
@@ -550,8 +499,8 @@ def _cache_picture(cache: Mapping[str, Any]) -> Picture:
     """Seconds of the whole generation beside the published ones, and the time of each token."""
     arms = {WITHOUT: ("without KV cache", PALETTE[1]), WITH: ("with KV cache", PALETTE[0])}
     tokens = [
-        {"arm": arms[arm][0], "before": cache["prompt_len"] + place, "ms": ms}
-        for arm in arms
+        {"arm": name, "before": cache["prompt_len"] + place, "ms": ms}
+        for arm, (name, _) in arms.items()
         for place, ms in enumerate(cache["token_ms"][arm])
     ]
     looks = {name: {"color": color, "markersize": 3} for name, color in arms.values()}
@@ -579,17 +528,18 @@ def _cache_picture(cache: Mapping[str, Any]) -> Picture:
 
 def _phases_picture(profile: Mapping[str, Any]) -> Picture:
     """Seconds of prefill and decode beside the published ones, and the time per token of each."""
-    looks = {"prefill": {"color": PALETTE[2]}, "decode": {"color": PALETTE[3]}}
+    colors = {"prefill": PALETTE[2], "decode": PALETTE[3]}
     names = {
         "prefill": f"prefill of {profile['prompt_len']} tokens",
         "decode": f"decode of {profile['output_len'] - 1} tokens",
     }
     totals = [
-        (names[phase], look["color"], profile["total_s"][phase], profile["published_s"][phase])
-        for phase, look in looks.items()
+        (names[phase], color, profile["total_s"][phase], profile["published_s"][phase])
+        for phase, color in colors.items()
     ]
     tokens = [{"phase": phase, "ms": ms, "note": f"{ms['mean']:.3g} ms"} for phase, ms in profile["token_ms"].items()]
     means = [each["ms"]["mean"] for each in tokens]
+    looks = {phase: {"color": color} for phase, color in colors.items()}
     mark = Mark(tokens, "ms", "phase", by="phase", looks=looks, look={"markersize": 8}, kind="points", text="note",
                 note=(0, 9))  # fmt: skip
     per_token = Panel([mark], x="time per token, ms (logarithmic)", title="per token", log="x", rows=list(names),
@@ -606,47 +556,71 @@ def _phases_picture(profile: Mapping[str, Any]) -> Picture:
     )
 
 
-def _decode_pictures(summary: Mapping[str, Any]) -> list[Picture]:
-    """Time of a decode step over batch size and context; tokens per second over batch size, with what they approach."""
-    contexts = [ridge["context"] for ridge in summary["ridge"]]
-    colors = {context: {"color": PALETTE[number % len(PALETTE)]} for number, context in enumerate(contexts)}
+def _decode_points(summary: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], list[int]]:
+    """The decode steps with the series of their context, the colours of the contexts, and the batches."""
+    colors = {ridge["context"]: {"color": PALETTE[n % len(PALETTE)]} for n, ridge in enumerate(summary["ridge"])}
     points = [{**point, "series": f"context {point['context']}"} for point in summary["decode"]]
-    batches = sorted({point["batch"] for point in points})
+    return points, colors, sorted({point["batch"] for point in points})
+
+
+def _step_time_picture(summary: Mapping[str, Any]) -> Picture:
+    """Time of a decode step over batch size and context."""
+    points, colors, batches = _decode_points(summary)
+    contexts = list(colors)
     shown = batches[:: -(-len(batches) // 4)]
     over_context = [{**point, "series": f"batch {point['batch']}"} for point in points if point["batch"] in shown]
+    first_ms = {point["context"]: point["time_ms"]["mean"] for point in reversed(points)}
     stars = [
-        {"batch": ridge["doubling_batch"]["mean"], "ms": 2 * first["time_ms"]["mean"], "context": ridge["context"]}
+        {"batch": ridge["doubling_batch"]["mean"], "ms": 2 * first_ms[ridge["context"]], "context": ridge["context"]}
         for ridge in summary["ridge"]
         if ridge["doubling_batch"] is not None
-        for first in [next(point for point in points if point["context"] == ridge["context"])]
     ]
-    roofs = {context: {**look, "label": "least time (roofline)" if context == contexts[0] else None}
-             for context, look in colors.items()}  # fmt: skip
-    starred = {context: {**look, "label": "twice batch 1" if context == stars[0]["context"] else None}
-               for context, look in colors.items() if stars}  # fmt: skip
-    step_time = [
-        Panel(
-            [
-                Mark(points, "batch", "time_ms", by="series"),
-                Mark(points, "batch", "roof_ms", by="context", looks=roofs, look=_ROOF),
-                Mark(stars, "batch", "ms", by="context", looks=starred, kind="points",
-                     look={"marker": "*", "markersize": 13, "markeredgecolor": "white"}),
-            ],
-            x="batch size, requests (logarithmic)",
-            y="time of a decode step, ms",
-            log="xy",
-            ticks=batches,
-            legend="best",
-        ),
-        Panel(
-            [Mark(over_context, "context", "time_ms", by="series")],
-            x="context, tokens (logarithmic)",
-            log="xy",
-            ticks=contexts,
-            xlim=(contexts[0] / 2, contexts[0] * 2) if len(contexts) == 1 else (None, None),
-            legend="best",
-        ),
-    ]  # fmt: skip
+    roofs, starred = (
+        {context: {**look, "label": label if context == named else None} for context, look in colors.items()}
+        for label, named in (
+            ("least time (roofline)", contexts[0]),
+            ("twice batch 1", stars[0]["context"] if stars else None),
+        )
+    )
+    roof = {"linestyle": DASHED, "linewidth": 1.0, "marker": ""}
+    star = {"marker": "*", "markersize": 13, "markeredgecolor": "white"}
+    return Picture(
+        "step_time",
+        "Time of a decode step over batch size and context",
+        "Mean of the repeats (each the median of several steps) with 95 % intervals. Left: as long as reading the "
+        "weights takes longest, a further request costs little; stars mark where the step takes twice as long as "
+        "with one request. Dashed: the least time that the measured product and read rates allow. Right: the same "
+        "points over the context, whose keys and values every step reads.",
+        [
+            Panel(
+                [
+                    Mark(points, "batch", "time_ms", by="series"),
+                    Mark(points, "batch", "roof_ms", by="context", looks=roofs, look=roof),
+                    Mark(stars, "batch", "ms", by="context", looks=starred, kind="points", look=star),
+                ],
+                x="batch size, requests (logarithmic)",
+                y="time of a decode step, ms",
+                log="xy",
+                ticks=batches,
+                legend="best",
+            ),
+            Panel(
+                [Mark(over_context, "context", "time_ms", by="series")],
+                x="context, tokens (logarithmic)",
+                log="xy",
+                ticks=contexts,
+                xlim=(contexts[0] / 2, contexts[0] * 2) if len(contexts) == 1 else (None, None),
+                legend="best",
+            ),
+        ],
+        columns=2,
+        share={"sharey": True},
+    )
+
+
+def _saturation_picture(summary: Mapping[str, Any]) -> Picture:
+    """Tokens per second over batch size, with what they approach."""
+    points, colors, batches = _decode_points(summary)
     formula = summary["machine"]["ridge_batch"]
     saturated = [
         Rule("y", ridge["saturated_tokens_per_s"]["mean"], "1 ÷ time per further request" if number == 0 else "",
@@ -654,7 +628,7 @@ def _decode_pictures(summary: Mapping[str, Any]) -> list[Picture]:
         for number, ridge in enumerate(summary["ridge"])
         if ridge["saturated_tokens_per_s"] is not None
     ]  # fmt: skip
-    saturation = Panel(
+    rates = Panel(
         [
             Mark(points, "batch", "tokens_per_s", by="series"),
             *saturated,
@@ -667,75 +641,61 @@ def _decode_pictures(summary: Mapping[str, Any]) -> list[Picture]:
         ylim=(0, None),
         legend="above",
     )
-    return [
-        Picture(
-            "step_time",
-            "Time of a decode step over batch size and context",
-            "Mean of the repeats (each the median of several steps) with 95 % intervals. Left: as long as reading the "
-            "weights takes longest, a further request costs little; stars mark where the step takes twice as long as "
-            "with one request. Dashed: the least time that the measured product and read rates allow. Right: the same "
-            "points over the context, whose keys and values every step reads.",
-            step_time,
-            columns=2,
-            share={"sharey": True},
-        ),
-        Picture(
-            "saturation",
-            "Tokens per second over batch size",
-            "Mean with 95 % intervals. Dashed: what the rate approaches by the line time = fixed + each · batch. "
-            "Dotted: the ridge batch by the formula, product rate ÷ read rate × bytes of a number ÷ 2.",
-            [saturation],
-        ),
-    ]
+    return Picture(
+        "saturation",
+        "Tokens per second over batch size",
+        "Mean with 95 % intervals. Dashed: what the rate approaches by the line time = fixed + each · batch. "
+        "Dotted: the ridge batch by the formula, product rate ÷ read rate × bytes of a number ÷ 2.",
+        [rates],
+    )
 
 
 def _roofline_picture(summary: Mapping[str, Any]) -> Picture:
     """Reached FLOP/s over intensity, below the roofs of the device."""
-    machine, contexts = summary["machine"], sorted({point["context"] for point in summary["decode"]})
+    machine = summary["machine"]
     peak, read, ridge = machine["peak_gflops"], machine["read_gbs"], machine["ridge_flops_per_byte"]
+    noted = min((point["context"] for point in summary["decode"]), default="–")
     points = [
         *(
             {**point, "series": f"decode, context {point['context']}",
-             "note": str(point["batch"]) if point["context"] == contexts[0] else ""}
+             "note": str(point["batch"]) if point["context"] == noted else ""}
             for point in summary["decode"]
         ),
         *({**point, "series": "prefill", "note": str(point["tokens"])} for point in summary["prefill"]),
     ]  # fmt: skip
-    low, high = (
-        edge([ridge, *(point["intensity"] for point in points)]) * factor for edge, factor in ((min, 0.5), (max, 2))
-    )
-
-    def roof(edge: str) -> list[dict[str, float]]:
-        corner = peak[edge] / read[edge]
-        return [{"x": low, "y": low * read[edge]}, {"x": corner, "y": peak[edge]}, {"x": high, "y": peak[edge]}]
-
-    ink = {"color": INK, "marker": ""}
-    edges = [edge for edge in ("lo", "hi") if peak[edge] is not None and read[edge] is not None]
+    intensities = [ridge, *(point["intensity"] for point in points)]
+    low, high = min(intensities) * 0.5, max(intensities) * 2
     lowest = min([*(point["reached_gflops"] for point in points), low * read["mean"]]) / 2
-    panel = Panel(
-        [
-            Mark(roof("mean"), "x", "y", look=ink),
-            *(Mark(roof(edge), "x", "y", look={**ink, "linewidth": 0.8, "alpha": 0.4}) for edge in edges),
-            Mark(points, "intensity", "reached_gflops", by="series", kind="points", text="note", note=(6, -11)),
-            Rule("y", peak["mean"], f"products: {peak['mean']:.0f} GFLOP/s; reading: {read['mean']:.1f} GB/s",
-                 {"linewidth": 0}),
-            Rule("x", ridge, f"ridge {ridge:.1f}", {"linestyle": DOTTED}),
-        ],
-        x="intensity, FLOP per byte (logarithmic)",
-        y="reached, GFLOP/s (logarithmic)",
-        log="xy",
-        xlim=(low, high),
-        ylim=(lowest, peak["mean"] * 2),
-        legend="lower right",
-    )  # fmt: skip
+    roofs = []
+    for edge, look in (("mean", {}), *((edge, {"linewidth": 0.8, "alpha": 0.4}) for edge in ("lo", "hi"))):
+        if peak[edge] is not None and read[edge] is not None:
+            corner = peak[edge] / read[edge]
+            line = [{"x": low, "y": low * read[edge]}, {"x": corner, "y": peak[edge]}, {"x": high, "y": peak[edge]}]
+            roofs.append(Mark(line, "x", "y", look={"color": INK, "marker": "", **look}))
+    rates = f"products: {peak['mean']:.0f} GFLOP/s; reading: {read['mean']:.1f} GB/s"
     return Picture(
         "roofline",
         "Roofline",
         "Points are steps of the engine: FLOPs and bytes from the model's shape, the time measured. Numbers are the "
-        f"batch of a decode step (at context {contexts[0] if contexts else '–'}) and the tokens of a prefill. No step "
+        f"batch of a decode step (at context {noted}) and the tokens of a prefill. No step "
         "can be above the roofs, which are the device's measured read rate times the intensity, and its measured "
         "product rate (thin lines: 95 % intervals).",
-        [panel],
+        [
+            Panel(
+                [
+                    *roofs,
+                    Mark(points, "intensity", "reached_gflops", by="series", kind="points", text="note", note=(6, -11)),
+                    Rule("y", peak["mean"], rates, {"linewidth": 0}),
+                    Rule("x", ridge, f"ridge {ridge:.1f}", {"linestyle": DOTTED}),
+                ],
+                x="intensity, FLOP per byte (logarithmic)",
+                y="reached, GFLOP/s (logarithmic)",
+                log="xy",
+                xlim=(low, high),
+                ylim=(lowest, peak["mean"] * 2),
+                legend="lower right",
+            )
+        ],
         height_in=5.0,
     )
 
@@ -756,18 +716,16 @@ def _steps_table(summary: Mapping[str, Any]) -> TableBlock:
         "of the roof, % | of_roof_pct:.0f",
         "bound by | bound",
     )
-    return table(
-        "All steps",
-        steps,
-        columns,
+    caption = (
         "GFLOP and MB from the model's shape; GFLOP/s and GB/s are these over the measured time. The roof is the least "
-        "time that the measured product and read rates allow.",
+        "time that the measured product and read rates allow."
     )
+    return table("All steps", steps, columns, caption)
 
 
-def _ridge_table(summary: Mapping[str, Any]) -> TableBlock:
+def _ridge_table(ridges: Sequence[Mapping[str, Any]]) -> TableBlock:
     records = [{**ridge, "doubling_batch": ridge["doubling_batch"] or f"> {ridge['largest_batch']}"}
-               for ridge in summary["ridge"]]  # fmt: skip
+               for ridge in ridges]  # fmt: skip
     columns = (
         "context",
         "doubling batch | doubling_batch:short",
@@ -778,11 +736,10 @@ def _ridge_table(summary: Mapping[str, Any]) -> TableBlock:
         "saturated tokens/s | saturated_tokens_per_s:short",
         "formula | formula_batch:short",
     )
-    return table(
-        "Where decode leaves the memory roof",
-        records,
-        columns,
-        f"Formula: product rate ÷ read rate × bytes of a number ÷ 2 ({_A100}). Doubling: the step takes twice as long "
-        "as with one request; the prediction has attention's work for this context in it. Fixed and per request are "
-        "the line through all batches; their ratio is the half-saturation batch.",
+    caption = (
+        "Formula: product rate ÷ read rate × bytes of a number ÷ 2 (312 TFLOP/s ÷ 1.5 TB/s ≈ 208 on an A100). "
+        "Doubling: the step takes twice as long as with one request; the prediction has attention's work for this "
+        "context in it. Fixed and per request are the line through all batches; their ratio is the half-saturation "
+        "batch."
     )
+    return table("Where decode leaves the memory roof", records, columns, caption)

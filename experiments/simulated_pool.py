@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,8 +18,10 @@ from engine.messages import EngineEvent, KVEvent, KVRole, Step, Submit
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from experiments.engine_alone.program import StepCase
-from experiments.workloads.arrivals import random_arrivals
+from experiments.engine_alone.steps import StepCase
+from experiments.fit import fitted
+from experiments.run_folder import RequestRow
+from experiments.workloads.arrivals import all_at_once, random_arrivals
 from pdserve.core.clock import FakeClock
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
@@ -27,7 +29,9 @@ from pdserve.core.sampling import SamplingParams
 PoolKind = Literal["paged", "contiguous-request", "contiguous-context"]
 POOL_KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 """Blocks as needed; a run for prompt and output limit; a run for the longest request that the engine takes."""
-
+POOL, SIMULATED = "pool", "simulated"
+ARRIVALS, AT_ONCE = "arrivals", "at-once"
+"""Kinds of requests: open-loop, and all at the same time."""
 _STOP, _WORD = 1, 2
 _TIMELINE_POINTS = 150
 
@@ -45,18 +49,17 @@ class CostModel:
 
     @classmethod
     def fit(cls, measured: Sequence[tuple[StepCase, float]]) -> CostModel:
-        """Least squares of the relative error over measured steps. Terms that would become negative are left out, one
-        after the other."""
-        features = np.array([_features(case) for case, _ in measured])
-        times_ms = np.array([step_ms for _, step_ms in measured])
-        used = list(range(features.shape[1]))
+        """The model with the least relative errors over measured steps. Terms that would become negative are left out,
+        one after the other."""
+        times_ms = [step_ms for _, step_ms in measured]
+        used = list(range(5))
         while True:
-            solved, *_ = np.linalg.lstsq(features[:, used] / times_ms[:, None], np.ones(len(times_ms)), rcond=None)
-            if len(used) == 1 or solved.min() >= 0:
+            found = fitted([[_features(case)[term] for term in used] for case, _ in measured], times_ms)
+            if len(used) == 1 or min(found) >= 0:
                 break
-            del used[int(solved.argmin())]
-        values = dict(zip(used, solved, strict=True))
-        return cls(*(max(0.0, float(values.get(index, 0.0))) for index in range(features.shape[1])))
+            del used[found.index(min(found))]
+        values = dict(zip(used, found, strict=True))
+        return cls(*(max(0.0, values.get(term, 0.0)) for term in range(5)))
 
     def errors(self, measured: Sequence[tuple[StepCase, float]]) -> list[float]:
         """The relative error of each measured step."""
@@ -99,158 +102,109 @@ class PoolLoad:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRequest:
-    """One simulated request: when it arrived, and its latencies."""
-
-    index: int
-    arrived_s: float
-    prompt_tokens: int
-    output_tokens: int
-    ttft_ms: float
-    e2e_ms: float
-    longest_gap_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class PoolResult:
-    """A simulation: its requests in order of arrival, and shares of the pool's tokens, averaged over time. ``live``:
-    hold computed KV. ``reserved``: belong to a request. Of the free ones ``scattered`` are outside the longest run."""
-
-    requests: tuple[PoolRequest, ...]
-    duration_s: float
-    steps: int
-    preemptions: int
-    running: float
-    live: float
-    reserved: float
-    scattered: float
-    timeline: tuple[tuple[float, float, float, int], ...]
-    """Seconds, live share, reserved share, and running requests, at some of the steps."""
-
-    def to_facts(self) -> dict[str, Any]:
-        """Everything but the requests."""
-        facts = asdict(self)
-        del facts["requests"]
-        return facts
-
-
 def simulate(
     kind: PoolKind, config: SchedulerConfig, cost: CostModel, load: PoolLoad, rate: float | None, seed: int
-) -> PoolResult:
-    """Run ``load`` on one engine, at ``rate`` requests per second (Poisson; None: all at once), without a
-    prefix cache."""
+) -> tuple[list[RequestRow], dict[str, Any]]:
+    """Run ``load`` on one engine, at ``rate`` requests per second (Poisson; None: all at once), without a prefix cache.
+    Gives the requests in order of arrival, and facts: ``duration_s``, ``steps``, ``preemptions``; averaged over time
+    the ``running`` requests and shares of the pool's tokens (``live`` ones hold computed KV, ``reserved`` ones belong
+    to a request, and of the free ones ``scattered`` are outside the longest run); and the ``timeline``: seconds, live
+    share, reserved share, and running requests, at some of the steps."""
     return _Simulation(kind, replace(config, prefix_caching=False), cost, load, rate, seed).run()
 
 
-@dataclass
 class _Simulation:
-    kind: PoolKind
-    config: SchedulerConfig
-    cost: CostModel
-    load: PoolLoad
-    rate: float | None
-    seed: int
-    clock: FakeClock = field(default_factory=FakeClock)
+    """The engine's runner, and the port to which it sends tokens."""
 
-    def __post_init__(self) -> None:
-        self.lengths = self.load.lengths(self.seed)
-        arrivals = random_arrivals(self.rate, self.seed) if self.rate else iter(lambda: 0.0, None)
-        self.arrivals_s = [at_s for _, at_s in zip(self.lengths, arrivals, strict=False)]
-        self.scheduler = self._scheduler()
-        self.core = EngineCore(self.scheduler, self, self.clock, self)
-        self.made = [0] * len(self.lengths)
-        self.first_s = [0.0] * len(self.lengths)
-        self.last_s = [0.0] * len(self.lengths)
-        self.gap_s = [0.0] * len(self.lengths)
-        self.samples: list[tuple[float, float, float, float, float, int]] = []
+    def __init__(
+        self, kind: PoolKind, config: SchedulerConfig, cost: CostModel, load: PoolLoad, rate: float | None, seed: int
+    ) -> None:
+        self._kind, self._config, self._cost, self._load = kind, config, cost, load
+        self._rate, self._seed = rate, seed
+        self._lengths = load.lengths(seed)
+        arrivals = random_arrivals(rate, seed) if rate else all_at_once()
+        self._arrivals_s = [at_s for _, at_s in zip(self._lengths, arrivals, strict=False)]
+        self._clock = FakeClock()
+        self._scheduler = Scheduler(config, self._clock)
+        if kind != "paged":
+            whole = kind == "contiguous-context"
+            self._scheduler = ContiguousReservation(config, self._clock, whole_context=whole)
+        self._core = EngineCore(self._scheduler, self, self._clock, self)
+        self._tokens_s: list[list[float]] = [[] for _ in self._lengths]
+        self._samples: list[tuple[float, float, float, float, float, int]] = []
 
-    def _scheduler(self) -> Scheduler:
-        if self.kind == "paged":
-            return Scheduler(self.config, self.clock)
-        return ContiguousReservation(self.config, self.clock, whole_context=self.kind == "contiguous-context")
-
-    def run(self) -> PoolResult:
+    def run(self) -> tuple[list[RequestRow], dict[str, Any]]:
         """Until the last request is finished."""
         submitted = 0
         while True:
-            while submitted < len(self.lengths) and self.arrivals_s[submitted] <= self.clock.now():
-                self.core.take(self._submit(submitted))
+            while submitted < len(self._lengths) and self._arrivals_s[submitted] <= self._clock.now():
+                self._core.take(self._submit(submitted))
                 submitted += 1
-            if not self.core.step():
-                if submitted == len(self.lengths):
+            if not self._core.step():
+                if submitted == len(self._lengths):
                     break
-                self.clock.advance(max(0.0, self.arrivals_s[submitted] - self.clock.now()))
-        return self._result()
+                self._clock.advance(max(0.0, self._arrivals_s[submitted] - self._clock.now()))
+        rows = [
+            self._row(index, *each) for index, each in enumerate(zip(self._arrivals_s, self._tokens_s, strict=True))
+        ]
+        return rows, self._facts()
 
     def _submit(self, index: int) -> Submit:
-        prompt_tokens, _ = self.lengths[index]
+        prompt_tokens, _ = self._lengths[index]
         name = str(index)
-        params = SamplingParams(max_tokens=self.load.max_tokens)
+        params = SamplingParams(max_tokens=self._load.max_tokens)
         return Submit(Request(name, (0,) * prompt_tokens, params, attempt_id=name), KVRole.LOCAL)
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
         """Take the step's time; the last token of each output is the stop token."""
-        took_s = self.cost.step_ms(seqs) / 1e3
-        pool = self.config.num_blocks * self.config.block_size
-        free = self.scheduler.blocks.free_blocks
-        longest = self.scheduler.blocks.longest_run if isinstance(self.scheduler, ContiguousReservation) else free
-        self.samples.append(
-            (
-                self.clock.now(),
-                took_s,
-                sum(seq.end for seq in seqs) / pool,
-                1 - free / self.config.num_blocks,
-                1 - longest / free if free else 0.0,
-                len(seqs),
-            )
-        )
-        self.clock.advance(took_s)
+        took_s = self._cost.step_ms(seqs) / 1e3
+        config, blocks = self._config, self._scheduler.blocks
+        free = blocks.free_blocks
+        longest = self._scheduler.blocks.longest_run if isinstance(self._scheduler, ContiguousReservation) else free
+        live = sum(seq.end for seq in seqs) / (config.num_blocks * config.block_size)
+        scattered = 1 - longest / free if free else 0.0
+        self._samples.append((self._clock.now(), took_s, live, 1 - free / config.num_blocks, scattered, len(seqs)))
+        self._clock.advance(took_s)
         return ComputedStep({seq.attempt_id: self._next(int(seq.attempt_id)) for seq in seqs if seq.sample})
 
     def _next(self, index: int) -> SampledToken:
-        return SampledToken(_STOP if self.made[index] + 1 == self.lengths[index][1] else _WORD)
+        return SampledToken(_STOP if len(self._tokens_s[index]) + 1 == self._lengths[index][1] else _WORD)
 
     def send(self, *events: EngineEvent) -> None:
         """Note tokens."""
-        now_s = self.clock.now()
         for event in events:
             for token in event.tokens if isinstance(event, Step) else ():
-                index = int(token.attempt_id)
-                if self.made[index]:
-                    self.gap_s[index] = max(self.gap_s[index], now_s - self.last_s[index])
-                else:
-                    self.first_s[index] = now_s
-                self.last_s[index] = now_s
-                self.made[index] += 1
+                self._tokens_s[int(token.attempt_id)].append(self._clock.now())
 
     def send_kv(self, *events: KVEvent) -> None:
         """No KV leaves this engine."""
 
-    def _result(self) -> PoolResult:
-        requests = tuple(
-            PoolRequest(
-                index,
-                at_s,
-                self.lengths[index][0],
-                self.made[index],
-                (self.first_s[index] - at_s) * 1e3,
-                (self.last_s[index] - at_s) * 1e3,
-                self.gap_s[index] * 1e3,
-            )
-            for index, at_s in enumerate(self.arrivals_s)
+    def _row(self, index: int, at_s: float, tokens_s: Sequence[float]) -> RequestRow:
+        ttft_ms, e2e_ms = (tokens_s[0] - at_s) * 1e3, (tokens_s[-1] - at_s) * 1e3
+        return RequestRow(
+            cell=POOL,
+            arm=self._kind,
+            repeat=self._seed,
+            index=index,
+            kind=ARRIVALS if self._rate else AT_ONCE,
+            mode=SIMULATED,
+            scheduled_s=at_s,
+            sent_s=at_s,
+            prompt_tokens=self._lengths[index][0],
+            output_tokens=len(tokens_s),
+            ttft_ms=ttft_ms,
+            tpot_ms=(e2e_ms - ttft_ms) / max(1, len(tokens_s) - 1),
+            e2e_ms=e2e_ms,
         )
-        samples = np.array(self.samples)
-        live, reserved, scattered, running = np.average(samples[:, 2:], axis=0, weights=samples[:, 1])
+
+    def _facts(self) -> dict[str, Any]:
+        samples = np.array(self._samples)
+        means = np.average(samples[:, 2:], axis=0, weights=samples[:, 1]).tolist()
         every = max(1, len(samples) // _TIMELINE_POINTS)
-        return PoolResult(
-            requests=requests,
-            duration_s=self.clock.now(),
-            steps=len(samples),
-            preemptions=self.scheduler.load().preemptions,
-            running=float(running),
-            live=float(live),
-            reserved=float(reserved),
-            scattered=float(scattered),
-            timeline=tuple((round(s[0], 4), round(s[2], 4), round(s[3], 4), int(s[5])) for s in self.samples[::every]),
-        )
+        return {
+            "duration_s": self._clock.now(),
+            "steps": len(samples),
+            "preemptions": self._scheduler.load().preemptions,
+            **dict(zip(("live", "reserved", "scattered", "running"), means, strict=True)),
+            "timeline": [(round(s[0], 4), round(s[2], 4), round(s[3], 4), s[5]) for s in self._samples[::every]],
+        }

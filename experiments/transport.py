@@ -20,19 +20,17 @@ import importlib.util
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from experiments.experiment import Bench, Cell, Experiment, Options, option
+from experiments.fit import fitted
 from experiments.modes import PD
-from experiments.pairs.memcpy import Memcpy
-from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
-from experiments.pairs.raw_tcp import RawTcp
-from experiments.pairs.transport_pair import TransportPair
+from experiments.pairs.pair import Turns, memcpy, socket
+from experiments.pairs.transport_pair import transport_pair
 from experiments.report.drawing import (
     DASHED,
     DOTTED,
@@ -47,7 +45,7 @@ from experiments.report.drawing import (
     table,
 )
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import FinishedCell, RequestRow, RunData
+from experiments.run_folder import RequestRow, RunData
 from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
@@ -65,7 +63,8 @@ MESSAGE_BYTES = TransferConfig().message_bytes
 LOCAL, SERVICE = "local", "service"
 _KIB = 2**10
 _WARM_UP_ROUNDS = 2
-T = TypeVar("T")
+Series = Mapping[str, Sequence[Mapping[int, float]]]
+"""By name, for each repeat, the seconds by size."""
 
 
 class TransportOptions(Options):
@@ -113,9 +112,9 @@ class Transport(Experiment):
                 raise InvalidRequest(f"--transports: {name!r} is none of {known}; measure others with --target")
         if not options.kib or min(options.kib) < 1:
             raise InvalidRequest("--kib: give at least one size of 1 KiB or more")
-        pairs = len(self._transports()) + 2
+        work = (len(self._transports()) + 2) * (options.rounds + 2)
         return [
-            Cell(f"repeat-{number}", {"where": LOCAL, "repeat": number}, None, work=pairs * (options.rounds + 2))
+            Cell(f"repeat-{number}", {"where": LOCAL, "repeat": number}, None, work)
             for number in range(options.repeats)
         ]
 
@@ -126,62 +125,29 @@ class Transport(Experiment):
         fit = [length for length in self.options.prompt_lens if length + 2 <= attached.context_length]
         if not fit:
             raise InvalidRequest(f"--prompt-lens: none fits the service's context of {attached.context_length}")
+        shared = {"where": SERVICE, "transport": "+".join(transports)}
         return [
-            Cell(
-                f"{length} tokens",
-                {"where": SERVICE, "prompt_len": length, "transport": "+".join(transports)},
-                work=self.options.requests,
-            )
-            for length in fit
+            Cell(f"{length} tokens", {**shared, "prompt_len": length}, work=self.options.requests) for length in fit
         ]
 
     def _transports(self) -> tuple[str, ...]:
-        if self.options.transports:
-            return self.options.transports
-        return tuple(name for name in CEILING_OF if name != "nixl" or importlib.util.find_spec("nixl") is not None)
+        here = (name for name in CEILING_OF if name != "nixl" or importlib.util.find_spec("nixl") is not None)
+        return self.options.transports or tuple(here)
 
     async def measure(self, bench: Bench) -> None:
         """Measure one repeat of all pairs, or one prompt length over the links of a service."""
         if bench.cell.parameters["where"] == SERVICE:
             await self._measure_service(bench)
-        else:
-            await self._measure_pairs(bench)
-
-    async def _measure_pairs(self, bench: Bench) -> None:
-        sizes = [kib * _KIB for kib in self.options.kib]
-        pairs: dict[str, Pair] = {MEMCPY: Memcpy(), SOCKET: RawTcp()}
-        pairs |= {name: TransportPair(name) for name in self._transports()}
-        seconds: dict[str, dict[str, list[float]]] = {}
-        unavailable: dict[str, str] = {}
-
-        async def attempt(name: str, work: Callable[[], T]) -> T | None:
-            """Run ``work`` beside the event loop, so that Ctrl-C is noticed after it."""
-            if name in unavailable:
-                return None
-            try:
-                return await asyncio.to_thread(work)
-            except (PairFailed, PairUnavailable) as error:
-                unavailable[name] = str(error).splitlines()[0]
-                return None
-
-        with ExitStack() as stack:
-            for name, pair in pairs.items():
-                stack.enter_context(pair)
-                await attempt(name, lambda pair=pair: pair.start(max(sizes)))  # type: ignore[misc]
-                seconds[name] = {str(size): [] for size in sizes}
-                bench.advance(1)
-            names = list(pairs)
-            for turn in range(self.options.rounds + 1):
-                for name in names if turn % 2 == 0 else reversed(names):
-                    # A pair that has slept takes longer to wake, so its first payload does not count.
-                    await attempt(name, lambda pair=pairs[name]: pair.seconds(min(sizes)))  # type: ignore[misc]
-                    for size in sizes if turn % 2 == 0 else reversed(sizes):
-                        took_s = await attempt(name, lambda pair=pairs[name], size=size: pair.seconds(size))  # type: ignore[misc]
-                        if turn and took_s is not None:  # the first round is warm-up
-                            seconds[name][str(size)].append(took_s)
-                    bench.advance(1)
-        bench.facts["seconds"] = {name: seconds[name] for name in pairs if name not in unavailable}
-        bench.facts["unavailable"] = unavailable
+            return
+        pairs = [memcpy(), socket(), *map(transport_pair, self._transports())]
+        turns = Turns(pairs, [kib * _KIB for kib in self.options.kib])
+        for _ in turns.run(self.options.rounds):
+            bench.advance(1)
+            await asyncio.sleep(0)  # Ctrl-C is noticed here
+        bench.facts["seconds"] = {
+            name: {str(size): times_s for size, times_s in by_size.items()} for name, by_size in turns.seconds.items()
+        }
+        bench.facts["unavailable"] = {name: why.splitlines()[0] for name, why in turns.unavailable.items()}
 
     async def _measure_service(self, bench: Bench) -> None:
         length = int(bench.cell.parameters["prompt_len"])
@@ -232,7 +198,7 @@ class Transport(Experiment):
             failures=summary["failed"],
         )
         if summary["cells"]:
-            report.blocks += [*_pictures(summary), _cells_table(summary), _fits_table(summary)]
+            report.blocks += [*_pictures(summary), *_tables(summary)]
         return report
 
 
@@ -241,139 +207,124 @@ def fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, flo
     have the least squares; None where it is not determined or no rate."""
     if len(set(sizes)) < 2:
         return None
-    times = np.asarray(times_s, float)
-    columns = np.stack([np.ones(times.size), np.asarray(sizes, float)], axis=1) / times[:, None]
-    (cost_s, s_per_byte), *_ = np.linalg.lstsq(columns, np.ones(times.size), rcond=None)
-    return (float(cost_s), float(1 / s_per_byte)) if s_per_byte > 0 else None
+    cost_s, s_per_byte = fitted([(1.0, size) for size in sizes], times_s)
+    return (cost_s, 1 / s_per_byte) if s_per_byte > 0 else None
+
+
+def _fits(series: Series, seed: int, most_bytes: float = float("inf")) -> list[dict[str, Any]]:
+    """Of each name with lines: they go through the sizes of each repeat up to ``most_bytes``, or through all if fewer
+    than two are that small."""
+    fits = []
+    for name, repeats in series.items():
+        lines, misfits = [], []
+        for times_s in repeats:
+            small = [size for size in times_s if size <= most_bytes]
+            points = {size: times_s[size] for size in (small if len(small) > 1 else times_s)}
+            if (line := fit_line(list(points), list(points.values()))) is not None:
+                lines.append(line)
+                errors = (abs((line[0] + size / line[1]) / time_s - 1) for size, time_s in points.items())
+                misfits.append(100 * max(errors))
+        if lines:
+            fits.append(
+                {
+                    "transport": name,
+                    "per_message_us": plain_mean([cost_s * 1e6 for cost_s, _ in lines], seed),
+                    "rate_gbs": plain_mean([rate / 1e9 for _, rate in lines], seed),
+                    "misfit_pct": round(statistics.fmean(misfits), 2),
+                }
+            )
+    return fits
 
 
 def _summarise_local(run: RunData, seed: int) -> dict[str, Any]:
-    repeats = [_medians_s(cell) for cell in run.cells]
-    unavailable: dict[str, str] = {}
+    series: dict[str, list[dict[int, float]]] = {}
+    repeats: list[dict[str, dict[int, float]]] = []
     for cell in run.cells:
-        unavailable |= cell.facts["unavailable"]
-    names = list(dict.fromkeys(name for repeat in repeats for name in repeat))
-    fits: list[dict[str, Any]] = []
-    summaries = []
-    for name in names:
-        fit = _fit_of([repeat[name] for repeat in repeats if name in repeat], seed)
-        if fit is not None:
-            fits.append({"transport": name, **fit})
-        for size in sorted({size for repeat in repeats for size in repeat.get(name, {})}):
-            times_s = [repeat[name][size] for repeat in repeats if size in repeat.get(name, {})]
-            ceiling = CEILING_OF.get(name, "")
+        medians_s = {
+            name: {int(size): statistics.median(times_s) for size, times_s in by_size.items() if times_s}
+            for name, by_size in cell.facts["seconds"].items()
+        }
+        repeats.append(medians_s)
+        for name, times in medians_s.items():
+            series.setdefault(name, []).append(times)
+    fits = _fits(series, seed, MESSAGE_BYTES)
+    costs = {fit["transport"]: fit["per_message_us"] for fit in fits}
+    cells = []
+    for name, of_name in series.items():
+        ceiling = CEILING_OF.get(name, "")
+        for size in sorted({size for times_s in of_name for size in times_s}):
+            sized = [times_s[size] for times_s in of_name if size in times_s]
             shares = [
                 repeat[ceiling][size] / repeat[name][size]
                 for repeat in repeats
-                if size in repeat.get(name, {}) and size in repeat.get(ceiling, {})
+                if ceiling in repeat and size in repeat[ceiling] and size in repeat.get(name, {})
             ]
-            summaries.append(
+            cells.append(
                 {
                     "transport": name,
                     "size_bytes": size,
                     "messages": -(-size // MESSAGE_BYTES),
-                    "gbs": plain_mean([size / time_s / 1e9 for time_s in times_s], seed),
-                    "time_us": plain_mean([time_s * 1e6 for time_s in times_s], seed),
-                    "per_message_us": None if fit is None else fit["per_message_us"],
+                    "gbs": plain_mean([size / time_s / 1e9 for time_s in sized], seed),
+                    "time_us": plain_mean([time_s * 1e6 for time_s in sized], seed),
+                    "per_message_us": costs.get(name),
                     "ceiling": ceiling or None,
-                    "share": plain_mean(shares, seed) if shares else None,
+                    "share": plain_mean(shares, seed),
                 }
             )
+    unavailable = {name: why for cell in run.cells for name, why in cell.facts["unavailable"].items()}
     return {
         "message_bytes": MESSAGE_BYTES,
-        "cells": [cell for cell in summaries if cell["transport"] in CEILING_OF],
-        "ceilings": [cell for cell in summaries if cell["transport"] not in CEILING_OF],
+        "cells": [cell for cell in cells if cell["ceiling"]],
+        "ceilings": [cell for cell in cells if not cell["ceiling"]],
         "fits": fits,
         "unavailable": unavailable,
-        "failed": [f"{name}: {why}" for name, why in unavailable.items() if name in (MEMCPY, SOCKET)],
-    }
-
-
-def _medians_s(cell: FinishedCell) -> dict[str, dict[int, float]]:
-    """The median time of each pair and size of a repeat."""
-    return {
-        name: {int(size): statistics.median(times_s) for size, times_s in by_size.items() if times_s}
-        for name, by_size in cell.facts["seconds"].items()
-    }
-
-
-def _fit_of(repeats: Sequence[Mapping[int, float]], seed: int) -> dict[str, Any] | None:
-    """The fit through the sizes of one message, made in each repeat on its own; through all sizes if fewer than two are
-    that small."""
-    lines: list[tuple[float, float]] = []
-    misfits = []
-    for times_s in repeats:
-        single = [size for size in times_s if size <= MESSAGE_BYTES]
-        sizes = single if len(single) > 1 else list(times_s)
-        line = fit_line(sizes, [times_s[size] for size in sizes])
-        if line is not None:
-            lines.append(line)
-            misfits.append(_misfit(line, sizes, [times_s[size] for size in sizes]))
-    return _fit(lines, misfits, seed)
-
-
-def _misfit(line: tuple[float, float], sizes: Sequence[int], times_s: Sequence[float]) -> float:
-    """The largest relative error of a line, in percent."""
-    cost_s, rate = line
-    return 100 * max(abs((cost_s + size / rate) / time_s - 1) for size, time_s in zip(sizes, times_s, strict=True))
-
-
-def _fit(lines: Sequence[tuple[float, float]], misfits: Sequence[float], seed: int) -> dict[str, Any] | None:
-    if not lines:
-        return None
-    return {
-        "per_message_us": plain_mean([cost_s * 1e6 for cost_s, _ in lines], seed),
-        "rate_gbs": plain_mean([rate / 1e9 for _, rate in lines], seed),
-        "misfit_pct": round(statistics.fmean(misfits), 2),
+        "failed": [f"{name}: {why}" for name, why in unavailable.items() if name in NAMES],
     }
 
 
 def _summarise_service(run: RunData, seed: int) -> dict[str, Any]:
-    done = [row for row in run.rows if row.error is None and row.kv_bytes]
     failed = [f"{row.cell}: {row.error}" for row in run.rows if row.error is not None]
     failed += [
         f"{row.cell}: {row.kv_bytes} bytes moved, {row.kv_bytes_expected} expected"
         for row in run.rows
         if row.error is None and row.kv_bytes != row.kv_bytes_expected
     ]
-    cells, fits = [], []
-    for transport in sorted({row.transport for row in done}):
-        rows = [row for row in done if row.transport == transport]
-        fit = _fit(*_lines_of(rows), seed)
-        if fit is not None:
-            fits.append({"transport": transport, **fit})
-        for length in sorted({row.prompt_tokens for row in rows}):
-            here = [row for row in rows if row.prompt_tokens == length]
-            ceilings = [float(row.transfer["ceiling_gbs"]) for row in here]
-            shares = [float(row.transfer["gbs"]) / top for row, top in zip(here, ceilings, strict=True) if top]
-            cells.append(
-                {
-                    "transport": transport,
-                    "prompt_len": length,
-                    "size_bytes": here[0].kv_bytes,
-                    "gbs": plain_mean([float(row.transfer["gbs"]) for row in here], seed),
-                    "time_us": plain_mean([_busy_ms(row) * 1e3 for row in here], seed),
-                    "exposed_us": plain_mean([float(row.transfer["exposed_ms"]) * 1e3 for row in here], seed),
-                    "per_message_us": None if fit is None else fit["per_message_us"],
-                    "ceiling": "link",
-                    "ceiling_gbs": round(statistics.median(ceilings), 4),
-                    "share": plain_mean(shares, seed) if shares else None,
-                }
-            )
-    return {"message_bytes": None, "cells": cells, "ceilings": [], "fits": fits, "unavailable": {}, "failed": failed}
-
-
-def _lines_of(rows: Sequence[RequestRow]) -> tuple[list[tuple[float, float]], list[float]]:
-    """One line per request number, each through one request of every prompt length; and the error of each."""
-    lines, misfits = [], []
-    for index in sorted({row.index for row in rows}):
-        same = [row for row in rows if row.index == index and _busy_ms(row)]
-        sizes, times_s = [row.kv_bytes for row in same], [_busy_ms(row) / 1e3 for row in same]
-        line = fit_line(sizes, times_s)
-        if line is not None:
-            lines.append(line)
-            misfits.append(_misfit(line, sizes, times_s))
-    return lines, misfits
+    cells: dict[tuple[str, int], list[RequestRow]] = {}
+    for row in run.rows:
+        if row.error is None and row.kv_bytes:
+            cells.setdefault((row.transport, row.prompt_tokens), []).append(row)
+    by_index: dict[str, dict[int, dict[int, float]]] = {}  # of each request number, the time of every size
+    for (transport, _), rows in sorted(cells.items()):
+        for row in rows:
+            if busy_s := _busy_ms(row) / 1e3:
+                by_index.setdefault(transport, {}).setdefault(row.index, {})[row.kv_bytes] = busy_s
+    series = {name: [times for _, times in sorted(found.items())] for name, found in by_index.items()}
+    fits = _fits(series, seed)
+    costs = {fit["transport"]: fit["per_message_us"] for fit in fits}
+    return {
+        "message_bytes": None,
+        "cells": [
+            {
+                "transport": transport,
+                "prompt_len": length,
+                "size_bytes": rows[0].kv_bytes,
+                "gbs": plain_mean([float(row.transfer["gbs"]) for row in rows], seed),
+                "time_us": plain_mean([_busy_ms(row) * 1e3 for row in rows], seed),
+                "exposed_us": plain_mean([float(row.transfer["exposed_ms"]) * 1e3 for row in rows], seed),
+                "per_message_us": costs.get(transport),
+                "ceiling": "link",
+                "ceiling_gbs": round(statistics.median(float(row.transfer["ceiling_gbs"]) for row in rows), 4),
+                "share": plain_mean(
+                    [row.transfer["gbs"] / top for row in rows if (top := float(row.transfer["ceiling_gbs"]))], seed
+                ),
+            }
+            for (transport, length), rows in sorted(cells.items())
+        ],
+        "ceilings": [],
+        "fits": fits,
+        "unavailable": {},
+        "failed": failed,
+    }
 
 
 def _busy_ms(row: RequestRow) -> float:
@@ -390,32 +341,35 @@ def _answer(summary: Mapping[str, Any]) -> str:
     what = "message" if summary["where"] == LOCAL else "hand-off"
     parts = []
     for name, cell in sorted(best.items(), key=lambda item: -item[1]["gbs"]["mean"]):
-        of = "the link's ceiling" if cell["ceiling"] == "link" else NAMES[cell["ceiling"]]
+        of = NAMES.get(cell["ceiling"], "the link's ceiling")
         share = f", {100 * cell['share']['mean']:.0f} % of {of}" if cell["share"] else ""
         cost = f", and a {what} costs {costs[name].value:.0f} µs" if name in costs else ""
         parts.append(f"{name} moves {cell['gbs']['mean']:.2g} GB/s{share}{cost}")
     return f"With {size_text(largest)}, {'; '.join(parts)}."
 
 
+_CAVEATS = {
+    SERVICE: (
+        "Times are the receiver's (wire and import), with hashing and the latency of the link, and without waits "
+        "for blocks that were not computed yet. With overlap, most of this time is hidden behind the prefill.",
+        "The ceiling is the best rate of the link so far, in its handshake or in a hand-off, so no share exceeds "
+        "100 %.",
+        "Short prompts of an overlapped hand-off travel in small messages.",
+    ),
+    LOCAL: (
+        "Both ends of each pair are on this machine. Network transports meet no network here; measure a cluster "
+        "with --target.",
+        "The blocking socket has the kernel's default buffers. A transport with larger ones can exceed it.",
+        "Each process has a core of its own where the machine has two. Libraries with threads of their own "
+        "(grpc_stream, torch_dist) share it with them.",
+        "The cost of a message includes waking the receiving process, which a busy receiver does not pay.",
+    ),
+}
+
+
 def _caveats(summary: Mapping[str, Any]) -> list[str]:
-    if summary["where"] == SERVICE:
-        caveats = [
-            "Times are the receiver's (wire and import), with hashing and the latency of the link, and without waits "
-            "for blocks that were not computed yet. With overlap, most of this time is hidden behind the prefill.",
-            "The ceiling is the best rate of the link so far, in its handshake or in a hand-off, so no share exceeds "
-            "100 %.",
-            "Short prompts of an overlapped hand-off travel in small messages.",
-        ]
-    else:
-        caveats = [
-            "Both ends of each pair are on this machine. Network transports meet no network here; measure a cluster "
-            "with --target.",
-            "The blocking socket has the kernel's default buffers. A transport with larger ones can exceed it.",
-            "Each process has a core of its own where the machine has two. Libraries with threads of their own "
-            "(grpc_stream, torch_dist) share it with them.",
-            "The cost of a message includes waking the receiving process, which a busy receiver does not pay.",
-        ]
-        caveats += [f"{name} was not measured: {why}" for name, why in summary["unavailable"].items()]
+    caveats = [*_CAVEATS[summary["where"]]]
+    caveats += [f"{name} was not measured: {why}" for name, why in summary["unavailable"].items()]
     if any(cell["gbs"]["n"] < MIN_VALUES for cell in summary["cells"]):
         caveats.append(f"Figures of fewer than {MIN_VALUES} repeats have no intervals.")
     return caveats
@@ -441,25 +395,19 @@ def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
               for name, dash in ((MEMCPY, DASHED), (SOCKET, DOTTED))}  # fmt: skip
     links = {name: {**look, "label": f"ceiling of {name}", "marker": "", "linestyle": DASHED}
              for name, look in looks.items()}  # fmt: skip
-
-    def panel(marks: Sequence[Mark | Rule], y: str) -> Panel:
-        sizes = sorted({cell["size_bytes"] for cell in (*cells, *summary["ceilings"])})
-        return Panel(
-            marks,
-            x="payload" if local else "KV of a request",
-            y=y,
-            log="xy",
-            ticks=sizes,
-            tick_text=size_text,
-            xlim=(sizes[0] / 1.4, sizes[-1] * 1.4),
-            legend="right",
-        )
-
-    ceilings = [Mark(cells, "size_bytes", "ceiling_gbs", by="transport", looks=links)] if not local else []
+    sizes = sorted({cell["size_bytes"] for cell in (*cells, *summary["ceilings"])})
+    axes: dict[str, Any] = {
+        "x": "payload" if local else "KV of a request",
+        "log": "xy",
+        "ticks": sizes,
+        "tick_text": size_text,
+        "xlim": (sizes[0] / 1.4, sizes[-1] * 1.4),
+        "legend": "right",
+    }
     rates = [
         Mark(summary["ceilings"], "size_bytes", "gbs", by="transport", looks=dashes),
         Mark(cells, "size_bytes", "gbs", by="transport", looks=looks),
-        *ceilings,
+        *([] if local else [Mark(cells, "size_bytes", "ceiling_gbs", by="transport", looks=links)]),
     ]
     times: list[Mark | Rule] = [Mark(cells, "size_bytes", "time_us", by="transport", looks=looks, kind="points")]
     for fit in summary["fits"]:
@@ -469,7 +417,7 @@ def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
                   for size in (np.geomspace(min(own), max(own), 60) if own else ())]  # fmt: skip
         line = {**looks.get(fit["transport"], {}), "marker": "", "linewidth": 1.2, "label": None}
         times.append(Mark([point for point in points if point["us"] > 0], "size", "us", look=line))
-    if local and any(cell["size_bytes"] > MESSAGE_BYTES for cell in cells):
+    if local and sizes[-1] > MESSAGE_BYTES:
         times.append(Rule("x", summary["message_bytes"], "several messages →"))
     return [
         Picture(
@@ -481,7 +429,7 @@ def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
             if local
             else "Bytes of a hand-off over the receiver's time for them, with 95 % intervals, and the ceiling of the "
             "link, which is the best rate it has reached so far. Both axes are logarithmic.",
-            [panel(rates, "GB/s (10⁹ bytes per second)")],
+            [Panel(rates, y="GB/s (10⁹ bytes per second)", **axes)],
             height_in=4.8,
         ),
         Picture(
@@ -495,44 +443,51 @@ def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
                 if local
                 else "all prompt lengths; the cost is that of a whole hand-off."
             ),
-            [panel(times, "time, µs")],
+            [Panel(times, y="time, µs", **axes)],
             height_in=4.8,
         ),
     ]
 
 
-def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
-    records = []
-    for cell in (*summary["ceilings"], *summary["cells"]):
-        ceiling = NAMES.get(cell["ceiling"])
-        if cell["ceiling"] == "link":
-            ceiling = f"{cell['ceiling_gbs']:.2f} GB/s"
-        name = NAMES.get(cell["transport"], cell["transport"])
-        records.append({**cell, "name": name, "size": size_text(cell["size_bytes"]), "ceiling": ceiling})
-    columns = (
-        "transport | name",
-        "size",
-        "GB/s | gbs",
-        "time, µs | time_us:,.0f",
-        "ceiling",
-        "share of ceiling | share",
-        "n | gbs.n",
-    )
-    caption = "Means with 95 % intervals over n repeats. 1 GB/s is 10⁹ bytes per second."
-    return table("Rates", records, columns, caption)
-
-
-def _fits_table(summary: Mapping[str, Any]) -> TableBlock:
+def _tables(summary: Mapping[str, Any]) -> list[TableBlock]:
     what = "message" if summary["where"] == LOCAL else "hand-off"
-    return table(
-        "time = cost + bytes / rate",
-        [{**fit, "name": NAMES.get(fit["transport"], fit["transport"])} for fit in summary["fits"]],
-        (
-            "transport | name",
-            f"cost of a {what}, µs | per_message_us:.0f",
-            "rate, GB/s | rate_gbs",
-            "largest error, % | misfit_pct:.0f",
+
+    def named(record: Mapping[str, Any]) -> dict[str, Any]:
+        return {**record, "name": NAMES.get(record["transport"], record["transport"])}
+
+    rates = [
+        {
+            **named(cell),
+            "size": size_text(cell["size_bytes"]),
+            "ceiling": f"{cell['ceiling_gbs']:.2f} GB/s" if "ceiling_gbs" in cell else NAMES.get(cell["ceiling"]),
+        }
+        for cell in (*summary["ceilings"], *summary["cells"])
+    ]
+    return [
+        table(
+            "Rates",
+            rates,
+            (
+                "transport | name",
+                "size",
+                "GB/s | gbs",
+                "time, µs | time_us:,.0f",
+                "ceiling",
+                "share of ceiling | share",
+                "n | gbs.n",
+            ),
+            "Means with 95 % intervals over n repeats. 1 GB/s is 10⁹ bytes per second.",
         ),
-        "Least squares of relative errors, made in each repeat on its own. Where the largest error is large, the rate "
-        "depends on the size, and the cost is only an orientation.",
-    )
+        table(
+            "time = cost + bytes / rate",
+            [named(fit) for fit in summary["fits"]],
+            (
+                "transport | name",
+                f"cost of a {what}, µs | per_message_us:.0f",
+                "rate, GB/s | rate_gbs",
+                "largest error, % | misfit_pct:.0f",
+            ),
+            "Least squares of relative errors, made in each repeat on its own. Where the largest error is large, the "
+            "rate depends on the size, and the cost is only an orientation.",
+        ),
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.first_hour.run import main
+from experiments.benchmarks.first_hour.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,7 @@ import socket
 import struct
 from pathlib import Path
 
-from benchmarks.http2_attacks import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers
+from experiments.benchmarks.http2_attacks import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers
 
 _FRAME_BYTES = 2**14
 

@@ -156,8 +156,8 @@ def test_keys_of_the_configuration_that_sentences_name_exist() -> None:
 
 
 def test_the_table_beside_vllm_has_the_figures_of_a_run() -> None:
-    (run,) = re.findall(r"figures as JSON\]\(../(.*-served.json)\)", (ROOT / "docs" / "results.md").read_text())
-    measured = json.loads((ROOT / run).read_text())
+    (run,) = re.findall(r"figures as JSON\]\((results/.*-served.json)\)", (ROOT / "docs" / "results.md").read_text())
+    measured = json.loads((ROOT / "docs" / run).read_text())
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [length for length, _ in rows] == list(measured["pdserve"])
     for length, cells in rows:

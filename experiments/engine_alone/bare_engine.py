@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from engine.messages import Ready
 from engine.process.build import build_engine
 from engine.scheduling.batch import ScheduledSeq
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
+from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
 from pdserve.core.config import EngineConfig
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
@@ -55,57 +57,50 @@ class BareEngine:
         self.ready: Ready = built.ready
         self.chunk = built.scheduler_config.max_num_batched_tokens
 
+    def measure_s(self, case: StepCase) -> float:
+        """Seconds of a case now: of a decode step the median of several, of a whole prompt that of all its steps."""
+        if case.kind == "prompt":
+            return self.prefill_s(case.tokens)
+        warm, steps = (WARM_STEPS, STEPS) if case.kind == "decode" else (0, 2)
+        return statistics.median(self.steps_s(case, steps, warm))
+
     def prefill_s(self, tokens: int) -> float:
-        """Seconds for the first token of a random prompt of ``tokens``."""
+        """Seconds for the first token of a random prompt of ``tokens``, in steps of ``chunk``."""
         return self._first_token(self._random(tokens))[1]
 
-    def decode_steps_s(
-        self, batch: int, context: int, warm_steps: int, steps: int, sampling: SamplingParams = _GREEDY
-    ) -> list[float]:
-        """Seconds of each of ``steps`` steps that make one token for each of ``batch`` requests, after ``warm_steps``
-        others. The requests have ``context`` tokens at first, and one more with each step."""
-        tables = block_tables(batch, context + warm_steps + steps)
-        times: list[float] = []
-        for step in range(warm_steps + steps):
-            seqs = [self._part(str(i), context + step, 1, table, sampling) for i, table in enumerate(tables)]
-            times.append(self._step_s(seqs))
-        return times[warm_steps:]
+    def steps_s(self, case: StepCase, steps: int, warm: int = 0, sampling: SamplingParams = _GREEDY) -> list[float]:
+        """Seconds of each of ``steps`` steps of a case, after ``warm`` others. Requests that decode have one more token
+        in their context with each step."""
+        grows = case.kind == "decode"
+        tables = block_tables(case.batch + case.beside, case.context + max(case.tokens, warm + steps))
+        times = []
+        for step in range(warm + steps):
+            start = case.context + step * grows
+            tokens = [1] * case.beside + [case.tokens] * case.batch
+            parts = [
+                ScheduledSeq(str(i), self._random(count), start, table, True, sampling)
+                for i, (count, table) in enumerate(zip(tokens, tables, strict=True))
+            ]
+            started_s = time.perf_counter()
+            self._runner.execute(parts)
+            times.append(time.perf_counter() - started_s)
+        return times[warm:]
 
-    def prefill_steps_s(self, batch: int, tokens: int, context: int, steps: int) -> list[float]:
-        """Seconds of each of ``steps`` equal steps that compute ``tokens`` tokens of each of ``batch`` prompts, after
-        ``context`` others."""
-        tables = block_tables(batch, context + tokens)
-        return [
-            self._step_s([self._part(str(i), context, tokens, table) for i, table in enumerate(tables)])
-            for _ in range(steps)
-        ]
-
-    def mixed_s(self, chunk: int, batch: int, context: int) -> float:
-        """Seconds of a step with ``chunk`` tokens of a prompt, and one token for each of ``batch`` requests, all after
-        ``context`` tokens."""
-        *tables, last = block_tables(batch + 1, context + chunk)
-        seqs = [self._part(str(i), context, 1, table) for i, table in enumerate(tables)]
-        return self._step_s([*seqs, self._part("chunk", context, chunk, last)])
-
-    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+    def generate(self, prompt: Sequence[int], tokens: int, *, cached: bool = True) -> tuple[list[int], list[float]]:
         """The greedy continuation of ``prompt``, and the seconds that each of its tokens took: the first the prefill,
-        the others a decode step each."""
-        token_id, first_s = self._first_token(prompt)
-        token_ids, times = [token_id], [first_s]
-        [table] = block_tables(1, len(prompt) + tokens)
-        for at in range(len(prompt), len(prompt) + tokens - 1):
-            token_id, step_s = self._token([token_ids[-1]], at, table)
-            token_ids.append(token_id)
-            times.append(step_s)
-        return token_ids, times
-
-    def generate_without_cache(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """The same without keys and values of earlier steps: each token is the first token of the whole sequence before
-        it."""
+        the others a decode step each. Not ``cached``: without keys and values of earlier steps, each token is the first
+        token of the whole sequence before it."""
         token_ids: list[int] = []
         times: list[float] = []
-        for _ in range(tokens):
-            token_id, step_s = self._first_token([*prompt, *token_ids])
+        [table] = block_tables(1, len(prompt) + tokens)
+        for number in range(tokens):
+            if cached and number:
+                part = ScheduledSeq("one", token_ids[-1:], len(prompt) + number - 1, table, True, _GREEDY)
+                started_s = time.perf_counter()
+                token_id = self._runner.execute([part])["one"].token_id
+                step_s = time.perf_counter() - started_s
+            else:
+                token_id, step_s = self._first_token([*prompt, *token_ids])
             token_ids.append(token_id)
             times.append(step_s)
         return token_ids, times
@@ -120,21 +115,6 @@ class BareEngine:
             drawn = self._runner.execute([part])
         return drawn["prompt"].token_id, time.perf_counter() - started_s
 
-    def _token(self, token_ids: list[int], start: int, table: list[int]) -> tuple[int, float]:
-        started_s = time.perf_counter()
-        drawn = self._runner.execute([ScheduledSeq("one", token_ids, start, table, True, _GREEDY)])
-        return drawn["one"].token_id, time.perf_counter() - started_s
-
-    def _step_s(self, seqs: list[ScheduledSeq]) -> float:
-        started_s = time.perf_counter()
-        self._runner.execute(seqs)
-        return time.perf_counter() - started_s
-
-    def _part(
-        self, name: str, start: int, tokens: int, table: list[int], sampling: SamplingParams = _GREEDY
-    ) -> ScheduledSeq:
-        return ScheduledSeq(name, self._random(tokens), start, table, True, sampling)
-
     def _random(self, tokens: int) -> list[int]:
         drawn: list[int] = torch.randint(0, min(_TOKEN_IDS, self.ready.vocab_size), (tokens,)).tolist()
         return drawn
@@ -143,6 +123,13 @@ class BareEngine:
 def blocks_for(count: int, tokens: int) -> int:
     """Blocks of ``count`` requests of ``tokens`` each."""
     return count * -(-tokens // BLOCK_SIZE)
+
+
+def blocks_of(cases: Sequence[StepCase]) -> int:
+    """Blocks that suffice for each of the cases."""
+    return max(
+        (blocks_for(c.batch + c.beside, c.context + max(c.tokens, WARM_STEPS + STEPS)) for c in cases), default=0
+    )
 
 
 def block_tables(count: int, tokens: int) -> list[list[int]]:

@@ -1,80 +1,61 @@
-"""The process in which an engine is measured alone: ``python -m experiments.engine_alone.program TASK``.
+"""Measures an engine alone, in a process of its own: `measure_alone` starts ``python -m
+experiments.engine_alone.program TASK``.
 
 TASK is a `Task` as JSON. The process binds itself to one core (on a GPU it is not bound), builds the engine, and writes
-messages: `Built`, then `Warm` for each step of the warm-up, then in each repeat `Rates` and its samples. `Failed` comes
-instead of the rest.
-"""
+messages: `Built`, then in each repeat `Rates` and its samples, and `Finished`. `Failed` comes instead of the rest."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import random
 import signal
-import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.process.client import ALLOCATOR_SETTINGS
+from experiments.child_process import ChildFailed, ChildProcess
+from experiments.engine_alone.steps import StepCase
 from experiments.messages import Message, say
-from pdserve.core.errors import PdserveError, to_wire
+from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from runtime.process import end_with_parent
 
 if TYPE_CHECKING:
     from experiments.engine_alone.bare_engine import BareEngine
 
-
-class StepCase(msgspec.Struct, frozen=True):
-    """A step with a part for each of ``batch`` requests: of ``tokens`` tokens, after ``context`` others whose KV is in
-    the pool. A decode step is one with single tokens."""
-
-    batch: int
-    tokens: int
-    context: int
-
-    @property
-    def kind(self) -> Literal["prefill", "decode"]:
-        """What the step does."""
-        return "decode" if self.tokens == 1 else "prefill"
-
-    @property
-    def rows(self) -> int:
-        """Tokens that the step computes."""
-        return self.batch * self.tokens
-
-    @property
-    def pairs(self) -> float:
-        """Pairs of a computed token and one that it attends to."""
-        return self.rows * (self.context + (self.tokens + 1) / 2)
-
-
-WARM_STEPS = 2
-STEPS = 5
 WITH = "with"
 WITHOUT = "without"
+ONE_THREAD = {**ALLOCATOR_SETTINGS, "OMP_NUM_THREADS": "1"}
+"""The environment of an engine process with one thread."""
+_MODULE = "experiments.engine_alone.program"
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, ``repeats`` times. ``part`` decides which of the other fields count: ``cache`` and ``profile``
-    generate ``output_len`` tokens after ``prompt_len`` (``cache`` also without a KV cache), ``prefill`` computes
-    prompts of ``lengths``, ``decode`` makes steps of ``batches`` at ``context``, ``steps`` makes those of ``cases``.
-    ``core``: None on a GPU."""
+    """What to measure, ``repeats`` times after a warm-up: each of ``cases``, and in each of ``arms`` (with and without
+    a KV cache) the generation of ``output_len`` tokens after ``prompt_len``. ``core``: None on a GPU. ``chunk``: most
+    tokens of a step (default: a prefill worker's budget)."""
 
     model: str
     device: str
     core: int | None
-    part: Literal["cache", "profile", "prefill", "decode", "steps"]
     repeats: int
     seed: int
+    cases: tuple[StepCase, ...] = ()
+    arms: tuple[str, ...] = ()
     prompt_len: int = 0
     output_len: int = 0
-    lengths: tuple[int, ...] = ()
-    batches: tuple[int, ...] = ()
-    context: int = 0
-    cases: tuple[StepCase, ...] = ()
+    chunk: int | None = None
+
+    @property
+    def measurements(self) -> int:
+        """How many samples there are, those of the warm-up included."""
+        return (self.repeats + 1) * (len(self.cases) + len(self.arms))
 
 
 class Built(Message):
@@ -90,10 +71,6 @@ class Built(Message):
     last_cache_bytes: int
 
 
-class Warm(Message):
-    """A step of the warm-up is done."""
-
-
 class Rates(Message):
     """The device's product rate and read rate, measured between the samples of each repeat."""
 
@@ -102,10 +79,9 @@ class Rates(Message):
 
 
 class Sample(Message):
-    """What was measured once in a repeat, by part: ``cache`` has ``arm``, ``times_s`` of each token and ``token_ids``
-    (both arms of a repeat have the same prompt); ``profile`` has ``prefill_s`` of token 1 and ``decode_s`` of all
-    others; ``prefill``, ``decode`` and ``steps`` have ``time_s`` of a prompt of ``tokens``, of a step of ``batch``
-    requests (the median of `STEPS`), or of the case with the index ``case`` (the median of a few)."""
+    """What was measured once in a ``repeat`` (-1: the warm-up). ``values`` are ``case``, the index of a case, and its
+    ``time_s``; or of a generation ``arm``, the ``times_s`` of its tokens and ``token_ids`` (all arms of a repeat have
+    the same prompt)."""
 
     repeat: int
     values: dict[str, Any]
@@ -118,6 +94,34 @@ class Failed(Message):
     message: str
 
 
+class Finished(Message):
+    """Nothing follows."""
+
+
+async def measure_alone(task: Task, take: Callable[[Rates | Sample], None]) -> Built:
+    """Have a process measure ``task``, and hand what it measures to ``take``. Raises the error that it reports;
+    LaunchError if it just ends; WrongMessage if it writes anything else. The process ends with this call."""
+    label, environment = "the engine under measurement", ONE_THREAD
+    with ChildProcess(label, _MODULE, msgspec.json.encode(task).decode(), environment=environment) as child:
+        built: Built | None = None
+        while True:
+            try:
+                expected = Built | Rates | Sample | Failed | Finished
+                message = await asyncio.to_thread(child.receive, None, expected)
+            except ChildFailed as error:
+                raise LaunchError(str(error)) from None
+            match message:
+                case Built():
+                    built = message
+                case Failed():
+                    raise from_wire(message.error, message.message)
+                case Finished():
+                    assert built is not None, "it comes first"
+                    return built
+                case _:
+                    take(message)
+
+
 def main() -> None:
     """The whole process. Exits with 1 after `Failed`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
@@ -127,6 +131,7 @@ def main() -> None:
     except PdserveError as error:
         say(Failed(*to_wire(error)))
         raise SystemExit(1) from None
+    say(Finished())
 
 
 def _run(task: Task) -> None:
@@ -137,16 +142,12 @@ def _run(task: Task) -> None:
     from checkpoints.source import resolve_model
     from engine.model.kv_pool import TORCH_DTYPES
     from experiments.engine_alone.arithmetic import ModelArithmetic
-    from experiments.engine_alone.bare_engine import BareEngine, blocks_for
+    from experiments.engine_alone.bare_engine import BareEngine, blocks_for, blocks_of
     from experiments.engine_alone.ceilings import Ceilings
 
-    num_blocks = max(
-        blocks_for(1, max((task.prompt_len + task.output_len, *task.lengths))),
-        blocks_for(max(task.batches, default=0), task.context + WARM_STEPS + STEPS),
-        *(blocks_for(case.batch, case.context + max(case.tokens, WARM_STEPS + STEPS)) for case in task.cases),
-    )
-    most_seqs = max((64, *task.batches, *(case.batch for case in task.cases)))
-    engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs)
+    num_blocks = max(blocks_of(task.cases), blocks_for(1, task.prompt_len + task.output_len))
+    most_seqs = max((64, *(case.batch for case in task.cases)))
+    engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs, chunk=task.chunk)
     dtype = engine.ready.layout.dtype
     say(
         Built(
@@ -160,61 +161,31 @@ def _run(task: Task) -> None:
         )
     )
     ceilings = Ceilings(torch.device(task.device), TORCH_DTYPES[dtype])
-    measures = {"cache": _cache, "profile": _profile, "prefill": _prefill, "decode": _decode, "steps": _steps}
-    measure = measures[task.part]
     for repeat in range(-1, task.repeats):  # the first one is the warm-up
         if repeat >= 0:
             bare, packed = ceilings.product_flops(1), ceilings.packed_flops(1)
             say(Rates(max(bare, packed), ceilings.read_bytes_per_s(1)))
-        for values in measure(task, engine, repeat):
-            say(Warm() if repeat < 0 else Sample(repeat, values))
+        for values in itertools.chain(_generations(task, engine, repeat), _steps(task, engine, repeat)):
+            say(Sample(repeat, values))
 
 
-def _cache(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    prompt = _prompt(task, engine, repeat)
-    arms = (WITH, WITHOUT) if repeat % 2 == 0 else (WITHOUT, WITH)
+def _generations(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
+    draw = random.Random(f"{task.seed}/{repeat}")
+    prompt = [draw.randrange(engine.ready.vocab_size) for _ in range(task.prompt_len)]
     tokens = task.output_len if repeat >= 0 else min(4, task.output_len)
-    for arm in arms:
-        generate = engine.generate if arm == WITH else engine.generate_without_cache
-        token_ids, times_s = generate(prompt, tokens)
+    for arm in _order(task.arms, repeat):
+        token_ids, times_s = engine.generate(prompt, tokens, cached=arm == WITH)
         yield {"arm": arm, "times_s": [round(each, 7) for each in times_s], "token_ids": token_ids}
-
-
-def _profile(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    tokens = task.output_len if repeat >= 0 else min(4, task.output_len)
-    _, times_s = engine.generate(_prompt(task, engine, repeat), tokens)
-    yield {"prefill_s": times_s[0], "decode_s": sum(times_s[1:])}
-
-
-def _prefill(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    for tokens in _order(task.lengths, repeat):
-        yield {"tokens": tokens, "time_s": engine.prefill_s(tokens)}
-
-
-def _decode(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
-    for batch in _order(task.batches, repeat):
-        steps = engine.decode_steps_s(batch, task.context, WARM_STEPS, STEPS)
-        yield {"batch": batch, "time_s": statistics.median(steps)}
 
 
 def _steps(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
     for index in _order(tuple(range(len(task.cases))), repeat):
-        case = task.cases[index]
-        if case.kind == "decode":
-            steps = engine.decode_steps_s(case.batch, case.context, WARM_STEPS, STEPS)
-        else:
-            steps = engine.prefill_steps_s(case.batch, case.tokens, case.context, 2)
-        yield {"case": index, "time_s": statistics.median(steps)}
+        yield {"case": index, "time_s": engine.measure_s(task.cases[index])}
 
 
-def _order(values: tuple[int, ...], repeat: int) -> tuple[int, ...]:
+def _order(values: tuple[Any, ...], repeat: int) -> tuple[Any, ...]:
     """Forwards and backwards in turn, so that a drift of the machine cancels out."""
     return values if repeat % 2 == 0 else values[::-1]
-
-
-def _prompt(task: Task, engine: BareEngine, repeat: int) -> list[int]:
-    draw = random.Random(f"{task.seed}/{task.part}/{repeat}")
-    return [draw.randrange(engine.ready.vocab_size) for _ in range(task.prompt_len)]
 
 
 def _last_cache_bytes() -> int:

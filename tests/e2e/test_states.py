@@ -20,7 +20,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.request_states import (
+from pdserve import AsyncClient, AsyncStream, Client, Generation
+from pdserve.client.status import ServiceStatus, ServiceWorker
+from pdserve.core.errors import DeadlineExceeded, NotReady, PdserveError, RequestAborted
+from pdserve.core.worker import Role
+from tests.local_cluster import LocalCluster, gateway_name, local_cluster
+from tests.random_models import save_random
+from tests.request_states import (
     BLOCKER,
     OUTPUTS,
     PROMPTS,
@@ -33,12 +39,6 @@ from benchmarks.request_states import (
     settings,
     until,
 )  # fmt: skip
-from pdserve import AsyncClient, AsyncStream, Client, Generation
-from pdserve.client.status import ServiceStatus, ServiceWorker
-from pdserve.core.errors import DeadlineExceeded, NotReady, PdserveError, RequestAborted
-from pdserve.core.worker import Role
-from tests.local_cluster import LocalCluster, gateway_name, local_cluster
-from tests.random_models import save_random
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,14 @@
-"""A progress of an experiment that only counts."""
+"""A progress of an experiment that only counts, and an experiment that is run with it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from experiments.experiment import Cell
+from experiments.experiment import Cell, Experiment
+from experiments.run_folder import RunFolder
+from experiments.runner import redraw, run_experiment
 
 
 class Quiet:
@@ -29,3 +33,15 @@ class Quiet:
     def stage(self, text: str) -> None:
         """Remember it."""
         self.stages.append(text)
+
+
+def measured(experiment: Experiment, root: Path, target: str | None = None) -> tuple[dict[str, Any], Path, Quiet]:
+    """Run an experiment: its summary, its folder, and the progress. Nothing fails, it takes the steps that were
+    planned, and drawing it again gives the same summary."""
+    folder, progress = RunFolder.create(root, experiment.name, experiment.options.model_dump(mode="json")), Quiet()
+    outcome = run_experiment(experiment, folder, progress, target=target)
+    assert outcome.summary is not None
+    assert not outcome.failures
+    assert progress.steps == sum(cell.work for cell in progress.cells)
+    assert redraw(experiment, folder) == outcome.summary
+    return dict(outcome.summary), folder.path, progress

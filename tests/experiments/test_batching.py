@@ -9,28 +9,16 @@ from typing import Any
 import pytest
 
 from engine.scheduling.scheduler import SchedulerConfig
-from experiments.batching import (
-    ARRIVALS,
-    AT_ONCE,
-    CAPACITY,
-    CONTINUOUS,
-    POOL,
-    STATIC,
-    STEPS,
-    Batching,
-    BatchingOptions,
-    _capacity,
-)
-from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Built, Sample, StepCase, Task
+from experiments.batching import CAPACITY, CONTINUOUS, STATIC, STEPS, Batching, BatchingOptions, _capacity
+from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
+from experiments.engine_alone.steps import StepCase
 from experiments.experiment import Bench, Cell
 from experiments.load import Load, Outcome
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
-from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, simulate
+from experiments.run_folder import FinishedCell, RequestRow, RunData
+from experiments.simulated_pool import ARRIVALS, AT_ONCE, POOL, POOL_KINDS, CostModel, PoolLoad, simulate
 from pdserve.core.errors import NotReady
 from pdserve.core.request import Mode
-from tests.experiments.quiet import Quiet
+from tests.experiments.quiet import measured
 from tests.local_cluster import local_cluster
 
 COST = CostModel(step=10.0, decode_token=0.5, decode_context=0.001, prompt_token=0.25, prompt_pair=0.0005)
@@ -93,23 +81,24 @@ def test_no_cost_is_negative() -> None:
 def test_pools_serve_the_same_tokens_and_paging_holds_more_requests() -> None:
     results = {kind: simulate(kind, CONFIG, COST, LOAD, None, seed=3) for kind in POOL_KINDS}
     lengths = LOAD.lengths(3)
-    for result in results.values():
-        assert [(each.prompt_tokens, each.output_tokens) for each in result.requests] == lengths
-        assert all(0 < each.ttft_ms <= each.e2e_ms for each in result.requests)
-        assert 0 < result.live <= result.reserved <= 1
-        assert result.timeline[0][0] == 0.0
-    paged, run, context = (results[kind] for kind in POOL_KINDS)
-    assert paged.running > run.running > context.running
-    assert paged.live > run.live > context.live
-    assert run.preemptions == context.preemptions == 0
-    assert paged.scattered == 0
+    for rows, facts in results.values():
+        assert [(each.prompt_tokens, each.output_tokens) for each in rows] == lengths
+        assert all(0 < (each.ttft_ms or 0) <= (each.e2e_ms or 0) for each in rows)
+        assert 0 < facts["live"] <= facts["reserved"] <= 1
+        assert facts["timeline"][0][0] == 0.0
+    paged, run, context = (results[kind][1] for kind in POOL_KINDS)
+    for figure in ("running", "live"):
+        assert paged[figure] > run[figure] > context[figure]
+    assert run["preemptions"] == context["preemptions"] == 0
+    assert paged["scattered"] == 0
 
 
 def test_equal_seeds_give_equal_simulations_and_arrivals_are_kept() -> None:
     first, again = (simulate("paged", CONFIG, COST, LOAD, 5.0, seed=1) for _ in range(2))
     assert first == again
-    assert [each.arrived_s for each in first.requests] == sorted(each.arrived_s for each in first.requests)
-    assert first.requests[-1].arrived_s > 0
+    arrivals_s = [each.scheduled_s for each in first[0]]
+    assert arrivals_s == sorted(arrivals_s)
+    assert arrivals_s[-1] > 0
     assert first != simulate("paged", CONFIG, COST, LOAD, 5.0, seed=2)
 
 
@@ -219,12 +208,13 @@ def test_cells_need_no_service_for_steps_and_pools_and_services_go_there_and_bac
 async def test_steps_are_measured_in_a_process_of_their_own() -> None:
     cases = (StepCase(1, 1, 16), StepCase(3, 1, 70), StepCase(2, 32, 0), StepCase(1, 32, 64))
     core = min(os.sched_getaffinity(0))
-    task = Task(model="tiny", device="cpu", core=core, part="steps", repeats=2, seed=0, cases=cases)
-    messages = [message async for message in measurements(task)]
-    assert isinstance(messages[0], Built)
+    task = Task(model="tiny", device="cpu", core=core, repeats=2, seed=0, cases=cases)
+    messages: list[Rates | Sample] = []
+    built = await measure_alone(task, messages.append)
+    assert built.core == core
     times = [message for message in messages if isinstance(message, Sample)]
-    assert [each.repeat for each in times] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [each.values["case"] for each in times] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [each.repeat for each in times] == [-1, -1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert [each.values["case"] for each in times] == [3, 2, 1, 0, 0, 1, 2, 3, 3, 2, 1, 0]
     assert all(each.values["time_s"] > 0 for each in times)
 
 
@@ -235,22 +225,16 @@ def test_the_steps_cell_has_every_round_of_every_step() -> None:
     bench = Bench(cell, "", lambda row: None, advanced.append)
     bench.run(meter.measure)
     assert all(len(step["step_ms"]) == 2 for step in bench.facts["steps"])
-    assert sum(advanced) == cell.work == 2 * len(bench.facts["steps"])
+    assert sum(advanced) == cell.work == 3 * len(bench.facts["steps"])  # with the warm-up
     assert bench.facts["device"] == "cpu"
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
     options = BatchingOptions.choose({"model": "tiny", "requests": 6, "output_median": 3, "repeats": 2})
-    meter = Batching(options)
-    folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
     with local_cluster({"model": {"path": "tiny"}, "engine": {"batching": "static"}}, decode=0) as cluster:
-        progress = Quiet()
-        outcome = run_experiment(meter, folder, progress, target=cluster.target)
+        summary, _, progress = measured(Batching(options), tmp_path, cluster.target)
     assert [cell.name for cell in progress.cells] == [CAPACITY, "as-configured/pass-1", "as-configured/pass-2"]
-    assert not outcome.failures
-    assert outcome.summary is not None
-    arm = outcome.summary["batching"]["as-configured"]
+    arm = summary["batching"]["as-configured"]
     assert arm["repeats"] == 2
     assert arm["e2e_ms"]["n"] == 12
     assert arm["output_tokens_per_s"]["mean"] > 0
-    assert redraw(meter, folder) == outcome.summary

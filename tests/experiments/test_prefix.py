@@ -14,11 +14,10 @@ import pytest
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.prefix import ARMS, BOTH, NONE, PREFILL, Prefix, PrefixOptions
 from experiments.report.drawing import Picture, TableBlock
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from pdserve import Client
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.quiet import Quiet
+from tests.experiments.quiet import measured
 from tests.local_cluster import local_cluster
 
 BLOCK, LENGTH = 16, 64
@@ -159,16 +158,12 @@ def test_reuse_that_did_not_happen_is_a_caveat() -> None:
 
 def test_an_unknown_model_has_no_predicted_time(tmp_path: Path) -> None:
     facts = {key: value for key, value in FACTS.items() if key != "arithmetic"}
-    run = replace(RUN, cells=tuple(replace_facts(each, facts) for each in RUN.cells))
+    run = replace(RUN, cells=tuple(msgspec.structs.replace(each, facts=facts) for each in RUN.cells))
     summary = summary_of(run)
     assert {each["predicted_ttft_ms"] for each in summary["cells"]} == {None}
     report = Prefix(PrefixOptions()).report(run, summary)
     assert any("No prediction" in caveat for caveat in report.caveats)
     report.save(tmp_path)
-
-
-def replace_facts(finished: FinishedCell, facts: dict[str, Any]) -> FinishedCell:
-    return msgspec.structs.replace(finished, facts=facts)
 
 
 def test_the_report_states_what_was_saved(tmp_path: Path) -> None:
@@ -186,18 +181,14 @@ def test_the_report_states_what_was_saved(tmp_path: Path) -> None:
 def test_a_run_against_a_service(tmp_path: Path) -> None:
     options = PrefixOptions.choose({"model": "tiny", "prompt_len": 70, "shared_lens": "0,40,70", "repeats": 2})
     settings = {"model": {"path": "tiny", "dtype": "float32"}, "engine": {"block_size": BLOCK, "num_blocks": 64}}
-    folder = RunFolder.create(tmp_path, "prefix", options.model_dump(mode="json"))
-    progress = Quiet()
     with local_cluster(settings, decode=2) as cluster:
-        outcome = run_experiment(Prefix(options), folder, progress, target=cluster.target)
+        summary, _, progress = measured(Prefix(options), tmp_path, cluster.target)
         with Client(cluster.target) as client:
             too_long = PrefixOptions.choose({"prompt_len": client.status().context_length})
             with pytest.raises(InvalidRequest, match="--prompt-len"):
                 Prefix(too_long).cells(client.status())
-    assert outcome.summary is not None
-    assert not outcome.failures
     assert progress.steps == 3 * 2
-    cells = {(each["shared_len"], each["arm"]): each for each in outcome.summary["cells"]}
+    cells = {(each["shared_len"], each["arm"]): each for each in summary["cells"]}
     assert all(each["n"] == 2 and each["reuse_as_arranged"] for each in cells.values())
     assert {key: each["computed_tokens"] for key, each in cells.items() if key[1] == PREFILL} == {
         (0, PREFILL): 70, (40, PREFILL): 38, (70, PREFILL): 6,
@@ -205,4 +196,3 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     assert {key: each["kv_blocks_skipped"] for key, each in cells.items() if key[1] == BOTH} == {
         (0, BOTH): 0, (40, BOTH): 2, (70, BOTH): 4,
     }  # fmt: skip
-    assert redraw(Prefix(options), folder) == outcome.summary

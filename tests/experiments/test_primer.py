@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from experiments.engine_alone.arithmetic import ModelArithmetic
-from experiments.engine_alone.process import measurements
-from experiments.engine_alone.program import Task
+from experiments.engine_alone.program import Task, measure_alone
+from experiments.engine_alone.steps import StepCase
 from experiments.primer import Primer, PrimerOptions, doubling_batch, fitted_line
 from experiments.report.drawing import Picture
-from experiments.run_folder import FinishedCell, RunData, RunFolder
-from experiments.runner import run_experiment
+from experiments.run_folder import FinishedCell, RunData
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError
-from tests.experiments.quiet import Quiet
+from tests.experiments.quiet import measured
 
 MODEL = ModelArithmetic(1000, 300, 8, 4, 5000, (None, None), 2)
 ENGINE = {
@@ -173,23 +172,17 @@ def test_a_service_is_of_no_use() -> None:
 
 
 async def test_an_error_of_the_engine_is_raised_here() -> None:
-    task = Task(model="dummy:none", device="cpu", core=None, part="prefill", repeats=1, seed=0, lengths=(8,))
+    task = Task(model="dummy:none", device="cpu", core=None, repeats=1, seed=0, cases=(StepCase(1, 8),))
     with pytest.raises(ModelError, match="unknown dummy"):
-        _ = [message async for message in measurements(task)]
+        await measure_alone(task, lambda message: None)
 
 
 def test_a_run_with_the_tiny_model(tmp_path: Path) -> None:
     given = {"model": "tiny", "repeats": 1, "cache_prompt_len": 8, "cache_output_len": 6, "profile_prompt_len": 16,
              "profile_output_len": 4, "prefill_lens": "4,600", "batches": "1,3", "contexts": "16"}  # fmt: skip
-    options = PrimerOptions.choose(given)
-    folder = RunFolder.create(tmp_path, "primer", options.model_dump(mode="json"))
-    progress = Quiet()
-    outcome = run_experiment(Primer(options), folder, progress)
-    assert outcome.summary is not None
-    assert not outcome.failures
-    assert progress.steps == sum(each.work for each in progress.cells)
-    assert len(outcome.summary["kv_cache"]["token_ms"]["with"]) == 6
-    assert [point["tokens"] for point in outcome.summary["prefill"]] == [4, 600]
-    assert [point["batch"] for point in outcome.summary["decode"]] == [1, 3]
-    assert outcome.summary["machine"]["peak_gflops"]["n"] == 4
-    assert (folder.path / "roofline.png").is_file()
+    summary, folder, _ = measured(Primer(PrimerOptions.choose(given)), tmp_path)
+    assert len(summary["kv_cache"]["token_ms"]["with"]) == 6
+    assert [point["tokens"] for point in summary["prefill"]] == [4, 600]
+    assert [point["batch"] for point in summary["decode"]] == [1, 3]
+    assert summary["machine"]["peak_gflops"]["n"] == 4
+    assert (folder / "roofline.png").is_file()

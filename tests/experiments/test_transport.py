@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.transport import MESSAGE_BYTES, Transport, TransportOptions, fit_line
-from tests.experiments.quiet import Quiet
+from tests.experiments.quiet import measured
 from tests.local_cluster import local_cluster
 
 MIB = 2**20
@@ -145,32 +144,21 @@ def test_a_failed_request_and_a_missing_byte_fail_the_run() -> None:
 
 def test_pairs_of_processes_are_measured_and_redrawn(tmp_path: Path) -> None:
     options = TransportOptions.choose({"transports": "shm,tcp", "kib": "64,512", "repeats": 2, "rounds": 1})
-    folder = RunFolder.create(tmp_path, "transport", options.model_dump(mode="json"))
-    progress = Quiet()
-    outcome = run_experiment(Transport(options), folder, progress)
-    assert outcome.failures == []
-    assert outcome.summary is not None
-    assert progress.steps == sum(cell.work for cell in progress.cells)
-    assert len(outcome.summary["cells"]) == 4
-    assert all(cell["gbs"]["mean"] > 0 and cell["share"]["mean"] > 0 for cell in outcome.summary["cells"])
-    assert len(outcome.summary["fits"]) <= 4
-    before = (folder.path / "summary.json").read_text()
-    redraw(Transport(options), folder)
-    assert (folder.path / "summary.json").read_text() == before
+    summary, folder, _ = measured(Transport(options), tmp_path)
+    assert len(summary["cells"]) == 4
+    assert all(cell["gbs"]["mean"] > 0 and cell["share"]["mean"] > 0 for cell in summary["cells"])
+    assert len(summary["fits"]) <= 4
     for picture in ("rate_over_size", "time_over_size"):
-        assert (folder.path / f"{picture}.png").stat().st_size > 10_000
-    assert "have no intervals" in (folder.path / "report.html").read_text()
+        assert (folder / f"{picture}.png").stat().st_size > 10_000
+    assert "have no intervals" in (folder / "report.html").read_text()
 
 
 def test_the_links_of_a_service_are_measured(tmp_path: Path) -> None:
     options = TransportOptions.choose({"prompt_lens": "32,70,99999", "requests": 3})
-    folder = RunFolder.create(tmp_path, "transport", options.model_dump(mode="json"))
     with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
-        outcome = run_experiment(Transport(options), folder, Quiet(), target=cluster.target)
-    assert outcome.failures == []
-    assert outcome.summary is not None
-    assert [cell["prompt_len"] for cell in outcome.summary["cells"]] == [32, 70]
-    for cell in outcome.summary["cells"]:
+        summary, _, _ = measured(Transport(options), tmp_path, cluster.target)
+    assert [cell["prompt_len"] for cell in summary["cells"]] == [32, 70]
+    for cell in summary["cells"]:
         assert cell["transport"] == "tcp"
         assert cell["ceiling_gbs"] > 0
         assert 0 < cell["share"]["mean"] <= 1

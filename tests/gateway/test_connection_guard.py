@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from benchmarks.http2_attacks import ATTACKS, BATCH, PREFACE, SETTINGS, Attack, frame
+from experiments.benchmarks.http2_attacks import ATTACKS, BATCH, PREFACE, SETTINGS, Attack, frame
 from gateway.grpc_api import connection_guard, server_options
 from pdserve import AsyncClient
 from pdserve.pb import inference_pb2 as pb

@@ -1,0 +1,153 @@
+"""A step of the first hour on a GPU, what comes of it, and programs of the repository that are parts of a step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+from xml.etree import ElementTree
+
+import msgspec
+
+from experiments.child_process import ROOT
+from experiments.messages import message_of
+
+T = TypeVar("T")
+
+
+class Verdict(StrEnum):
+    """Of a step. ``below``: it works, and misses a goal. ``skipped``: the machine lacks what it needs."""
+
+    PASSED = "passed"
+    BELOW = "below goal"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class Options(msgspec.Struct, frozen=True):
+    """Of a run. ``device`` is ``cuda`` or ``cpu``, ``num_gpus`` those that torch sees, ``gpu_bytes`` the memory of the
+    first one. ``quick``: small sizes. ``folder`` is for files. ``soak_s`` is the length of a soak (0: the default)."""
+
+    device: str
+    num_gpus: int
+    gpu_bytes: int
+    quick: bool
+    folder: str
+    soak_s: float = 0.0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is about GPUs. Else the same steps run on CPUs, with small shapes."""
+        return self.device == "cuda"
+
+    @property
+    def has_goals(self) -> bool:
+        """Whether sizes are large enough to hold figures against their goals."""
+        return self.on_gpu and not self.quick
+
+
+class Findings(msgspec.Struct):
+    """What a step found. ``problems`` fail it, ``below`` are goals that it misses; ``skipped`` says what was missing
+    for it. ``figures`` are plain values."""
+
+    figures: dict[str, object] = msgspec.field(default_factory=dict)
+    problems: list[str] = msgspec.field(default_factory=list)
+    below: list[str] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
+    skipped: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst that applies."""
+        if self.problems:
+            return Verdict.FAILED
+        if self.skipped:
+            return Verdict.SKIPPED
+        return Verdict.BELOW if self.below else Verdict.PASSED
+
+    def require(self, condition: bool, problem: str) -> None:
+        """A problem unless ``condition``."""
+        if not condition:
+            self.problems.append(problem)
+
+    def aim(self, name: str, value: float, goal: float, *, at_most: bool = False, judged: bool = True) -> None:
+        """Note a figure that has a goal, and whether it misses it. Not ``judged``: the goal is for other sizes."""
+        self.figures[name] = round(value, 4)
+        if judged and (value > goal if at_most else value < goal):
+            self.below.append(f"{name} is {value:.3g}, and the goal is {'at most' if at_most else 'at least'} {goal:g}")
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step. ``shows`` says what it must show. It needs ``gpus`` GPUs, and on ``cpu`` it runs as well, unless
+    ``not_on_cpu`` says why not. After ``limit_s`` (``quick_s`` of a quick run) it is ended, which fails it."""
+
+    name: str
+    shows: str
+    run: Callable[[Options], Findings]
+    limit_s: float
+    quick_s: float
+    gpus: int = 1
+    not_on_cpu: str = ""
+
+    def obstacle(self, options: Options) -> str:
+        """Why it cannot run here; empty if it can."""
+        if not options.on_gpu:
+            return self.not_on_cpu
+        if options.num_gpus < self.gpus:
+            return f"needs {self.gpus} GPUs, and torch sees {options.num_gpus}"
+        return ""
+
+
+def run_pytest(
+    options: Options,
+    *selection: str,
+    before: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Findings:
+    """Run pytest on ``selection``, under the command ``before``. Failures are problems, and so is a selection of which
+    nothing ran."""
+    findings = Findings()
+    report = Path(options.folder) / "tests.xml"
+    report.unlink(missing_ok=True)
+    command = [*before, sys.executable, "-m", "pytest", *selection, "-q", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--timeout", "900", f"--junitxml={report}"],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    failed: list[str] = []
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        found = {child.tag for child in case}
+        if found & {"failure", "error"}:
+            failed.append(str(case.get("name")))
+        counts["failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"] += 1
+    findings.figures["tests"] = counts
+    findings.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {', '.join(failed[:5])}")
+    findings.require(counts["passed"] > 0, "no test ran: all were skipped")
+    return findings
+
+
+def tests(on_gpu: tuple[str, ...], on_cpu: tuple[str, ...], **environment: str) -> Callable[[Options], Findings]:
+    """A step that consists of these tests. ``environment`` is that on CPUs."""
+
+    def run(options: Options) -> Findings:
+        return run_pytest(options, *on_gpu) if options.on_gpu else run_pytest(options, *on_cpu, environment=environment)
+
+    return run
+
+
+def last_line(expected: type[T], *command: str) -> T:
+    """Run Python with these arguments, and return what its last line of JSON says. RuntimeError if it fails,
+    WrongMessage if the line lacks a figure."""
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    sys.stdout.write(done.stdout)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}")
+    return message_of(lines[-1].encode(), expected, " ".join(command[:2]))

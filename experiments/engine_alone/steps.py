@@ -1,0 +1,40 @@
+"""The steps of an engine that are measured. Without torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+WARM_STEPS, STEPS = 2, 5
+"""Of a decode step, whose median counts."""
+
+
+class StepCase(msgspec.Struct, frozen=True):
+    """A step with ``tokens`` tokens of each of ``batch`` prompts, after ``context`` others whose KV is in the pool, and
+    one token of ``beside`` further requests with the same context. A decode step is one with single tokens. One prompt
+    without a context is computed as a whole, in as many steps as the engine needs."""
+
+    batch: int
+    tokens: int
+    context: int = 0
+    beside: int = 0
+
+    @property
+    def kind(self) -> Literal["prompt", "prefill", "decode", "mixed"]:
+        """What the step does."""
+        if self.beside:
+            return "mixed"
+        if self.tokens == 1:
+            return "decode"
+        return "prefill" if self.batch > 1 or self.context else "prompt"
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the prompts compute."""
+        return self.batch * self.tokens
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a computed token of them and one that it attends to."""
+        return self.rows * (self.context + (self.tokens + 1) / 2)
