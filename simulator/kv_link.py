@@ -167,13 +167,21 @@ class WorldLink(KVLink):
                 size = -(-part.nbytes // left)
                 for start in range(0, part.nbytes, size):
                     piece = part[start : start + size]
+                    target = _first(fetch.views(), piece.nbytes)
                     with fetch.writing():
                         await asyncio.sleep(piece.nbytes / self._wires.bytes_per_s)
                         if self._why and not self._one_sided:
                             raise PeerLost(self._why)
-                        if not fetch.cancelled:
+                        if self._one_sided:  # what has begun is written, whether it is wanted any more or not
                             self._wires.check(fetch.regions)
-                        fetch.write(self._wires.carry(piece))
+                            data = self._wires.carry(piece)
+                            for view in target:
+                                view[:], data = data[: view.nbytes], data[view.nbytes :]
+                            if not fetch.cancelled:
+                                fetch.advance(piece.nbytes)
+                        elif not fetch.cancelled:
+                            self._wires.check(fetch.regions)
+                            fetch.write(self._wires.carry(piece))
                     if fetch.cancelled:
                         return
             if self._why:
@@ -207,6 +215,17 @@ class _Sent:
     def finish(self, connection: Connection) -> None:
         """Tell the sender that nothing reads it any more."""
         self._sender.call_later(connection.network.delay_s(), self.done.set)
+
+
+def _first(views: Sequence[memoryview], size: int) -> list[memoryview]:
+    """The first ``size`` bytes of ``views``."""
+    found: list[memoryview] = []
+    for view in views:
+        if size <= 0:
+            break
+        found.append(view[:size])
+        size -= view.nbytes
+    return found
 
 
 def _running() -> WorldLoop:
