@@ -22,7 +22,7 @@ from experiments.bench_plan import PERCENTILES, BenchPlan
 from experiments.environment import BUSY, LOAD, OtherRequests, beside_text, cores_of_others, load_facts
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Load, Outcome
-from experiments.modes import PD, SLO, added_interval, added_ms, added_text, pairs_of
+from experiments.modes import PD, SLO, added_ms, added_text, pairs_of
 from experiments.report.drawing import (
     ARM_LOOKS,
     FAINT,
@@ -114,9 +114,7 @@ def report_of(plan: BenchPlan, mode: str, load: Load, before: ServiceStatus) -> 
         "slo_ms": None if slo is None else dict(slo.limits_ms),
         "leaked_blocks": None,
         "by_mode": {name: _distributions(of_mode, plan.percentiles) for name, of_mode in by_mode.items()},
-        "added_ms": {
-            figure.value: added_interval(pairs_of(rows)[0], figure) if plan.paired else None for figure in Figure
-        },
+        "added_ms": {figure: added_ms(pairs_of(rows), figure) if plan.paired else None for figure in Figure},
     }
 
 
@@ -314,10 +312,10 @@ def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
     """Mean of each stage of each figure in the order of its table, over the requests that have the figure."""
     found: dict[str, dict[str, float]] = {}
     for figure in Figure:
-        having = [row.stages_ms[figure.value] for row in rows if figure.value in row.stages_ms]
+        having = [row.stages_ms[figure] for row in rows if figure in row.stages_ms]
         names = [name for name in (LAG, *STAGE_NAMES, UNATTRIBUTED) if any(name in stages for stages in having)]
         if having:
-            found[figure.value] = {
+            found[figure] = {
                 name: round(sum(stages.get(name, 0.0) for stages in having) / len(having), 4) for name in names
             }
     return found
@@ -325,7 +323,7 @@ def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
 
 def _added(rows: Sequence[RequestRow]) -> dict[str, Any]:
     """What disaggregation adds to each figure (`added_ms`); None without pairs."""
-    return {figure.value: added_ms(pairs_of(rows)[0], figure) for figure in Figure}
+    return {figure: added_ms(pairs_of(rows), figure) for figure in Figure}
 
 
 def _answer(summary: Mapping[str, Any]) -> str:
@@ -341,7 +339,7 @@ def _answer(summary: Mapping[str, Any]) -> str:
             f"{arm}: {each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
             f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {counted_requests(each['requests'])}{good}."
         )
-    added = [(token, (summary["added_ms"] or {}).get(figure.value)) for token, figure in _TOKENS]
+    added = [(token, (summary["added_ms"] or {}).get(figure)) for token, figure in _TOKENS]
     if clauses := [added_text(token, each) for token, each in added if each is not None]:
         beside = f" ({text})" if (text := beside_text(summary)) else ""
         sentences.append(f"In pairs of the same request{beside}, {' and '.join(clauses)}.")
@@ -394,10 +392,10 @@ def _stages_picture(arms: Mapping[str, Mapping[str, Any]]) -> Picture:
     bars = []
     for figure in Figure:
         for arm, each in arms.items():
-            stages = {name: ms for name, ms in each["stages_ms"].get(figure.value, {}).items() if ms > 0}
+            stages = {name: ms for name, ms in each["stages_ms"].get(figure, {}).items() if ms > 0}
             starts = itertools.accumulate(stages.values(), initial=0.0)
             bars += [
-                {"row": f"{figure.value} · {arm}", "stage": name, "ms": ms, "from": start}
+                {"row": f"{figure} · {arm}", "stage": name, "ms": ms, "from": start}
                 for (name, ms), start in zip(stages.items(), starts, strict=False)
             ]
     looks = {bar["stage"]: {"color": COLORS.get(bar["stage"], FAINT)} for bar in bars}

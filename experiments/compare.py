@@ -3,7 +3,7 @@
 A figure has a dotted key. Figures of ``rows`` are means over the successful requests of a cell, arm and kind, and their
 difference has a bootstrap interval. All others come from ``summary.json``, where entries of a list are named by their
 cell, system or parameters. Of those, the ones that have an interval (``lo``, ``hi``, ``n``) get one for the
-difference: the widest one that both allow."""
+difference: the widest one that both allow. `verdict` sums them up."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from experiments.catalogue import run_of
+from experiments.environment import version_text
 from experiments.run_folder import RunFolder
 from experiments.statistics import difference_interval
 from pdserve.core.errors import InvalidRequest
@@ -58,6 +59,11 @@ class Comparison:
     def distinct(self) -> bool | None:
         """Whether the interval leaves 0 out; None without one."""
         return None if self.interval is None else self.interval.sign != 0
+
+    @property
+    def worse(self) -> bool:
+        """Whether b is on the worse side of a."""
+        return (self.difference < 0) == self.more_is_better
 
     def exceeds(self, percent: float) -> bool:
         """Whether b is worse than a by more than ``percent`` of a, with the whole interval of the difference."""
@@ -145,6 +151,35 @@ def missing(a: RunFolder, b: RunFolder) -> list[Missing]:
     arm = common_arm(a, b)
     in_a, in_b = ({*(f"rows.{key}" for key in _latencies(run, arm)), *flatten(_summary(run, arm))} for run in (a, b))
     return [*(Missing(key, "B") for key in sorted(in_a - in_b)), *(Missing(key, "A") for key in sorted(in_b - in_a))]
+
+
+def verdict(a: RunFolder, b: RunFolder, found: Sequence[Comparison]) -> str:
+    """One sentence: the versions, in what B is worse or better than A beyond the interval of the difference, with the
+    largest changes, and how much of the rest did not change, or has no interval."""
+    known = [each for each in found if each.interval is not None]
+    changed = sorted((each for each in known if each.distinct), key=lambda each: -abs(each.percent or 0.0))
+    sides = {"worse": [each for each in changed if each.worse], "better": [each for each in changed if not each.worse]}
+    of_known = f"{len(known)} figures that have an interval"
+    if not known:
+        text = "no figure has an interval, so nothing can be told from chance"
+    elif not changed:
+        text = f"none of the {of_known} changed beyond it"
+    else:
+        parts = [
+            f"{name} in {len(side)} (most: {each.key}"
+            + ("" if each.percent is None else f" {each.percent:+.0f} %")
+            + ")"
+            for name, side in sides.items()
+            for each in side[:1]
+        ]
+        text = (
+            f"of the {of_known}, B is {' and '.join(parts)}; the other {len(known) - len(changed)} did not change "
+            "beyond it (by chance alone, one in twenty would)"
+        )
+    versions = " and ".join(
+        f"{name}: {version_text(folder.environment.get('machine', {}))}" for name, folder in (("A", a), ("B", b))
+    )
+    return f"{versions}; {text}; {len(found) - len(known)} figures have no interval."
 
 
 def violations(

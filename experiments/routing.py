@@ -23,6 +23,7 @@ from pydantic import Field
 
 from experiments.environment import devices_here
 from experiments.experiment import Bench, Cell, Experiment, Options, option
+from experiments.matrix import late_text
 from experiments.modes import REQUEST_TIMEOUT_S
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
@@ -45,6 +46,8 @@ _CALIBRATION_PROMPTS = 6
 _OUTPUT_TOKENS = 4
 _SLO_MS = 1000.0
 """The objective of policy ``slo``, which chooses the least predicted TTFT, whatever the objective is."""
+_OWN_BLOCKS, _SKEW = 2, 0.8
+"""Most blocks of a prompt after its shared beginning; beginning number r is drawn with a probability like r^-0.8."""
 
 
 class RoutingOptions(Options):
@@ -69,11 +72,9 @@ class RoutingOptions(Options):
     block_size: int = Field(64, ge=1, description="tokens of a KV block, and of a hash id of the trace")
     prefixes: int = Field(16, description="shared beginnings of prompts")
     prefix_blocks: int = Field(20, description="blocks of each of them")
-    own_blocks: int = Field(2, description="most blocks of a prompt after its shared beginning")
     backlog: int = Field(
         8192, ge=1, description="tokens of prompts that may wait on a worker (router.prefill_backlog_tokens)"
     )
-    skew: float = Field(0.8, description="the beginning number r is drawn with a probability like r^-skew")
     trace: str | None = Field(None, description="a Mooncake trace instead of these prompts, sent at its own times")
 
 
@@ -83,6 +84,7 @@ class Routing(Experiment):
     name: ClassVar[str] = "routing"
     question: ClassVar[str] = "Which routing policy gives the lowest TTFT when prompts share long beginnings?"
     options_type: ClassVar[type[Options]] = RoutingOptions
+    fixed_options: ClassVar[Mapping[str, Any]] = {"own_blocks": _OWN_BLOCKS, "skew": _SKEW}
     options: RoutingOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -128,7 +130,7 @@ class Routing(Experiment):
     def _skewed(self) -> SkewedPrefixes:
         options = self.options
         output_len = -(-_OUTPUT_TOKENS * TRACE_BLOCK_SIZE // options.block_size)
-        return SkewedPrefixes(options.prefixes, options.prefix_blocks, options.own_blocks, options.skew, output_len)
+        return SkewedPrefixes(options.prefixes, options.prefix_blocks, _OWN_BLOCKS, _SKEW, output_len)
 
     def _trace(self, rate: float) -> Trace:
         options = self.options
@@ -176,7 +178,6 @@ class Routing(Experiment):
                 bench.advance(1)
         ttft_s = statistics.median(ttfts_s)
         at_once = min(options.workers, devices_here())
-        bench.facts["prompt_tokens"] = length
         bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
 
@@ -255,8 +256,7 @@ def _summarise(name: str, cells: Sequence[FinishedCell], rows: Sequence[RequestR
         "errors": len(all_rows) - len(good),
         "error": next((row.error for row in all_rows if row.error is not None), None),
         "ttft_ms": None if ttft is None else ttft.to_dict(),
-        "ttft_p50_ms": _percentile(ttfts_ms, 50.0),
-        "ttft_p99_ms": _percentile(ttfts_ms, 99.0),
+        **{f"ttft_p{percent}_ms": _percentile(ttfts_ms, percent) for percent in (50, 99)},
         "x_round_robin": None,
         "hit_rate": round(sum(row.prefill_cached_tokens for row in good) / prompt_tokens, 4) if prompt_tokens else None,
         "computed_tokens": sum(row.prompt_tokens - row.prefill_cached_tokens for row in good),
@@ -300,10 +300,7 @@ def _caveats(summary: Mapping[str, Any], options: RoutingOptions) -> list[str]:
             f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals."
         )
     if late := [each["policy"] for each in summary["policies"] if each["behind"]]:
-        caveats.append(
-            f"The load generator was behind its schedule with {', '.join(late)}: it shares the machine with the "
-            "service. Latencies count from when a request was due, so they contain that wait."
-        )
+        caveats.append(late_text(f"with {', '.join(late)}"))
     return caveats
 
 

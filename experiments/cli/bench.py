@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from experiments.bench_report import BenchRecorder
     from experiments.modes import SLO
 
-T = TypeVar("T")
-
 Report = Mapping[str, Any]
 """What ``--json`` prints of a load."""
 _GOODPUT_KEYS = {"e2el": "e2e"}
@@ -56,14 +54,23 @@ def bench(
     access: AccessOptions,
     requests: Annotated[
         int | None,
-        typer.Option(help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)"),
+        typer.Option(
+            "--requests",
+            "--num-prompts",
+            help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)",
+        ),
     ] = None,
     duration: Annotated[float | None, typer.Option(help="seconds after which nothing more is sent")] = None,
     warmup: Annotated[int, typer.Option(help="requests sent before the measurement, in each mode")] = 0,
     concurrency: Annotated[
         int | None, typer.Option(help="closed loop: requests running at a time (default: 8; 1 with --mode both)")
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="open loop: requests per second (Poisson arrivals)")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--rate", "--request-rate", help="open loop: requests per second (Poisson arrivals; inf: all at once)"
+        ),
+    ] = None,
     ramp: Annotated[str | None, typer.Option(help="open loop: a rate that changes from A to B (A:B)")] = None,
     speed: Annotated[
         float | None, typer.Option(help="open loop: the arrivals of the trace, so many times as fast (default: 1)")
@@ -78,17 +85,28 @@ def bench(
     dataset: Annotated[
         str | None,
         typer.Option(
+            "--dataset",
+            "--dataset-name",
             help="random, sharegpt, sonnet (lines of a text), jsonl (your prompts), trace (Mooncake's format), or the "
             "lengths of a published one: azure-code, azure-conv, mooncake-conv, sharegpt-like, arxiv-summarization "
-            "(default: random)"
+            "(default: random)",
         ),
     ] = None,
     dataset_path: Annotated[Path | None, typer.Option(help="file of sharegpt, sonnet, jsonl, trace")] = None,
-    input_len: Annotated[str | None, typer.Option(help="tokens of each prompt, N or LOW:HIGH (default: 256)")] = None,
-    output_len: Annotated[
-        str | None, typer.Option(help="tokens to generate for each, N or LOW:HIGH (default: 32)")
+    input_len: Annotated[
+        str | None,
+        typer.Option("--input-len", "--random-input-len", help="tokens of each prompt, N or LOW:HIGH (default: 256)"),
     ] = None,
-    prefix_len: Annotated[int | None, typer.Option(help="tokens that random prompts share, before their own")] = None,
+    output_len: Annotated[
+        str | None,
+        typer.Option(
+            "--output-len", "--random-output-len", help="tokens to generate for each, N or LOW:HIGH (default: 32)"
+        ),
+    ] = None,
+    prefix_len: Annotated[
+        int | None,
+        typer.Option("--prefix-len", "--random-prefix-len", help="tokens that random prompts share, before their own"),
+    ] = None,
     num_prefixes: Annotated[int | None, typer.Option(help="how many different prefixes (default: 1)")] = None,
     turns: Annotated[int | None, typer.Option(help="turns of a conversation (random, sharegpt) (default: 1)")] = None,
     pause: Annotated[float | None, typer.Option(help="seconds between an answer and the next turn")] = None,
@@ -109,16 +127,13 @@ def bench(
     as_json: JsonOption = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment"),
+        typer.Option(
+            "--output",
+            "--result-dir",
+            help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment",
+        ),
     ] = None,
     save_result: Annotated[bool, typer.Option("--save-result", hidden=True)] = False,
-    result_dir: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    num_prompts: Annotated[int | None, typer.Option(hidden=True)] = None,
-    request_rate: Annotated[float | None, typer.Option(hidden=True)] = None,
-    dataset_name: Annotated[str | None, typer.Option(hidden=True)] = None,
-    random_input_len: Annotated[str | None, typer.Option(hidden=True)] = None,
-    random_output_len: Annotated[str | None, typer.Option(hidden=True)] = None,
-    random_prefix_len: Annotated[int | None, typer.Option(hidden=True)] = None,
     goodput: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Put a load on the service and report latencies, throughput, goodput, failures, and leaked KV blocks.
@@ -137,20 +152,18 @@ def bench(
     skips the count of leaked blocks. With --output they are on disk as soon as they finish; `pdserve report DIR` draws
     the report again.
 
-    The options' names of `vllm bench serve` are understood as well: --num-prompts, --request-rate (inf: all at once),
-    --dataset-name, --random-input-len, --random-output-len, --random-prefix-len, --goodput ttft:200 tpot:50,
-    --save-result, --result-dir."""
+    The options' names of `vllm bench serve` are understood as well, also --goodput ttft:200 tpot:50 and
+    --save-result."""
     from experiments.bench_plan import BenchPlan, Pace
     from experiments.bench_report import parse_percentiles
     from experiments.workloads.catalog import WorkloadOptions
 
-    chosen_rate = _either("rate", rate, "request-rate", request_rate)
     workload = WorkloadOptions(
-        dataset=_either("dataset", dataset, "dataset-name", dataset_name) or "random",
+        dataset=dataset or "random",
         dataset_path=dataset_path,
-        input_len=_either("input-len", input_len, "random-input-len", random_input_len),
-        output_len=_either("output-len", output_len, "random-output-len", random_output_len),
-        prefix_len=_either("prefix-len", prefix_len, "random-prefix-len", random_prefix_len),
+        input_len=input_len,
+        output_len=output_len,
+        prefix_len=prefix_len,
         num_prefixes=num_prefixes,
         turns=turns,
         pause_s=pause,
@@ -159,7 +172,7 @@ def bench(
     ).workload()
     pace = Pace(
         concurrency=concurrency,
-        rate=chosen_rate,
+        rate=rate,
         ramp=None if ramp is None else _ramp(ramp),
         speed=speed,
         burstiness=burstiness,
@@ -168,7 +181,7 @@ def bench(
     plan = BenchPlan(
         workload=workload,
         pace=pace,
-        requests=_either("requests", requests, "num-prompts", num_prompts),
+        requests=requests,
         duration_s=duration,
         warmup=warmup,
         seed=seed,
@@ -178,9 +191,7 @@ def bench(
         percentiles=parse_percentiles(percentiles),
     )
     plan.validate()
-    into = _either("output", output, "result-dir", result_dir)
-    if into is None and save_result:
-        into = Path("results")
+    into = output or (Path("results") if save_result else None)
     reports, page = asyncio.run(_run(Target.of(target, **access), plan, into))
     if as_json:
         arms = {report["mode"]: report for report in reports}
@@ -197,13 +208,6 @@ def bench(
         raise typer.Exit(130)
     if any(report["failed"] for report in reports) or reports[-1]["leaked_blocks"] != 0:
         raise typer.Exit(1)
-
-
-def _either(name: str, value: T | None, alias: str, other: T | None) -> T | None:
-    """The one that is given of an option and its alias."""
-    if value is not None and other is not None:
-        raise InvalidRequest(f"{name.replace('-', '_')}: is the same as --{alias}; give one of them")
-    return other if value is None else value
 
 
 def _ramp(text: str) -> tuple[float, float]:

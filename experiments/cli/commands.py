@@ -24,14 +24,14 @@ def compare(
             "of the runs lacks it; the end of a key or a pattern, such as ttft_ms=5 (repeatable)"
         ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="show figures that are equal in both runs as well")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="show the other figures as well")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the figures of two runs (of an experiment, or of bench --output) side by side.
+    """Tell in what two runs (of an experiment, or of bench --output) differ: first in a sentence, then the figures that
+    changed beyond the 95 % interval of the difference or have a limit.
 
-    Figures of rows are means over the requests of a cell, arm and kind, with a 95 % interval of the difference. * marks
-    a difference whose interval leaves 0 out. A larger time is worse; of goodput, throughput, savings and shares a
-    smaller value is."""
+    Figures of rows are means over the requests of a cell, arm and kind. * marks a difference whose interval leaves 0
+    out. A larger time is worse; of goodput, throughput, savings and shares a smaller value is."""
     from experiments import compare as comparing
     from experiments.run_folder import RunFolder
 
@@ -56,9 +56,11 @@ def compare(
         for failure in folder.summary.get("failed", ()):
             print_note(stderr_console(), f"{name} failed: {failure}")
     broken = comparing.violations([*found, *lacking], limits)
+    verdict = comparing.verdict(a, b, found)
     if as_json:
         print_json(
             {
+                "verdict": verdict,
                 "a": str(first),
                 "b": str(second),
                 "figures": [each.to_dict() for each in found],
@@ -69,7 +71,7 @@ def compare(
     else:
         table = plain_table(("figure",), ("A", "B", "B - A", "%", "95 % of B - A", ""))
         for each in found:
-            if everything or each.difference:
+            if everything or each.distinct or any(limit.covers(each.key) for limit in limits):
                 interval = each.interval
                 table.add_row(
                     each.key,
@@ -81,7 +83,11 @@ def compare(
                     "*" if each.distinct else "",
                 )
         console = stdout_console()
-        console.print(table if table.row_count else f"all {len(found)} figures are equal")
+        console.print(verdict, markup=False, soft_wrap=True)
+        if table.row_count:
+            console.print(table)
+        if table.row_count < len(found):
+            console.print(f"{len(found) - table.row_count} other figures: --all")
     for broke, which in broken:
         if isinstance(broke, comparing.Missing):
             text = f"[red]missing[/]: {broke.key} has a limit of {which.percent:g} %, and {broke.of} lacks it"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.workloads.conversation import Workload
+from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.prompt_files import OwnPrompts, ShareGPT, TextLines
 from experiments.workloads.synthetic import PUBLISHED_SHAPES, Lengths, Synthetic, parse_lengths, published
 from experiments.workloads.trace import TRACE_BLOCK_SIZE, Trace
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 
 INPUT_LEN = "256"
@@ -101,3 +103,13 @@ def _scales(text: str) -> tuple[float, float]:
     if not 1 <= len(scales) <= 2 or not all(0 < scale < float("inf") for scale in scales):
         raise InvalidRequest(f"scale: {text!r} is no positive factor; write 0.1, or 0.1:0.5 for input and output")
     return scales[0], scales[-1]
+
+
+async def fitted(workload: Workload, client: AsyncClient, status: ServiceStatus) -> Workload:
+    """``workload`` with requests that fit the service. The characters per token of a text are measured with one
+    request. Raises what a request that does not fit would fail with."""
+    if isinstance(workload, ShareGPT | TextLines):
+        sample = workload.sample[: max(1, Room.of(status).tokens // 8)]  # fits even with several tokens per character
+        counted = await client.generate(sample, max_tokens=1, ignore_eos=True).result()
+        workload = replace(workload, chars_per_token=len(sample) / counted.prompt_tokens)
+    return workload.within(Room.of(status))

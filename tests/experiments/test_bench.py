@@ -89,7 +89,7 @@ def test_the_report_counts() -> None:
     assert set(plain["by_mode"]) == {"pd", "colocated"}
     assert plain["itl_ms"]["count"] == 4
     assert plain["e2e_ms"]["max"] == pd.total_ms
-    assert plain["added_ms"]["ttft"] == {"median": 0.0, "lo": None, "hi": None, "n": 1}
+    assert plain["added_ms"]["ttft"].items() >= {"median": 0.0, "lo": None, "hi": None, "n": 1}.items()
     assert plain["added_ms"]["ttft_decode"]["median"] == 1.5
     assert report(outcomes)["added_ms"]["ttft_decode"] is None
     assert plain["refused"] == {"requests": 1, "retry_after_ms": None}

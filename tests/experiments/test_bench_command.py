@@ -27,7 +27,6 @@ from tests.pdserve.scripted_service import ScriptedService
         (["bench", "--input-len", "2000", "--output-len", "100"], 2, "error: output_len: "),
         (["bench", "--input-len", "10", "--output-len", "5000000000"], 2, "error: output_len: "),
         (["bench", "--input-len", "1000", "--output-len", "100"], 1, "error: input_len and output_len: "),
-        (["bench", "--num-prompts", "3", "--requests", "3"], 2, "error: requests: is the same as --num-prompts"),
         (["bench", "--goodput", "ttft:200", "--slo", "ttft=1"], 2, "error: slo: is the same as --goodput"),
         (["bench", "--goodput", "ttft=200"], 2, "error: slo: "),
         (["bench", "ttft:200"], 2, "error: ttft:200: bench takes options only"),

@@ -167,6 +167,3 @@ def test_vllm_names_write_the_folder(tmp_path: Path, pdserve: Any, service: Scri
     (folder,) = (tmp_path / "bench").iterdir()
     assert f"report      {folder}/report.html" in ran.out
     assert last_report().resolve() == (folder / "report.html").resolve()
-    both = pdserve("bench", *options, "--output", str(tmp_path), "--result-dir", str(tmp_path))
-    assert both.code == 2
-    assert "output: is the same as --result-dir" in both.err

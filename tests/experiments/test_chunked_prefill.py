@@ -40,9 +40,9 @@ def experiment(**options: Any) -> ChunkedPrefill:
 
 def test_every_chunk_size_has_its_figures_and_the_best_is_named() -> None:
     summary = experiment().summarise(run_of())
-    assert list(summary["chunks"]) == ["64", "256", "off"]
+    assert list(summary["arms"]) == ["64", "256", "off"]
     for chunk, (itl_ms, ttft_ms, prompt_tokens) in FIGURES.items():
-        arm = summary["chunks"][chunk]
+        arm = summary["arms"][chunk]
         assert arm["itl_ms"]["p99"] == itl_ms
         assert arm["long_ttft_ms"]["p50"] == ttft_ms
         assert arm["output_tokens_per_s"]["mean"] == pytest.approx(12)  # 11 and token 1 of the long prompt
@@ -50,7 +50,6 @@ def test_every_chunk_size_has_its_figures_and_the_best_is_named() -> None:
     assert summary["best_chunk"] == 256  # 91 of 111 tokens per second are too few
     assert experiment(throughput_share=0.8).summarise(run_of())["best_chunk"] == 64
     assert summary["traffic"]["long_prompt_s"] == 0.5
-    assert summary["workers"] == 1
 
 
 def test_the_report_shows_every_chunk_size(tmp_path: Path) -> None:
@@ -58,7 +57,7 @@ def test_the_report_shows_every_chunk_size(tmp_path: Path) -> None:
     report = meter.report(run, meter.summarise(run))
     page = report.save(tmp_path).read_text(encoding="utf-8")
     assert report.answer.startswith("Chunks of 256 tokens")
-    assert "whole prompts (off)" in page
+    assert "whole prompts" in page
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "over_chunk.png",
         "itl_over_time.png",
@@ -77,16 +76,15 @@ def test_services_differ_in_their_chunks_alone() -> None:
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
     options = ChunkedPrefillOptions.choose(
-        {"model": "tiny", "prompt_len": 64, "output_len": 3, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 1}
+        {"model": "tiny", "prompt_len": 64, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 1}
     )
     meter = ChunkedPrefill(options)
     folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
     with local_cluster({"model": {"path": "tiny"}, "engine": {"chunk_tokens": 32}}, decode=0) as cluster:
         outcome = run_experiment(meter, folder, Quiet(), target=cluster.target)
     assert outcome.summary is not None
-    assert outcome.summary["workers"] == 1
     assert not outcome.failures
-    arm = outcome.summary["chunks"]["as-configured"]
+    arm = outcome.summary["arms"]["as-configured"]
     assert arm["windows"] == 1
     assert arm["itl_ms"]["n"] > 0
     assert arm["long_ttft_ms"]["n"] == outcome.summary["traffic"]["arrivals"] == 2

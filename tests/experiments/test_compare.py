@@ -108,11 +108,19 @@ def test_limits_name_figures() -> None:
 
 
 def test_the_command(tmp_path: Path, pdserve: Any) -> None:
-    a, b = (run(tmp_path, values, SUMMARY) for values in ([10.0, 12.0, 11.0], [20.0, 22.0, 21.0]))
+    a, b = (run(tmp_path, values, SUMMARY) for values in ([10.0, 12.0, 11.0] * 2, [20.0, 22.0, 21.0] * 2))
     ran = pdserve("compare", str(a.path), str(b.path))
     assert ran.code == 0
-    assert "rows.load.pd.ttft_ms" in ran.out
-    assert "goodput_rps" not in ran.out  # equal
+    assert ran.out.startswith(
+        "A: pdserve ?, commit unknown and B: pdserve ?, commit unknown; of the 3 figures that have an "
+    )
+    assert "B is worse in 2 (most: rows.load.pd.ttft_ms +91 %); the other 1 did not change beyond it" in ran.out
+    assert "rows.load.pd.ttft_ms" in ran.out.split("\n", 1)[1]
+    assert "goodput_rps" not in ran.out  # equal, and without an interval
+    assert "2 other figures: --all" in ran.out
+    assert "goodput_rps" in pdserve("compare", str(a.path), str(b.path), "--all").out
+    same = pdserve("compare", str(a.path), str(a.path)).out
+    assert "none of the 3 figures that have an interval changed beyond it" in same
     assert ran.err == "note: the runs differ in seed: 0 and 1\n"
     ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5", "--limit", "goodput_rps=1", "--json")
     assert ran.code == 1
@@ -125,7 +133,7 @@ def test_arms_of_other_names_correspond_where_each_run_has_one(tmp_path: Path, p
     arms = {name: {"arms": {name: {"requests_per_s": value}}} for name, value in (("pd", 4.0), ("colocated", 5.0))}
     a = run(tmp_path, [10.0, 11.0], arms["pd"])
     b = run(tmp_path, [20.0, 21.0], arms["colocated"], arms=("colocated",))
-    ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5")
+    ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5", "--all")
     assert "note: arm colocated of B is compared with arm pd of A" in ran.err
     assert "lacks" not in ran.err
     assert "rows.load.pd→colocated.ttft_ms" in ran.out

@@ -19,9 +19,9 @@ from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
 ITL_MS = {
-    "colocated-off": 40.0,
     "colocated-64": 12.0,
     "colocated-128": 15.0,
+    "colocated-off": 40.0,
     PD: 11.0,
     ALONE_BUSY: 10.0,
     ALONE_IDLE: 8.0,
@@ -58,7 +58,6 @@ def test_the_ratio_is_the_disaggregated_tail_over_that_of_the_control() -> None:
     summary = experiment().summarise(run_of())
     assert summary["p99_itl_ratio"] == pytest.approx(1.1)
     assert summary["p99_itl_ratio_interval"] == {"median": 1.1, "lo": 1.1, "hi": 1.1, "n": 6}
-    assert summary["p99_itl_ratio_idle"] == pytest.approx(11 / 8)
     assert summary["one_core_per_role"] is True
     assert summary["best_chunk"] == 64
     assert summary["failed"] == []
@@ -106,14 +105,14 @@ def test_failed_requests_and_few_windows_are_told() -> None:
 
 def test_cells_go_there_and_back() -> None:
     cells = experiment(repeats=2).cells(None)
-    assert [cell.parameters.get("chunk") for cell in cells] == [None, "off", "64", "128", "128", "64", "off"]
+    assert [cell.parameters.get("chunk") for cell in cells] == [None, "64", "128", "off", "off", "128", "64"]
     assert cells[0].service == cells[1].service
-    assert [cell.work for cell in cells] == [1, 1, 1, 4, 4, 1, 1]
+    assert [cell.work for cell in cells] == [1, 1, 4, 1, 1, 4, 1]
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
     options = InterferenceOptions.choose(
-        {"model": "tiny", "prompt_len": 64, "output_len": 3, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 2}
+        {"model": "tiny", "prompt_len": 64, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 2}
     )
     meter = Interference(options)
     folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
