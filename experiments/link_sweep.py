@@ -151,7 +151,7 @@ class LinkSweep(ModeMatrix):
                 **({"transfer.shape_round_trip_ms": rtt_ms} if rtt_ms else {}),
             }
             shaping = KERNEL if kernel else USER_SPACE
-            parameters = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
+            parameters: dict[str, Any] = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
             cells.append(self.cell(f"{gbps:g}-gbps/{rtt_ms:g}-ms/{overlap}", parameters, service, options.pairs))
         return cells
 
