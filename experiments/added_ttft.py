@@ -28,7 +28,6 @@ from experiments.environment import beside_text
 from experiments.experiment import Cell, option
 from experiments.matrix import (
     IDLE,
-    CellFigures,
     ModeMatrix,
     attainment_panel,
     cell_caveats,
@@ -42,7 +41,7 @@ from experiments.matrix import (
 from experiments.modes import ARMS, ATTAINMENT, COLOCATED, PD, SLO, LoadPlan, PairOptions, added_text, slo_text
 from experiments.report.drawing import ARM_LOOKS, PALETTE, Mark, Panel, Picture, Rule, TableBlock
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.waterfall.bars import COLORS
@@ -113,10 +112,10 @@ class AddedTtftOptions(PairOptions):
 class AddedTtft(ModeMatrix):
     """See the module."""
 
-    name: ClassVar[str] = "added-ttft"
-    question: ClassVar[str] = "How much does disaggregation add to the time to first token, and where does it go?"
-    options_type: ClassVar[type[AddedTtftOptions]] = AddedTtftOptions
-    fixed_options: ClassVar[Mapping[str, Any]] = {"width_prompt_len": _HEADLINE_LEN}
+    name = "added-ttft"
+    question = "How much does disaggregation add to the time to first token, and where does it go?"
+    options_type = AddedTtftOptions
+    fixed_options: ClassVar[Parameters] = {"width_prompt_len": _HEADLINE_LEN}
     options: AddedTtftOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -175,15 +174,15 @@ class AddedTtft(ModeMatrix):
             cells.append(self._pairs(f"width-{width}/", _HEADLINE_LEN, {**place, "width": width}, shaped))
         return cells
 
-    def _pairs(self, prefix: str, length: int, place: Mapping[str, Any], service: Mapping[str, Any]) -> Cell:
+    def _pairs(self, prefix: str, length: int, place: Parameters, service: Mapping[str, Any]) -> Cell:
         name = f"{prefix}{length}/{place['transport']}/{place['overlap']}{'' if prefix else '/idle'}"
         return self.cell(name, {"prompt_len": length, **place, "load": IDLE}, service, self.options.pairs)
 
-    def load(self, parameters: Mapping[str, Any]) -> LoadPlan:
+    def load(self, parameters: Parameters) -> LoadPlan:
         """As the options say."""
         return LoadPlan(parameters["rate"], self.options.duration_s, self.options.rounds, self.options.seed)
 
-    def workload(self, parameters: Mapping[str, Any]) -> Workload:
+    def workload(self, parameters: Parameters) -> Workload:
         """Random prompts of one length."""
         output_len = self.options.load_output_len if under_load(parameters) else _PAIR_TOKENS
         return Synthetic(Fixed(parameters["prompt_len"]), Fixed(output_len))
@@ -192,11 +191,11 @@ class AddedTtft(ModeMatrix):
         """An automatic one comes from the idle cell that is like it otherwise."""
         return slo_alike(self.options.slo, cell, run)
 
-    def found(self, cells: Sequence[CellFigures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
         """The keys of `break_even_of`."""
         return break_even_of([cell for cell in cells if under_load(cell)])
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """See `report_of`."""
         load = f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, each mode alone"
         return report_of("What disaggregation adds to TTFT", self.question, load, run, summary)
@@ -220,7 +219,7 @@ def slo_alike(text: str, cell: FinishedCell, run: RunData) -> SLO | None:
     return SLO.chosen(text, [row for each in run.cells if each.parameters == alike for row in run.rows_of(each.cell)])
 
 
-def break_even_of(loaded: Sequence[CellFigures]) -> dict[str, Any]:
+def break_even_of(loaded: Sequence[Figures]) -> dict[str, Any]:
     """``break_even``: of all places (transport and overlap) the one at the shortest prompts, and there at the lowest
     rate: ``cell``, ``prompt_len``, ``rate``, place, ``slo_ms``, ``attainment`` by arm, ``distinct`` (whether the
     intervals of both shares are apart), ``only_pd`` and ``neither`` (the cells from there on that only ``pd`` sustains,
@@ -247,7 +246,7 @@ def break_even_of(loaded: Sequence[CellFigures]) -> dict[str, Any]:
     }
 
 
-def _break_even(judged: Sequence[CellFigures]) -> dict[str, Any]:
+def _break_even(judged: Sequence[Figures]) -> dict[str, Any]:
     """From which prompt length and rate on only pd sustains the load, at one place (``break_even``), or the ``reason``
     why there is none.
 
@@ -284,7 +283,7 @@ def _break_even(judged: Sequence[CellFigures]) -> dict[str, Any]:
     return {"break_even": None, "reason": reason or f"colocated sustained every load that pd sustained {share}"}
 
 
-def place_of(cell: CellFigures) -> tuple[str, ...]:
+def place_of(cell: Figures) -> tuple[str, ...]:
     """The parameters of a cell beside its prompts and load."""
     return tuple(cell[key] for key in ("workers", "transport", "overlap") if key in cell)
 
@@ -293,10 +292,10 @@ def _named(place: Sequence[str]) -> dict[str, str]:
     return dict(zip(("workers", "transport", "overlap")[-len(place) :], place, strict=True))
 
 
-def report_of(title: str, question: str, load: str, run: RunData, summary: Mapping[str, Any]) -> Report:
+def report_of(title: str, question: str, load: str, run: RunData, summary: Figures) -> Report:
     """The waterfall of causes, the curves over length, prediction against measurement, attainment under load, KV
     widths, and tables. ``load`` says in words how loads were sent."""
-    cells: Sequence[CellFigures] = summary["cells"]
+    cells: Sequence[Figures] = summary["cells"]
     idle, loaded = ([cell for cell in cells if under_load(cell) == which] for which in (False, True))
     caveats = ["An idle service has no queues: what disaggregation saves or costs under load is not in the idle cells."]
     if loaded:
@@ -317,9 +316,7 @@ def report_of(title: str, question: str, load: str, run: RunData, summary: Mappi
     )
 
 
-def _blocks(
-    summary: Mapping[str, Any], idle: Sequence[CellFigures], loaded: Sequence[CellFigures]
-) -> list[Picture | TableBlock]:
+def _blocks(summary: Figures, idle: Sequence[Figures], loaded: Sequence[Figures]) -> list[Picture | TableBlock]:
     idle = [
         {**cell, "series": " · ".join(place_of(cell)), "megabytes": cell["kv_bytes"] / cell["n"] / 1e6} for cell in idle
     ]
@@ -349,18 +346,18 @@ def _nearest(lengths: Sequence[int]) -> int:
     return min(lengths, key=lambda each: abs(each - _HEADLINE_LEN))
 
 
-def _plain(cell: CellFigures) -> bool:
+def _plain(cell: Figures) -> bool:
     """Whether an idle cell belongs to the comparison of lengths, transports and overlaps."""
     return "width" not in cell and "first_token" not in cell
 
 
-def _headline(cells: Sequence[CellFigures]) -> CellFigures:
+def _headline(cells: Sequence[Figures]) -> Figures:
     """The cell that the answer is about: the first transport and overlap, at 512 tokens or the nearest length."""
     first = [cell for cell in cells if place_of(cell) == place_of(cells[0])]
     return min(first, key=lambda cell: abs(cell["prompt_len"] - _HEADLINE_LEN))
 
 
-def _answer(idle: Sequence[CellFigures], run: RunData) -> str:
+def _answer(idle: Sequence[Figures], run: RunData) -> str:
     cells = [cell for cell in idle if _plain(cell)] or idle
     if not cells:
         return "No pair of requests was completed."
@@ -386,7 +383,7 @@ def _answer(idle: Sequence[CellFigures], run: RunData) -> str:
     return " ".join(filter(None, sentences))
 
 
-def _answer_under_load(summary: Mapping[str, Any], loaded: Sequence[CellFigures]) -> str:
+def _answer_under_load(summary: Figures, loaded: Sequence[Figures]) -> str:
     if not loaded:
         return ""
     found = summary["break_even"]
@@ -406,7 +403,7 @@ def _answer_under_load(summary: Mapping[str, Any], loaded: Sequence[CellFigures]
     )
 
 
-def _waterfall(cell: CellFigures) -> Picture:
+def _waterfall(cell: Figures) -> Picture:
     """The colocated ``ttft_decode``, what each stage adds to it, and the disaggregated one, which is both together."""
     loaded, from_ms, added = under_load(cell), cell["colocated_ms"], cell["added_ttft_ms"][Figure.TTFT_DECODE]
     total = Interval.from_dict(added)
@@ -452,7 +449,7 @@ def _waterfall(cell: CellFigures) -> Picture:
     )
 
 
-def _over_length(cells: Sequence[CellFigures]) -> Picture:
+def _over_length(cells: Sequence[Figures]) -> Picture:
     """Added ``ttft`` and ``ttft_decode`` over the prompt length, one line per transport and overlap."""
     lengths, names = sorted({cell["prompt_len"] for cell in cells}), list(dict.fromkeys(c["series"] for c in cells))
     panels = [
@@ -490,7 +487,7 @@ _POINTS = {
 }
 
 
-def _single_pairs(cell: CellFigures, figure: Figure, color: str) -> Mark:
+def _single_pairs(cell: Figures, figure: Figure, color: str) -> Mark:
     """The single differences behind a median, a little to its right; hollow where the pair was disturbed. Those more
     than eight times as far from the median as the middle half are drawn at that distance, as triangles."""
     added = cell["added_ttft_ms"][figure]
@@ -506,7 +503,7 @@ def _single_pairs(cell: CellFigures, figure: Figure, color: str) -> Mark:
     return Mark(points, "x", "ms", by="how", looks=_POINTS, look=look, kind="points")
 
 
-def _predicted(cells: Sequence[CellFigures]) -> Picture:
+def _predicted(cells: Sequence[Figures]) -> Picture:
     """Exposed transfer time: what arithmetic gives, and what was measured."""
     limit = 1.1 * max(max(cell["predicted_ms"], cell["achieved_ms"]) for cell in cells)
     panel = Panel(
@@ -527,7 +524,7 @@ def _predicted(cells: Sequence[CellFigures]) -> Picture:
     )
 
 
-def _three_times(cells: Sequence[CellFigures]) -> Picture:
+def _three_times(cells: Sequence[Figures]) -> Picture:
     """Exposed, wire and request-to-ready time of every cell: three figures that are easily confused."""
     kinds = {"achieved_ms": "exposed", "wire_ms": "on the wire", "request_to_ready_ms": "request to ready"}
     points = [
@@ -546,7 +543,7 @@ def _three_times(cells: Sequence[CellFigures]) -> Picture:
     )
 
 
-def _over_width(cells: Sequence[CellFigures]) -> Picture:
+def _over_width(cells: Sequence[Figures]) -> Picture:
     """Added ``ttft_decode`` over the bytes of KV that a request moves."""
     named = [{**cell, "name": cell["width"].upper()} for cell in cells]
     megabytes = [cell["megabytes"] for cell in cells]
@@ -566,7 +563,7 @@ def _over_width(cells: Sequence[CellFigures]) -> Picture:
     )
 
 
-def _first_tokens(usual: CellFigures, late: CellFigures) -> Picture:
+def _first_tokens(usual: Figures, late: Figures) -> Picture:
     """Added ``ttft`` and ``ttft_decode`` with both settings of ``router.first_token``."""
     tokens = {"ttft": "token 1 (ttft)", "ttft_decode": "token 2 (ttft_decode)"}
     points = [
@@ -584,7 +581,7 @@ def _first_tokens(usual: CellFigures, late: CellFigures) -> Picture:
     )
 
 
-def _attainment(cells: Sequence[CellFigures]) -> Picture:
+def _attainment(cells: Sequence[Figures]) -> Picture:
     """The share of requests that met the SLO over the rate, both arms: a column per prompt length, a row per place."""
     lengths, places = {cell["prompt_len"] for cell in cells}, set(map(place_of, cells))
     panels: list[Panel] = []

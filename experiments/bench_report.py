@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -37,7 +37,17 @@ from experiments.report.drawing import (
     table,
 )
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import LAG, FinishedCell, RequestRow, RunData, RunFolder, failures, unexpected_bytes
+from experiments.run_folder import (
+    LAG,
+    Figures,
+    FinishedCell,
+    Parameters,
+    RequestRow,
+    RunData,
+    RunFolder,
+    failures,
+    unexpected_bytes,
+)
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
@@ -190,18 +200,16 @@ class BenchRunOptions(Options):
 class BenchRun(RunKind):
     """A run of ``pdserve bench``."""
 
-    name: ClassVar[str] = "bench"
-    question: ClassVar[str] = "How does the service respond to this load?"
-    options_type: ClassVar[type[Options]] = BenchRunOptions
-    other_options: ClassVar[frozenset[str]] = frozenset(
-        {"target", "pace", "requests", "duration_s", "warmup", "mode", "timeout_s"}
-    )
+    name = "bench"
+    question = "How does the service respond to this load?"
+    options_type = BenchRunOptions
+    other_options = frozenset({"target", "pace", "requests", "duration_s", "warmup", "mode", "timeout_s"})
     options: BenchRunOptions
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``arms``, ``added_ms``, ``partial``, ``leaked_blocks``; see docs/bench.md. A run that was ended before its
         cell was written is partial. Latencies count from when requests were due, if they had such times."""
-        facts: Mapping[str, Any] = run.cells[0].facts if run.cells else {}
+        facts: Parameters = run.cells[0].facts if run.cells else {}
         loads: Sequence[Mapping[str, Any]] = facts.get("loads", ())
         slo = None if self.options.slo is None else SLO.parse(self.options.slo)
         percentiles = parse_percentiles(self.options.percentiles)
@@ -228,7 +236,7 @@ class BenchRun(RunKind):
             failed.append(f"{summary['leaked_blocks']} KV blocks did not come back")
         return {**summary, "failed": failed}
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """CDFs of the latencies, means of the stages, throughput and requests over time, and the distributions."""
         arms = {arm: [row for row in run.rows if row.arm == arm] for arm in summary["arms"]}
         judged = arms
@@ -326,7 +334,7 @@ def _added(rows: Sequence[RequestRow]) -> dict[str, Any]:
     return {figure: added_ms(pairs_of(rows), figure) for figure in Figure}
 
 
-def _answer(summary: Mapping[str, Any]) -> str:
+def _answer(summary: Figures) -> str:
     sentences = []
     for arm, each in summary["arms"].items():
         ttft, itl = each["ttft_ms"], each["itl_ms"]
@@ -346,7 +354,7 @@ def _answer(summary: Mapping[str, Any]) -> str:
     return " ".join(sentences) or "No request ended."
 
 
-def _caveats(summary: Mapping[str, Any], paired: bool, scheduled: bool) -> list[str]:
+def _caveats(summary: Figures, paired: bool, scheduled: bool) -> list[str]:
     caveats = []
     if summary["partial"]:
         caveats.append("The run was interrupted; only the requests that had ended are counted.")
@@ -387,7 +395,7 @@ def _latency_picture(arms: Mapping[str, Sequence[RequestRow]]) -> Picture:
     return Picture("cdf", "Distributions of the latencies", caption, panels, columns=3, height_in=3.6, share=share)
 
 
-def _stages_picture(arms: Mapping[str, Mapping[str, Any]]) -> Picture:
+def _stages_picture(arms: Mapping[str, Figures]) -> Picture:
     """The mean breakdown of each figure, one bar per mode and figure."""
     bars = []
     for figure in Figure:
@@ -459,7 +467,7 @@ def _token_times_s(row: RequestRow) -> list[float]:
     return list(row.sent_s + np.cumsum([row.ttft_ms, *row.itl_ms]) / 1e3)
 
 
-def _table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
+def _table(arms: Mapping[str, Figures]) -> TableBlock:
     usual = {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
     names = next((each[key] for each in arms.values() for key in FIGURES if each[key]), usual)
     records = [

@@ -17,7 +17,7 @@ from experiments.deployment import Deployment, Service, run_in_loop
 from experiments.environment import BUSY, CpuUse, OtherRequests, own_processes
 from experiments.load import Load, Outcome, run_load
 from experiments.report.page import Report
-from experiments.run_folder import CONFIG, ENVIRONMENT, RequestRow, RunData, RunFolder
+from experiments.run_folder import CONFIG, ENVIRONMENT, Figures, Parameters, RequestRow, RunData, RunFolder
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from ops.settled import settled
@@ -90,7 +90,7 @@ class Cell:
     result."""
 
     name: str
-    parameters: Mapping[str, Any]
+    parameters: Parameters
     service: Mapping[str, Any] | None = field(default_factory=dict)
     work: int = 1
     sending_s: float = 0.0
@@ -257,7 +257,7 @@ class RunKind(ABC):
         lists what makes the run fail (a token or byte that differs)."""
 
     @abstractmethod
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """The report: answer, pictures, tables, caveats."""
 
 

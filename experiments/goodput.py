@@ -7,29 +7,20 @@ Colocated requests do not depend on the split; their rows of all services with e
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
 from experiments.environment import devices_here
 from experiments.experiment import Cell, Options, option
-from experiments.matrix import (
-    IDLE,
-    CellFigures,
-    ModeMatrix,
-    attainment_panel,
-    cell_caveats,
-    check_loads,
-    load_table,
-    under_load,
-)
+from experiments.matrix import IDLE, ModeMatrix, attainment_panel, cell_caveats, check_loads, load_table, under_load
 from experiments.modes import ATTAINMENT, COLOCATED, PD, SLO, ArmLoads, LoadPlan, Split, slo_text
 from experiments.report.drawing import ARM_LOOKS, DOTTED, MARKERS, PALETTE, Look, Mark, Panel, Picture, Rule, table
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.statistics import difference_interval, mean_interval
 from experiments.workloads.catalog import WorkloadOptions
 from experiments.workloads.conversation import Workload
@@ -80,9 +71,9 @@ class GoodputOptions(Options):
 class Goodput(ModeMatrix):
     """See the module."""
 
-    name: ClassVar[str] = "goodput"
-    question: ClassVar[str] = "How many requests per second and device meet an SLO, disaggregated and colocated?"
-    options_type: ClassVar[type[GoodputOptions]] = GoodputOptions
+    name = "goodput"
+    question = "How many requests per second and device meet an SLO, disaggregated and colocated?"
+    options_type = GoodputOptions
     options: GoodputOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -119,12 +110,12 @@ class Goodput(ModeMatrix):
             raise InvalidRequest("--splits: is empty")
         return [Split.parse(text, "--splits") for text in chosen]
 
-    def load(self, parameters: Mapping[str, Any]) -> LoadPlan:
+    def load(self, parameters: Parameters) -> LoadPlan:
         """As the options say, for all devices."""
         rate = parameters["rate_per_device"] * parameters["devices"]
         return LoadPlan(rate, self.options.duration_s, self.options.rounds, self.options.seed)
 
-    def workload(self, parameters: Mapping[str, Any]) -> Workload:
+    def workload(self, parameters: Parameters) -> Workload:
         """The same in all cells. InvalidRequest names the option that is wrong."""
         given = {each.name: getattr(self.options, each.name) for each in fields(WorkloadOptions)}
         return WorkloadOptions(**given).workload()
@@ -134,7 +125,7 @@ class Goodput(ModeMatrix):
         idle = [row for each in run.cells if not under_load(each.parameters) for row in run.rows_of(each.cell)]
         return SLO.chosen(self.options.slo, idle, _TTFT_PERCENT)
 
-    def found(self, cells: Sequence[CellFigures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
         """``workload``; ``slo_ms``.
 
         ``systems``, one per split and one for colocated requests per number of devices: ``system``, ``arm``, ``split``,
@@ -166,7 +157,7 @@ class Goodput(ModeMatrix):
             **found,
         }
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """Goodput and attainment over the load, and the tables."""
         method = (
             f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, {self.options.rounds} rounds, A B B "
@@ -255,12 +246,12 @@ def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -
     return systems
 
 
-def _goodput(system: Mapping[str, Any]) -> float:
+def _goodput(system: Figures) -> float:
     """The mean goodput per device of a system, or of one of its points."""
     return float(system["goodput_rps_per_device"]["mean"])
 
 
-def _answer(summary: Mapping[str, Any]) -> str:
+def _answer(summary: Figures) -> str:
     systems = summary["systems"]
     if not systems:
         if summary["slo_ms"]:
@@ -286,7 +277,7 @@ def _answer(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _pictures(systems: Sequence[Mapping[str, Any]]) -> list[Picture]:
+def _pictures(systems: Sequence[Figures]) -> list[Picture]:
     """Goodput per device, and the share of requests that met the SLO, over the load per device. Colocated systems are
     blue and dashed. The first split has the colour of disaggregation, others further ones."""
     looks: dict[str, Look] = {}

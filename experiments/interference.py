@@ -55,7 +55,7 @@ from experiments.report.drawing import (
     tail_marks,
 )
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import RunData
+from experiments.run_folder import Figures, Parameters, RunData
 from experiments.statistics import percentile
 from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
@@ -109,11 +109,11 @@ class LongPrompts(Experiment):
     """What both questions do: a calibration, then the windows of the arms of each chunk size."""
 
     options: NeighbourOptions
-    fixed_options: ClassVar[Mapping[str, Any]] = {"output_len": _OUTPUT_LEN}
+    fixed_options: ClassVar[Parameters] = {"output_len": _OUTPUT_LEN}
     title: ClassVar[str]
     mode: ClassVar[Mode]
     """Of the calibration."""
-    prefix: ClassVar[str] = ""
+    prefix = ""
     """Of the names of cells, before the chunk size."""
 
     @abstractmethod
@@ -129,15 +129,15 @@ class LongPrompts(Experiment):
         """What else the summary has."""
 
     @abstractmethod
-    def conclusion(self, summary: Mapping[str, Any]) -> str:
+    def conclusion(self, summary: Figures) -> str:
         """What the answer begins with; empty if nothing could be compared."""
 
     @abstractmethod
-    def caveats(self, summary: Mapping[str, Any]) -> list[str]:
+    def caveats(self, summary: Figures) -> list[str]:
         """Those of this question."""
 
     @abstractmethod
-    def picture(self, arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Picture:
+    def picture(self, arms: Mapping[str, Figures], labels: Mapping[str, str]) -> Picture:
         """The figures of all arms side by side."""
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -220,7 +220,7 @@ class LongPrompts(Experiment):
             ],
         }
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """The figures of all arms, the gaps over time, their distributions, and a table."""
         windows, traffic, best = _windows(run), summary["traffic"], summary["best_chunk"]
         arms = {name: arm for name, arm in summary["arms"].items() if arm["itl_ms"]}
@@ -311,10 +311,10 @@ class InterferenceOptions(NeighbourOptions):
 class Interference(LongPrompts):
     """See the module."""
 
-    name: ClassVar[str] = "interference"
-    title: ClassVar[str] = "Long prompts beside decoding requests"
-    question: ClassVar[str] = "What do long prompts do to requests that decode meanwhile, colocated and disaggregated?"
-    options_type: ClassVar[type[Options]] = InterferenceOptions
+    name = "interference"
+    title = "Long prompts beside decoding requests"
+    question = "What do long prompts do to requests that decode meanwhile, colocated and disaggregated?"
+    options_type = InterferenceOptions
     mode = Mode.PD
     prefix = "chunks-"
 
@@ -354,7 +354,7 @@ class Interference(LongPrompts):
             ),
         }
 
-    def conclusion(self, summary: Mapping[str, Any]) -> str:
+    def conclusion(self, summary: Figures) -> str:
         """The ratio to the control."""
         ratio, interval = summary["p99_itl_ratio"], summary["p99_itl_ratio_interval"]
         if ratio is None or interval is None:
@@ -366,7 +366,7 @@ class Interference(LongPrompts):
             f"{over.text('', '.2f')}, aim: at most {_AIM}). "
         )
 
-    def caveats(self, summary: Mapping[str, Any]) -> list[str]:
+    def caveats(self, summary: Figures) -> list[str]:
         """What no figure shows."""
         caveats = [
             "No arm is best in everything: colocated requests share all workers, so that a long prompt finds twice as "
@@ -380,7 +380,7 @@ class Interference(LongPrompts):
             )
         return caveats
 
-    def picture(self, arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Picture:
+    def picture(self, arms: Mapping[str, Figures], labels: Mapping[str, str]) -> Picture:
         """p99 ITL, longest gap beside a long prompt, TTFT of the long prompts, and output rate, side by side."""
         looks = {name: {**look, "marker": "o", "linestyle": ""} for name, look in _looks(list(arms)).items()}
         records = [{"arm": name, **arm} for name, arm in arms.items()]
@@ -444,13 +444,13 @@ class ChunkedPrefillOptions(NeighbourOptions):
 class ChunkedPrefill(LongPrompts):
     """See the module."""
 
-    name: ClassVar[str] = "chunked-prefill"
-    title: ClassVar[str] = "Chunk size"
-    question: ClassVar[str] = (
+    name = "chunked-prefill"
+    title = "Chunk size"
+    question = (
         "Which chunk size suits one worker that prefills and decodes: TTFT of long prompts, gaps of their neighbours, "
         "throughput?"
     )
-    options_type: ClassVar[type[Options]] = ChunkedPrefillOptions
+    options_type = ChunkedPrefillOptions
     mode = Mode.COLOCATED
 
     def service(self, chunk: str) -> dict[str, Any]:
@@ -466,7 +466,7 @@ class ChunkedPrefill(LongPrompts):
         """Nothing."""
         return {}
 
-    def conclusion(self, summary: Mapping[str, Any]) -> str:
+    def conclusion(self, summary: Figures) -> str:
         """Which chunk size has the lowest p99 ITL, and whether others could be told from it."""
         best, share, arms = summary["best_chunk"], summary["throughput_share"], summary["arms"]
         if best is None:
@@ -481,7 +481,7 @@ class ChunkedPrefill(LongPrompts):
             lowest = f"No lowest p99 ITL could be told; that of chunks of {best} tokens is the lowest measured"
         return f"{lowest} at no less than {share:.0%} of the highest throughput. "
 
-    def caveats(self, summary: Mapping[str, Any]) -> list[str]:
+    def caveats(self, summary: Figures) -> list[str]:
         """What no figure shows."""
         caveats = [
             "Decoding requests go on as fast as they can. So their rate falls with the time that prompts take from "
@@ -491,7 +491,7 @@ class ChunkedPrefill(LongPrompts):
             caveats.append("A running service keeps its chunk size: nothing was compared.")
         return caveats
 
-    def picture(self, arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Picture:
+    def picture(self, arms: Mapping[str, Figures], labels: Mapping[str, str]) -> Picture:
         """TTFT of the long prompts, gaps of their neighbours, and throughput over the chunk size."""
         records = [{"chunk": name, **arm} for name, arm in arms.items()]
         panels = []
@@ -543,7 +543,7 @@ def _label(arm: str, best: int | None = None) -> str:
     return f"colocated, {text}" if arm.startswith("colocated") else text
 
 
-def _told(summary: Mapping[str, Any]) -> list[str]:
+def _told(summary: Figures) -> list[str]:
     """The arms that the answer compares: the smallest chunks, the best, whole prompts, and disaggregated."""
     chunks = [f"{prefix}{chunk}" for prefix in ("", _COLOCATED) for chunk in (summary["best_chunk"], OFF)]
     smallest = [name for name in summary["arms"] if name.isdecimal()][:1]

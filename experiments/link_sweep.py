@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import numpy as np
@@ -28,11 +28,11 @@ from experiments.added_ttft import linked_transports
 from experiments.deployment import Deployment, Service
 from experiments.experiment import Bench, Cell, Options, option
 from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
-from experiments.matrix import CellFigures, ModeMatrix, cell_caveats, idle_table, predicted
+from experiments.matrix import ModeMatrix, cell_caveats, idle_table, predicted
 from experiments.modes import OVERLAPS, PD, LinkModel, PairOptions, overlap_of
 from experiments.report.drawing import DOTTED, INK, MARKERS, PALETTE, Mark, Panel, Picture, Rule, table
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.workloads.conversation import Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.doctor.handoff_prediction import Overlap
@@ -104,10 +104,10 @@ class LinkSweepOptions(PairOptions):
 class LinkSweep(ModeMatrix):
     """See the module."""
 
-    name: ClassVar[str] = "link-sweep"
-    question: ClassVar[str] = "How fast does the link between prefill and decode have to be?"
-    options_type: ClassVar[type[LinkSweepOptions]] = LinkSweepOptions
-    fixed_options: ClassVar[Mapping[str, Any]] = {"transport": "tcp"}
+    name = "link-sweep"
+    question = "How fast does the link between prefill and decode have to be?"
+    options_type = LinkSweepOptions
+    fixed_options: ClassVar[Parameters] = {"transport": "tcp"}
     options: LinkSweepOptions
 
     def __init__(self, options: Options) -> None:
@@ -151,11 +151,11 @@ class LinkSweep(ModeMatrix):
                 **({"transfer.shape_round_trip_ms": rtt_ms} if rtt_ms else {}),
             }
             shaping = KERNEL if kernel else USER_SPACE
-            parameters: dict[str, Any] = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
-            cells.append(self.cell(f"{gbps:g}-gbps/{rtt_ms:g}-ms/{overlap}", parameters, service, options.pairs))
+            place: dict[str, Any] = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
+            cells.append(self.cell(f"{gbps:g}-gbps/{rtt_ms:g}-ms/{overlap}", place, service, options.pairs))
         return cells
 
-    def workload(self, parameters: Mapping[str, Any]) -> Workload:
+    def workload(self, parameters: Parameters) -> Workload:
         """Random prompts of one length."""
         return Synthetic(Fixed(self.options.prompt_len), Fixed(_PAIR_TOKENS))
 
@@ -200,14 +200,14 @@ class LinkSweep(ModeMatrix):
             "within": within,
         }
 
-    def _model(self, run: RunData, cells: Sequence[CellFigures]) -> LinkModel | None:
+    def _model(self, run: RunData, cells: Sequence[Figures]) -> LinkModel | None:
         """The prediction for the mean prefill time of all cells; None if the model's layers are unknown."""
         known = next((cell for cell in run.cells if cell.facts.get("layout")), None)
         if known is None or not cells:
             return None
         return LinkModel.of(known, self.options.prompt_len, statistics.fmean(cell["prefill_ms"] for cell in cells))
 
-    def found(self, cells: Sequence[CellFigures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
         """``shaping``. ``phi_gbps``: Φ with the mean prefill time, in 10^9 bits per second. ``knee`` by overlap mode:
         ``threshold_ms`` (a tenth of the prefill time), ``measured_gbps``, below which more than that is exposed (null
         with the reason in ``measured``), ``predicted_gbps``. ``links``: nominal links with ``name``, ``gbps``,
@@ -232,9 +232,9 @@ class LinkSweep(ModeMatrix):
             found["links"].append({**link._asdict(), "times_phi": times_phi, "predicted_exposed_ms": exposed_ms})
         return {**found, "phi_gbps": round(8 * model.phi_gbs, 6)}
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """The curves over bandwidth and round trip, what named links would expose, and a table of all cells."""
-        cells: Sequence[CellFigures] = summary["cells"]
+        cells: Sequence[Figures] = summary["cells"]
         how, *caveats = _SHAPINGS[summary["shaping"]]
         if not all(cell["reached"] for cell in cells):
             caveats.append(
@@ -317,19 +317,19 @@ def _crossing(points: Sequence[tuple[float, float]], threshold_ms: float) -> tup
     return None, "below the slowest one" if points[-1][1] <= threshold_ms else "above the fastest one"
 
 
-def _by_overlap(cells: Sequence[CellFigures]) -> dict[str, list[CellFigures]]:
+def _by_overlap(cells: Sequence[Figures]) -> dict[str, list[Figures]]:
     """The cells of each overlap mode, whose predictions share the fixed cost of a hand-off."""
     overlaps = sorted({cell["overlap"] for cell in cells}, key=list(_LOOKS).index)
     return {overlap: [cell for cell in cells if cell["overlap"] == overlap] for overlap in overlaps}
 
 
-def _fixed_ms(series: Sequence[CellFigures]) -> float:
+def _fixed_ms(series: Sequence[Figures]) -> float:
     """The fixed cost of a hand-off, in the median over cells."""
     known_ms: list[float] = [cell["fixed_ms"] for cell in series if cell["fixed_ms"] is not None]
     return statistics.median(known_ms or [0.0])
 
 
-def _answer(summary: Mapping[str, Any]) -> str:
+def _answer(summary: Figures) -> str:
     cells = summary["cells"]
     if not cells:
         return "No pair of requests was completed."
@@ -369,7 +369,7 @@ _LOOKS = {
 _BANDWIDTH = "bandwidth of the link, Gbit/s"
 
 
-def _curves(model: LinkModel | None, cells: Sequence[CellFigures], x: str, values: Sequence[float]) -> list[Mark]:
+def _curves(model: LinkModel | None, cells: Sequence[Figures], x: str, values: Sequence[float]) -> list[Mark]:
     """The predictions over rates (``x`` is gbps) or round trips: a line per overlap mode, of which a service that is as
     configured could have any."""
     if model is None:
@@ -386,7 +386,7 @@ def _curves(model: LinkModel | None, cells: Sequence[CellFigures], x: str, value
     return [Mark(points, x, "ms", by="mode", looks=looks)]
 
 
-def _exposed(cells: Sequence[CellFigures], x: str, floor_ms: float = 0.0) -> list[Mark]:
+def _exposed(cells: Sequence[Figures], x: str, floor_ms: float = 0.0) -> list[Mark]:
     """Exposed times with their intervals, and a dash for the prediction of each cell; none below ``floor_ms``."""
 
     def raised(value: Any) -> Any:
@@ -407,7 +407,7 @@ def _exposed(cells: Sequence[CellFigures], x: str, floor_ms: float = 0.0) -> lis
     ]
 
 
-def _over_bandwidth(summary: Mapping[str, Any], model: LinkModel | None) -> Picture:
+def _over_bandwidth(summary: Figures, model: LinkModel | None) -> Picture:
     """Exposed time over the rate: predicted lines, measured points, Φ, and marks of named links."""
     cells = [cell for cell in summary["cells"] if not cell["rtt_ms"] or cell["shaping"] == AS_IT_IS]
     means_ms = [cell["achieved_ms"] for cell in cells if cell["achieved_ms"] > 0]
@@ -431,7 +431,7 @@ def _over_bandwidth(summary: Mapping[str, Any], model: LinkModel | None) -> Pict
     )
 
 
-def _added(summary: Mapping[str, Any]) -> Picture:
+def _added(summary: Figures) -> Picture:
     """Added ``ttft`` and ``ttft_decode`` over the rate."""
     cells = [cell for cell in summary["cells"] if not cell["rtt_ms"]]
     phi = [Rule("x", summary["phi_gbps"], look={"color": INK, "linestyle": "-"})] if summary["phi_gbps"] else []
@@ -458,7 +458,7 @@ def _added(summary: Mapping[str, Any]) -> Picture:
     )
 
 
-def _over_round_trip(cells: Sequence[CellFigures], model: LinkModel | None) -> Picture:
+def _over_round_trip(cells: Sequence[Figures], model: LinkModel | None) -> Picture:
     """Exposed time and added ``ttft_decode`` over the round trip, at one rate."""
     trips_ms: list[float] = np.linspace(0.0, max(cell["rtt_ms"] for cell in cells), 50).tolist()
     exposed = [*_curves(model, cells, "rtt_ms", trips_ms), *_exposed(cells, "rtt_ms")]

@@ -36,7 +36,16 @@ from experiments.modes import (
     slo_text,
 )
 from experiments.report.drawing import ARM_LOOKS, Mark, Panel, Records, Rule, TableBlock, table
-from experiments.run_folder import LAG, FinishedCell, RequestRow, RunData, failures, unexpected_bytes
+from experiments.run_folder import (
+    LAG,
+    Figures,
+    FinishedCell,
+    Parameters,
+    RequestRow,
+    RunData,
+    failures,
+    unexpected_bytes,
+)
 from experiments.statistics import difference_interval, mean_interval, percentile, plain_mean
 from experiments.warm_up import requests_of
 from experiments.workloads.catalog import fitted
@@ -49,14 +58,12 @@ from pdserve.core.timeline import STAGE_NAMES, Figure
 
 IDLE = "idle"
 """The parameter ``load`` of cells with pairs; others have a rate."""
-CellFigures = Mapping[str, Any]
-"""What `cell_figures` says of a cell."""
 QUEUES = (LAG, "route", "prefill_queue", "decode_queue")
 """The stages in which a request waits for others."""
 _CALIBRATIONS = 6  # of which the first is left out
 
 
-def under_load(parameters: Mapping[str, Any]) -> bool:
+def under_load(parameters: Parameters) -> bool:
     """Whether a cell with these parameters has a load."""
     return bool(parameters.get("load", IDLE) != IDLE)
 
@@ -70,10 +77,10 @@ class ModeMatrix(Experiment):
         return self.options if isinstance(self.options, PairOptions) else PairOptions(pairs_s=0.0)
 
     @abstractmethod
-    def workload(self, parameters: Mapping[str, Any]) -> Workload:
+    def workload(self, parameters: Parameters) -> Workload:
         """What is sent in a cell with these parameters."""
 
-    def load(self, parameters: Mapping[str, Any]) -> LoadPlan:
+    def load(self, parameters: Parameters) -> LoadPlan:
         """The rounds of a cell under load; for questions that have such cells."""
         raise NotImplementedError
 
@@ -81,13 +88,11 @@ class ModeMatrix(Experiment):
         """The SLO of a cell under load; for questions that have such cells."""
         raise NotImplementedError
 
-    def found(self, cells: Sequence[CellFigures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
         """What the summary has beside the figures of its ``cells``."""
         return {}
 
-    def cell(
-        self, name: str, parameters: Mapping[str, Any], service: Mapping[str, Any], pairs: int | None = None
-    ) -> Cell:
+    def cell(self, name: str, parameters: Parameters, service: Mapping[str, Any], pairs: int | None = None) -> Cell:
         """A cell of at least so many ``pairs``, or (None) under load."""
         if pairs is not None:
             return Cell(name, parameters, service, pairs, self.enough.pairs_s)
@@ -210,7 +215,7 @@ def latencies(rows: Sequence[RequestRow]) -> dict[str, float | None]:
     return {key: None if value is None else round(value, 4) for key, value in found.items()}
 
 
-def _causes(arms: Sequence[Sequence[RequestRow]], added: Mapping[str, Any] | None) -> dict[str, Any]:
+def _causes(arms: Sequence[Sequence[RequestRow]], added: Figures | None) -> dict[str, Any]:
     """Why ``ttft_decode`` differs between two arms: the difference of the means of each stage, what is left, and the
     share that is explained; null if one of the arms has no request."""
     if added is None or not all(arms):
@@ -307,7 +312,7 @@ def _load_figures(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | Non
     }  # fmt: skip
 
 
-def sustains(cell: CellFigures, arm: str) -> bool:
+def sustains(cell: Figures, arm: str) -> bool:
     """Whether at least `ATTAINMENT` of the arm's requests met the SLO."""
     met = cell["attainment"][arm]
     return met is not None and met["mean"] >= ATTAINMENT
@@ -332,7 +337,7 @@ def late_text(where: str) -> str:
     )
 
 
-def cell_caveats(cells: Sequence[CellFigures]) -> list[str]:
+def cell_caveats(cells: Sequence[Figures]) -> list[str]:
     """What a reader has to know about the cells of any question."""
     caveats, loaded = [], [cell for cell in cells if under_load(cell)]
     errors_ms = [cell["clock_error_ms"] for cell in cells if cell["clock_error_ms"] is not None]
@@ -378,7 +383,7 @@ def cell_caveats(cells: Sequence[CellFigures]) -> list[str]:
     return caveats
 
 
-def unclear_text(cell: CellFigures, run: RunData) -> str:
+def unclear_text(cell: Figures, run: RunData) -> str:
     """Why one of the added times of a cell of pairs has no clear sign, and what would help; empty if all have one."""
     added = list(cell["added_ttft_ms"].values())
     if all(Interval.from_dict(each).sign for each in added):
@@ -400,7 +405,7 @@ def unclear_text(cell: CellFigures, run: RunData) -> str:
     return f"Reasons: {'; '.join(reasons)}. What would help: {', '.join(helps)}."
 
 
-def idle_table(cells: Sequence[CellFigures], *more: str) -> TableBlock:
+def idle_table(cells: Sequence[Figures], *more: str) -> TableBlock:
     """All cells of pairs; ``more`` columns come after those of the prediction."""
     records = []
     for cell in cells:
@@ -433,7 +438,7 @@ def idle_table(cells: Sequence[CellFigures], *more: str) -> TableBlock:
     )
 
 
-def load_table(cells: Sequence[CellFigures]) -> TableBlock:
+def load_table(cells: Sequence[Figures]) -> TableBlock:
     """All cells under load."""
     records = []
     for cell in cells:

@@ -23,7 +23,7 @@ from pydantic import Field
 from checkpoints.source import resolve_model
 from experiments.environment import BESIDE_CORES
 from experiments.experiment import Bench, Options, option
-from experiments.run_folder import FinishedCell, RequestRow
+from experiments.run_folder import Figures, FinishedCell, RequestRow
 from experiments.statistics import abba, percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import random_arrivals
@@ -162,7 +162,7 @@ def middle_pairs(pairs: Sequence[Pair], figure: Figure) -> list[Pair]:
     return ordered[cut : len(ordered) - cut]
 
 
-def added_text(token: str, added: Mapping[str, Any]) -> str:
+def added_text(token: str, added: Figures) -> str:
     """What disaggregation adds to ``token``, as a clause. It claims nothing if the interval contains 0, or if there are
     too few pairs for one. ± is the end of the interval that is farther from 0."""
     interval = Interval.from_dict(added)

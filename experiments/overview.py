@@ -20,8 +20,7 @@ from experiments.report.drawing import (
     Rule,
     cumulative,
 )
-from experiments.run_folder import RunData
-from experiments.statistics import plain_mean
+from experiments.run_folder import Figures, RunData
 from pdserve.core.timeline import STAGE_NAMES, Figure
 
 _MOST_STAGES = 6
@@ -33,7 +32,7 @@ class Source:
 
     label: str
     run: RunData
-    summary: Mapping[str, Any]
+    summary: Figures
 
 
 def pictures(sources: Sequence[Source]) -> list[Picture]:
@@ -46,22 +45,16 @@ def _joined(*parts: Any) -> str:
 
 
 def _exposed(sources: Sequence[Source]) -> Picture | None:
-    values: dict[tuple[str, int], list[float]] = {}
-    for source in sources:
-        for cell in source.run.cells:
-            what = cell.parameters
-            if "prompt_len" not in what or what.get("load") != "idle" or "width" in what or "first_token" in what:
-                continue
-            name = _joined(source.label, *(what.get(key) for key in ("workers", "transport", "overlap")))
-            values.setdefault((name, int(what["prompt_len"])), []).extend(
-                float(row.transfer["exposed_ms"])
-                for row in source.run.rows_of(cell.cell, "pd")
-                if row.error is None and "exposed_ms" in row.transfer
-            )
     points = [
-        {"series": name, "prompt_len": length, "exposed_ms": plain_mean(measured)}
-        for (name, length), measured in sorted(values.items())
-        if measured
+        {
+            "series": _joined(source.label, *(cell.get(key) for key in ("workers", "transport", "overlap"))),
+            "prompt_len": cell["prompt_len"],
+            "exposed_ms": cell["exposed_ms"],
+        }
+        for source in sources
+        for cell in source.summary.get("cells", ())
+        if isinstance(cell, Mapping) and cell.get("load") == "idle" and cell.get("exposed_ms") and "prompt_len" in cell
+        if not {"width", "first_token"} & cell.keys()
     ]
     if not points:
         return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -27,7 +27,7 @@ from experiments.matrix import late_text
 from experiments.modes import REQUEST_TIMEOUT_S
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import FinishedCell, RequestRow, RunData
+from experiments.run_folder import Figures, FinishedCell, Parameters, RequestRow, RunData
 from experiments.statistics import mean_interval, percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
@@ -81,10 +81,10 @@ class RoutingOptions(Options):
 class Routing(Experiment):
     """See the module."""
 
-    name: ClassVar[str] = "routing"
-    question: ClassVar[str] = "Which routing policy gives the lowest TTFT when prompts share long beginnings?"
-    options_type: ClassVar[type[Options]] = RoutingOptions
-    fixed_options: ClassVar[Mapping[str, Any]] = {"own_blocks": _OWN_BLOCKS, "skew": _SKEW}
+    name = "routing"
+    question = "Which routing policy gives the lowest TTFT when prompts share long beginnings?"
+    options_type = RoutingOptions
+    fixed_options: ClassVar[Parameters] = {"own_blocks": _OWN_BLOCKS, "skew": _SKEW}
     options: RoutingOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -212,7 +212,7 @@ class Routing(Experiment):
             ],
         }
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """TTFT and computed tokens by policy, and a table."""
         options, policies = self.options, summary["policies"]
         method = (
@@ -270,7 +270,7 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def _answer(summary: Mapping[str, Any]) -> str:
+def _answer(summary: Figures) -> str:
     winner = next((each for each in summary["policies"] if each["policy"] == summary["winner"]), None)
     if winner is None:
         return "No policy served any request."
@@ -288,7 +288,7 @@ def _answer(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _caveats(summary: Mapping[str, Any], options: RoutingOptions) -> list[str]:
+def _caveats(summary: Figures, options: RoutingOptions) -> list[str]:
     caveats = [
         "The loads begin with cold caches, so that each policy computes every shared beginning at least once; a longer "
         "load has a higher hit rate.",
@@ -304,7 +304,7 @@ def _caveats(summary: Mapping[str, Any], options: RoutingOptions) -> list[str]:
     return caveats
 
 
-def _picture(policies: Sequence[Mapping[str, Any]]) -> Picture:
+def _picture(policies: Sequence[Figures]) -> Picture:
     """Mean, median and 99th percentile of the TTFT of each policy, and its share of cached tokens."""
     ordered = sorted(policies, key=lambda each: float(each["ttft_ms"]["mean"]))
     rows = [each["policy"] for each in ordered]
@@ -338,7 +338,7 @@ def _picture(policies: Sequence[Mapping[str, Any]]) -> Picture:
     )  # fmt: skip
 
 
-def _table(policies: Sequence[Mapping[str, Any]]) -> TableBlock:
+def _table(policies: Sequence[Figures]) -> TableBlock:
     columns = (
         "policy",
         "n",

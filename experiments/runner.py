@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from experiments.environment import (
 from experiments.experiment import Bench, Cell, Experiment, RunKind
 from experiments.report.drawing import TableBlock, table
 from experiments.report.page import Report
-from experiments.run_folder import CONFIG, FinishedCell, RunData, RunFolder
+from experiments.run_folder import CONFIG, Figures, FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import Target
@@ -59,7 +59,7 @@ class Outcome:
     """What came of a run. ``interrupted``: Ctrl-C ended it before its last cell."""
 
     folder: RunFolder
-    summary: Mapping[str, Any] | None
+    summary: Figures | None
     interrupted: bool
     failures: Sequence[str] = field(default_factory=list)
 

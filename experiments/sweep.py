@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -18,10 +18,10 @@ from pydantic import Field, ValidationError
 from experiments import overview
 from experiments.added_ttft import break_even_of, linked_transports, report_of, slo_alike
 from experiments.experiment import Cell
-from experiments.matrix import IDLE, CellFigures, ModeMatrix, under_load
+from experiments.matrix import IDLE, ModeMatrix, under_load
 from experiments.modes import SLO, LoadPlan, PairOptions, Split
 from experiments.report.page import Report
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve.client.status import ServiceStatus
@@ -99,9 +99,9 @@ class SweepOptions(PairOptions):
 class Sweep(ModeMatrix):
     """See the module."""
 
-    name: ClassVar[str] = "sweep"
-    question: ClassVar[str] = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
-    options_type: ClassVar[type[SweepOptions]] = SweepOptions
+    name = "sweep"
+    question = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
+    options_type = SweepOptions
     options: SweepOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -143,11 +143,11 @@ class Sweep(ModeMatrix):
             raise InvalidRequest(f"prompt_lens: {longest} tokens exceed the {Room.of(attached).tokens} of the service")
         return Split.of(attached).name, "+".join(sorted(linked_transports(attached))), "as-configured"
 
-    def load(self, parameters: Mapping[str, Any]) -> LoadPlan:
+    def load(self, parameters: Parameters) -> LoadPlan:
         """As the file says."""
         return LoadPlan(parameters["rate"], self.options.duration_s, self.options.repeats, self.options.seed)
 
-    def workload(self, parameters: Mapping[str, Any]) -> Workload:
+    def workload(self, parameters: Parameters) -> Workload:
         """Random prompts of one length."""
         return Synthetic(Fixed(parameters["prompt_len"]), Fixed(self.options.output_len))
 
@@ -155,11 +155,11 @@ class Sweep(ModeMatrix):
         """An automatic one comes from the idle cell that is like it otherwise."""
         return slo_alike(self.options.slo, cell, run)
 
-    def found(self, cells: Sequence[CellFigures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
         """The keys of `break_even_of`."""
         return break_even_of([cell for cell in cells if under_load(cell)])
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """That of added-ttft, and the pictures of `experiments.overview`."""
         load = f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, {self.options.repeats} rounds"
         report = report_of("Sweep", self.question, load, run, summary)

@@ -37,7 +37,7 @@ def compare(
 
     limits = [comparing.Limit.parse(text) for text in limit or ()]
     a, b = RunFolder.open(first, "A"), RunFolder.open(second, "B")
-    found = comparing.compare(a, b)
+    found, lacking = comparing.compare(a, b)
     options = a.config[1], b.config[1]
     for key in sorted(options[0].keys() & options[1].keys()):
         if options[0][key] != options[1][key]:
@@ -48,7 +48,6 @@ def compare(
     elif arms[0] != arms[1]:
         both = ", ".join(name for name in arms[0] if name in arms[1]) or "none"
         print_note(stderr_console(), f"arms of A: {', '.join(arms[0])}; of B: {', '.join(arms[1])}; compared: {both}")
-    lacking = comparing.missing(a, b)
     for name, other in (("B", "A"), ("A", "B")):
         if keys := [each.key for each in lacking if each.of == name]:
             print_note(stderr_console(), f"figures of {other} that {name} lacks: {len(keys)}, such as {keys[0]}")
