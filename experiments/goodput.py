@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -22,8 +21,9 @@ from experiments.report.drawing import ARM_LOOKS, DOTTED, MARKERS, PALETTE, Look
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.statistics import difference_interval, mean_interval
-from experiments.workloads.catalog import WorkloadOptions
+from experiments.workloads.catalog import workload_of
 from experiments.workloads.conversation import Workload
+from experiments.workloads.options import WorkloadOptions
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
@@ -35,7 +35,7 @@ _TTFT_PERCENT = 90.0
 _PER_DEVICE = "requests/s per device"
 
 
-class GoodputOptions(Options):
+class GoodputOptions(WorkloadOptions, Options):
     """Options of `Goodput`."""
 
     splits: tuple[str, ...] = Field(
@@ -56,16 +56,6 @@ class GoodputOptions(Options):
     )
     duration_s: float = option(15.0, gt=0, le=86_400, description="seconds of each load", quick=5.0)
     rounds: int = option(6, ge=2, description="loads of each mode per cell", quick=2)
-    dataset: str = Field("random", description="what is sent, see `pdserve bench`")
-    dataset_path: Path | None = Field(None, description="file of the dataset")
-    input_len: str | None = Field(None, description="tokens of each prompt, N or LOW:HIGH (random: 256)")
-    output_len: str | None = Field(None, description="tokens to generate for each, N or LOW:HIGH (random: 32)")
-    prefix_len: int | None = Field(None, description="tokens that random prompts share")
-    num_prefixes: int | None = Field(None, description="how many different prefixes")
-    turns: int | None = Field(None, description="turns of a conversation")
-    pause_s: float | None = Field(None, description="seconds between an answer and the next turn")
-    scale: str | None = Field(None, description="factor on the lengths of a published dataset, or INPUT:OUTPUT")
-    block_size: int | None = Field(None, description="tokens of a hash id of a trace")
 
 
 class Goodput(ModeMatrix):
@@ -117,8 +107,7 @@ class Goodput(ModeMatrix):
 
     def workload(self, parameters: Parameters) -> Workload:
         """The same in all cells. InvalidRequest names the option that is wrong."""
-        given = {each.name: getattr(self.options, each.name) for each in fields(WorkloadOptions)}
-        return WorkloadOptions(**given).workload()
+        return workload_of(self.options)
 
     def slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
         """An automatic one comes from all idle requests."""

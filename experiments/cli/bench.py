@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from experiments.workloads.options import WorkloadOptions
 from ops.cli.options import (
     JsonOption,
     TargetOption,
@@ -21,6 +22,7 @@ from ops.cli.options import (
     stderr_console,
     stdout_console,
     with_access,
+    with_options,
 )
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -38,25 +40,42 @@ _GOODPUT_KEYS = {"e2el": "e2e"}
 """Figures of ``--goodput`` that have another name here."""
 
 
-MORE_ARGUMENTS = {"allow_extra_args": True}
-"""Settings of the command: the objectives that follow the first one of ``--goodput`` are arguments."""
+_ALIASES = {
+    "num-prompts": "requests",
+    "request-rate": "rate",
+    "dataset-name": "dataset",
+    "random-input-len": "input-len",
+    "random-output-len": "output-len",
+    "random-prefix-len": "prefix-len",
+    "result-dir": "output",
+    "pause": "pause-s",
+}
+"""Names of `vllm bench serve`, and an earlier one."""
+CONTEXT = {"allow_extra_args": True, "token_normalize_func": lambda name: _ALIASES.get(name, name)}
+"""Settings of the command: aliases of options, and the objectives that follow the first one of ``--goodput``."""
+_DATA = {
+    name: (
+        str if each.default is None else type(each.default),
+        f"{each.description}" + ("" if each.default is None else f" (default: {each.default})"),
+    )
+    for name, each in WorkloadOptions.model_fields.items()
+}
 
 
 @with_access
+@with_options("data", _DATA, "Data")
 @in_panels(
     {
         "Load": "requests duration warmup concurrency rate ramp speed burstiness max_concurrency mode timeout",
-        "Data": "dataset dataset_path input_len output_len prefix_len num_prefixes turns pause scale block_size seed",
     }
 )
 def bench(
     context: typer.Context,
     access: AccessOptions,
+    data: Mapping[str, Any],
     requests: Annotated[
         int | None,
         typer.Option(
-            "--requests",
-            "--num-prompts",
             help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)",
         ),
     ] = None,
@@ -67,9 +86,7 @@ def bench(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(
-            "--rate", "--request-rate", help="open loop: requests per second (Poisson arrivals; inf: all at once)"
-        ),
+        typer.Option(help="open loop: requests per second (Poisson arrivals; inf: all at once)"),
     ] = None,
     ramp: Annotated[str | None, typer.Option(help="open loop: a rate that changes from A to B (A:B)")] = None,
     speed: Annotated[
@@ -81,40 +98,6 @@ def bench(
     ] = None,
     max_concurrency: Annotated[
         int | None, typer.Option(help="open loop: most requests running at a time; others wait in the client")
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset",
-            "--dataset-name",
-            help="random, sharegpt, sonnet (lines of a text), jsonl (your prompts), trace (Mooncake's format), or the "
-            "lengths of a published one: azure-code, azure-conv, mooncake-conv, sharegpt-like, arxiv-summarization "
-            "(default: random)",
-        ),
-    ] = None,
-    dataset_path: Annotated[Path | None, typer.Option(help="file of sharegpt, sonnet, jsonl, trace")] = None,
-    input_len: Annotated[
-        str | None,
-        typer.Option("--input-len", "--random-input-len", help="tokens of each prompt, N or LOW:HIGH (default: 256)"),
-    ] = None,
-    output_len: Annotated[
-        str | None,
-        typer.Option(
-            "--output-len", "--random-output-len", help="tokens to generate for each, N or LOW:HIGH (default: 32)"
-        ),
-    ] = None,
-    prefix_len: Annotated[
-        int | None,
-        typer.Option("--prefix-len", "--random-prefix-len", help="tokens that random prompts share, before their own"),
-    ] = None,
-    num_prefixes: Annotated[int | None, typer.Option(help="how many different prefixes (default: 1)")] = None,
-    turns: Annotated[int | None, typer.Option(help="turns of a conversation (random, sharegpt) (default: 1)")] = None,
-    pause: Annotated[float | None, typer.Option(help="seconds between an answer and the next turn")] = None,
-    scale: Annotated[
-        str | None, typer.Option(help="factor on the lengths of a published dataset, or INPUT:OUTPUT factors")
-    ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="tokens of a hash id of the trace; below 512 scales its lengths (default: 512)")
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of prompts and arrivals")] = 0,
     mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both (see above)")] = "auto",
@@ -128,8 +111,6 @@ def bench(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
-            "--result-dir",
             help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment",
         ),
     ] = None,
@@ -156,20 +137,9 @@ def bench(
     --save-result."""
     from experiments.bench_plan import BenchPlan, Pace
     from experiments.bench_report import parse_percentiles
-    from experiments.workloads.catalog import WorkloadOptions
+    from experiments.workloads.catalog import workload_of
 
-    workload = WorkloadOptions(
-        dataset=dataset or "random",
-        dataset_path=dataset_path,
-        input_len=input_len,
-        output_len=output_len,
-        prefix_len=prefix_len,
-        num_prefixes=num_prefixes,
-        turns=turns,
-        pause_s=pause,
-        scale=scale,
-        block_size=block_size,
-    ).workload()
+    workload = workload_of(WorkloadOptions(**{name: value for name, value in data.items() if value is not None}))
     pace = Pace(
         concurrency=concurrency,
         rate=rate,

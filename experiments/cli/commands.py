@@ -176,7 +176,7 @@ def report(
 
 def add_commands(app: typer.Typer) -> None:
     """The entry point ``pdserve.commands`` of this package."""
-    app.command("bench", context_settings=bench.MORE_ARGUMENTS)(bench.bench)
+    app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
     app.add_typer(experiments, name="experiment")
     for command in (report, compare, plot):
         app.command(command.__name__)(command)
