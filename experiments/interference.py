@@ -87,15 +87,15 @@ _NAMES = {
 class NeighbourOptions(Options):
     """Options that both questions have."""
 
-    prompt_len: int = Field(1024, ge=1, description="length of the long prompts, in tokens")
+    prompt_len: int
+    chunk_sizes: tuple[PositiveInt, ...]
+    arrive_s: float
     decoding: int = Field(4, ge=1, description="requests that decode all the time")
     load: float = Field(0.5, gt=0, le=2, description="arrivals of long prompts, as a share of what a worker computes")
     rate: float | None = Field(None, gt=0, description="arrivals of long prompts per second, instead of --load")
-    arrive_s: float = Field(6.0, gt=0, le=600, description="seconds of a window in which prompts arrive")
     throughput_share: float = Field(
         0.95, gt=0, le=1, description="a chunk size qualifies as best with this share of the highest throughput"
     )
-    chunk_sizes: tuple[PositiveInt, ...] = Field((), description="chunk sizes in tokens")
     repeats: int = option(6, ge=1, description="windows per arm", quick=2)
 
     def traffic(self, prompt_s: float) -> Traffic:

@@ -51,8 +51,10 @@ class SweepOptions(PairOptions):
     service: dict[str, Any] = Field(default_factory=dict, description="dotted settings of every service")
 
     @classmethod
-    def read(cls, path: Path) -> SweepOptions:
+    def read(cls, path: Path | None) -> SweepOptions:
         """The sweep of a YAML file. InvalidRequest names the file and the key that is wrong."""
+        if path is None:
+            raise InvalidRequest("FILE: give the file that lists what to vary, or --resume DIR")
         known = ", ".join(sorted(cls.model_fields))
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8"))

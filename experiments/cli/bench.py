@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]
 """What ``--json`` prints of a load."""
-_GOODPUT_KEYS = {"e2el": "e2e"}
-"""Figures of ``--goodput`` that have another name here."""
-
-
 _ALIASES = {
     "num-prompts": "requests",
     "request-rate": "rate",
@@ -199,7 +195,7 @@ def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | 
     if slo is not None:
         raise InvalidRequest("slo: is the same as --goodput; give one of them")
     parts = [part.partition(":") for part in " ".join([goodput, *more]).replace(",", " ").split()]
-    return SLO.parse(",".join(f"{_GOODPUT_KEYS.get(key, key)}={value}" for key, _, value in parts))
+    return SLO.parse(",".join(f"{'e2e' if key == 'e2el' else key}={value}" for key, _, value in parts))
 
 
 async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[Report], Path | None]:
