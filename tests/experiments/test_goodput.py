@@ -70,18 +70,6 @@ def test_the_best_split_and_its_gain() -> None:
     assert summary["failed"] == []
 
 
-def test_a_cell_has_figures_of_both_arms() -> None:
-    (cell,) = summary_of(loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}))["cells"]
-    assert (cell["split"], cell["devices"], cell["rate_per_device"], cell["n"]) == ("1P1D", 2, 1.0, 10)
-    assert cell["attainment"]["pd"]["mean"] == 0.5
-    assert cell["goodput_rps"] == {
-        "pd": {"mean": 1.0, "lo": None, "hi": None, "n": 1},  # the requests of one round share a queue
-        "colocated": {"mean": 2.0, "lo": None, "hi": None, "n": 1},
-    }
-    assert cell["arms_ms"]["pd"]["ttft"] == 55.0
-    assert cell["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(45.0)
-
-
 def test_goodput_counts_from_when_requests_were_due() -> None:
     cell, rows = loaded("1P1D", 1.0, {"pd": 10, "colocated": 10})
     late = [msgspec.structs.replace(each, sent_s=0.2) if each.arm == "pd" and each.index < 4 else each for each in rows]
