@@ -259,7 +259,7 @@ class BenchRun(RunKind):
             if any(each["stages_ms"] for each in summary["arms"].values()):
                 report.blocks.append(_stages_picture(summary["arms"]))
             report.blocks.append(_time_picture(arms))
-        report.blocks.append(_table(summary["arms"]))
+        report.blocks.append(latency_table(summary["arms"]))
         return report
 
 
@@ -467,13 +467,13 @@ def _token_times_s(row: RequestRow) -> list[float]:
     return list(row.sent_s + np.cumsum([row.ttft_ms, *row.itl_ms]) / 1e3)
 
 
-def _table(arms: Mapping[str, Figures]) -> TableBlock:
-    usual = {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
-    names = next((each[key] for each in arms.values() for key in FIGURES if each[key]), usual)
+def latency_table(parts: Mapping[str, Figures]) -> TableBlock:
+    """The distributions of every latency, in milliseconds, by mode or what else the ``parts`` are called."""
+    names = next((each[key] for each in parts.values() for key in FIGURES if each[key]), {"mean": 0.0, "count": 0})
     records = [
-        {"figure": f"{title}, ms", "mode": arm, **(each[key] or dict.fromkeys(names))}
+        {"figure": "" if number else title, "mode": part, **(each[key] or {"count": 0})}
         for key, title in FIGURES.items()
-        for arm, each in arms.items()
+        for number, (part, each) in enumerate(parts.items())
     ]
-    columns = ("figure", "mode", *(f"{name} | {name}:{'.0f' if name == 'count' else '.2f'}" for name in names))
+    columns = ("ms | figure", "mode", *(f"{name} | {name}:{'.0f' if name == 'count' else '.2f'}" for name in names))
     return table("Latencies", records, columns)

@@ -28,7 +28,7 @@ from experiments.modes import REQUEST_TIMEOUT_S
 from experiments.report.drawing import PALETTE, Mark, Panel, Picture, table
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, FinishedCell, Parameters, RequestRow, RunData
-from experiments.statistics import percentile, plain_mean
+from experiments.statistics import plain_mean, tail
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
 from experiments.workloads.conversation import Room
@@ -286,7 +286,7 @@ def _summarise(name: str, cells: Sequence[FinishedCell], rows: Sequence[RequestR
         "errors": len(errors),
         "error": errors[0] if errors else None,
         "ttft_ms": plain_mean(ttfts_ms, seed, [row.repeat for row in good]),
-        **{f"ttft_p{percent}_ms": percentile(ttfts_ms, percent) for percent in (50, 99)},
+        **{f"ttft_{name}_ms": (tail(ttfts_ms) or {}).get(name) for name in ("p50", "p99")},
         "hit_rate": round(cached / prompt_tokens, 4) if prompt_tokens else None,
         "computed_tokens": prompt_tokens - cached,
         "busiest_share": round(busiest / len(good), 4) if good else None,

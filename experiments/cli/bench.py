@@ -17,7 +17,6 @@ from ops.cli.options import (
     JsonOption,
     TargetOption,
     in_panels,
-    plain_table,
     print_json,
     stderr_console,
     stdout_console,
@@ -28,8 +27,6 @@ from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 from pdserve.core.errors import InvalidRequest, PdserveError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from experiments.bench_plan import BenchPlan
     from experiments.bench_report import BenchRecorder
     from experiments.modes import SLO
@@ -132,7 +129,8 @@ def bench(
     The options' names of `vllm bench serve` are understood as well, also --goodput ttft:200 tpot:50 and
     --save-result."""
     from experiments.bench_plan import BenchPlan, Pace
-    from experiments.bench_report import parse_percentiles
+    from experiments.bench_report import latency_table, parse_percentiles
+    from experiments.cli.progress import printed
     from experiments.workloads.catalog import workload_of
 
     workload = workload_of(WorkloadOptions(**{name: value for name, value in data.items() if value is not None}))
@@ -165,7 +163,10 @@ def bench(
         print_json(reports[0] if plan.loads == 1 else {**ends, "arms": arms})
     else:
         console = stdout_console()
-        console.print(_latencies(reports))
+        parts = {report["mode"]: report for report in reports}
+        if plan.loads == 1 and len(reports[0]["by_mode"]) > 1:
+            parts = {"all": reports[0], **reports[0]["by_mode"]}
+        console.print(printed(latency_table(parts), 2))
         for line in _summary(reports):
             console.print(line, soft_wrap=True, markup=False)
         if page is not None:
@@ -298,27 +299,6 @@ async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int
     finally:
         counting.cancel()
         skip.cancel()
-
-
-def _latencies(reports: Sequence[Report]) -> Table:
-    """One row per figure, and per mode if there are several: of one report that has both, or of one report each."""
-    from experiments.bench_report import FIGURES
-
-    first = reports[0]
-    columns: list[tuple[str, Report]] = [(report["mode"], report) for report in reports]
-    if len(reports) == 1:
-        columns = [("all", first), *first["by_mode"].items()] if len(first["by_mode"]) > 1 else [("", first)]
-    several = len(columns) > 1
-    known = next((each[key] for _, each in columns for key in FIGURES if each[key]), {"mean": 0.0, "count": 0})
-    table = plain_table(("ms", "mode") if several else ("ms",), tuple(known))
-    for key, name in FIGURES.items():
-        for place, (mode, figures) in enumerate(columns):
-            labels = [name if place == 0 else ""] + ([mode] if several else [])
-            values = figures[key] or {**dict.fromkeys(known, "–"), "count": 0}
-            table.add_row(
-                *labels, *(f"{each:.2f}" if isinstance(each, float) else str(each) for each in values.values())
-            )
-    return table
 
 
 def _summary(reports: Sequence[Report]) -> list[str]:

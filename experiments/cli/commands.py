@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from experiments.cli import bench
-from ops.cli.options import JsonOption, plain_table, print_json, print_note, stderr_console, stdout_console
+from ops.cli.options import JsonOption, print_json, print_note, stderr_console, stdout_console
 from pdserve.core.errors import InvalidRequest
 
 
@@ -33,6 +33,8 @@ def compare(
     Figures of rows are means over the requests of a cell, arm and kind. * marks a difference whose interval leaves 0
     out. A larger time is worse; of goodput, throughput, savings and shares a smaller value is."""
     from experiments import compare as comparing
+    from experiments.cli.progress import printed
+    from experiments.report.drawing import table
     from experiments.run_folder import RunFolder
 
     limits = [comparing.Limit.parse(text) for text in limit or ()]
@@ -68,25 +70,26 @@ def compare(
             }
         )
     else:
-        table = plain_table(("figure",), ("A", "B", "B - A", "%", "95 % of B - A", ""))
-        for each in found:
-            if everything or each.distinct or any(limit.covers(each.key) for limit in limits):
-                interval = each.interval
-                table.add_row(
-                    each.key,
-                    f"{each.a:.4g}",
-                    f"{each.b:.4g}",
-                    f"{each.difference:+.4g}",
-                    "–" if each.percent is None else f"{each.percent:+.1f}",
-                    "–" if interval is None else f"[{interval.lo:.4g}, {interval.hi:.4g}]",
-                    "*" if each.distinct else "",
-                )
+        shown = [
+            {**each.to_dict(), "mark": "*" if each.distinct else ""}
+            for each in found
+            if everything or each.distinct or any(limit.covers(each.key) for limit in limits)
+        ]
         console = stdout_console()
         console.print(verdict, markup=False, soft_wrap=True)
-        if table.row_count:
-            console.print(table)
-        if table.row_count < len(found):
-            console.print(f"{len(found) - table.row_count} other figures: --all")
+        if shown:
+            edges = "95 % of B - A | interval.lo:.4g, interval.hi:.4g"
+            columns = (
+                "figure | key",
+                "A | a:.4g",
+                "B | b:.4g",
+                "B - A | difference:+.4g",
+                "% | percent:+.1f",
+                interval,
+            )
+            console.print(printed(table("", shown, (*columns, " | mark"))))
+        if len(shown) < len(found):
+            console.print(f"{len(found) - len(shown)} other figures: --all")
     for broke, which in broken:
         if isinstance(broke, comparing.Missing):
             text = f"[red]missing[/]: {broke.key} has a limit of {which.percent:g} %, and {broke.of} lacks it"
