@@ -253,34 +253,39 @@ def _break_even(judged: Sequence[Figures]) -> dict[str, Any]:
     The point is a cell that pd sustains and colocated does not. Of the cells with prompts and rates at least as large,
     colocated sustains none: pd alone sustains them, or, further up, neither does. Of several such points it is the one
     with the shortest prompts, and there the lowest rate."""
-    kept = {arm: [cell for cell in judged if sustains(cell, arm)] for arm in ARMS}
-    won = [cell for cell in kept[PD] if cell not in kept[COLOCATED]]
-    reason = ""
-    for cell in sorted(won, key=lambda cell: (cell["prompt_len"], cell["rate"])):
-        onwards = [each for each in judged if each["prompt_len"] >= cell["prompt_len"] and each["rate"] >= cell["rate"]]
-        against = [each["cell"] for each in onwards if each in kept[COLOCATED]]
-        if not against:
-            shares = cell["attainment"]
-            point = {
-                **{key: cell[key] for key in ("cell", "prompt_len", "rate")},
-                **_named(place_of(cell)),
-                "slo_ms": cell["slo_ms"],
-                "attainment": {arm: shares[arm]["mean"] for arm in ARMS},
-                "distinct": apart(shares[PD], shares[COLOCATED]) > 0,
-                "only_pd": [each["cell"] for each in onwards if each in won],
-                "neither": [each["cell"] for each in onwards if each not in won],
-            }
-            return {"break_even": point, "reason": None}
-        reason = reason or (
-            f"only pd sustained {cell['cell']}, but with prompts and rate at least as large colocated sustained "
-            f"{against[0]} too"
-        )
+
+    def onwards(cell: Figures, among: Sequence[Figures]) -> list[Figures]:
+        return [c for c in among if c["prompt_len"] >= cell["prompt_len"] and c["rate"] >= cell["rate"]]
+
+    pd, colocated = ([cell for cell in judged if sustains(cell, arm)] for arm in ARMS)
+    won = sorted((cell for cell in pd if cell not in colocated), key=lambda cell: (cell["prompt_len"], cell["rate"]))
+    for cell in won:
+        if onwards(cell, colocated):
+            continue
+        shares, further = cell["attainment"], onwards(cell, judged)
+        point = {
+            **{key: cell[key] for key in ("cell", "prompt_len", "rate", "slo_ms")},
+            **_named(place_of(cell)),
+            "attainment": {arm: shares[arm]["mean"] for arm in ARMS},
+            "distinct": apart(shares[PD], shares[COLOCATED]) > 0,
+            "only_pd": [each["cell"] for each in further if each in won],
+            "neither": [each["cell"] for each in further if each not in won],
+        }
+        return {"break_even": point, "reason": None}
     share = f"(at least {100 * ATTAINMENT:.0f} % of the requests within the SLO)"
-    if not reason and len(kept[COLOCATED]) == len(judged):
+    if won:
+        against = onwards(won[0], colocated)[0]["cell"]
+        reason = (
+            f"only pd sustained {won[0]['cell']}, but with prompts and rate at least as large colocated sustained "
+            f"{against} too"
+        )
+    elif len(colocated) == len(judged):
         reason = f"colocated sustained every one of the {len(judged)} measured loads {share}"
-    elif not reason and not kept[PD]:
+    elif not pd:
         reason = f"pd sustained none of the {len(judged)} measured loads {share}"
-    return {"break_even": None, "reason": reason or f"colocated sustained every load that pd sustained {share}"}
+    else:
+        reason = f"colocated sustained every load that pd sustained {share}"
+    return {"break_even": None, "reason": reason}
 
 
 def place_of(cell: Figures) -> tuple[str, ...]:

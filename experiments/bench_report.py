@@ -137,20 +137,15 @@ class BenchRecorder:
         pace = {name: value for name, value in asdict(plan.pace).items() if value is not None}
         if "ramp" in pace:
             pace["ramp"] = list(pace["ramp"])
+        plain = ("requests", "duration_s", "warmup", "seed", "paired", "scheduled", "timeout_s")
         options: dict[str, Any] = {
             "target": target,
             "workload": plan.workload.describe(),
             "pace": {name: "inf" if value == float("inf") else value for name, value in pace.items()},
-            "requests": plan.requests,
-            "duration_s": plan.duration_s,
-            "warmup": plan.warmup,
-            "seed": plan.seed,
             "mode": str(plan.mode),
-            "paired": plan.paired,
-            "scheduled": plan.scheduled,
-            "timeout_s": plan.timeout_s,
             "slo": None if plan.slo is None else plan.slo.text,
             "percentiles": ",".join(f"{each:g}" for each in plan.percentiles),
+            **{name: getattr(plan, name) for name in plain},
         }
         self.folder = RunFolder.create(root, BenchRun.name, options)
         self._begun_s = time.monotonic()
@@ -301,7 +296,6 @@ def arm_figures(
         "total_tokens_per_s": per_second(output_tokens + sum(row.prompt_tokens for row in done)),
         "requests_per_s": per_second(len(done)),
         "goodput": goodput,
-        "kv_bytes_equal_expected": all(row.kv_bytes == row.kv_bytes_expected for row in done),
         "lag": None if lag is None else asdict(lag),
     }
 
@@ -430,12 +424,11 @@ def _time_picture(arms: Mapping[str, Sequence[RequestRow]]) -> Picture:
     for arm, rows in arms.items():
         ordered = sorted(rows, key=lambda row: row.sent_s)
         begun_s, color = ordered[0].scheduled_s, _looks((arm,))[arm]["color"]
-        spans: list[dict[str, float | None]] = []
+        spans: list[dict[str, float]] = []
         for number, row in list(enumerate(ordered))[:: -(-len(ordered) // _MOST_BARS)]:
-            sent_s, done = row.sent_s - begun_s, row.error is None and row.e2e_ms is not None
+            sent_s = row.sent_s - begun_s
             ends = {"first": sent_s + (row.ttft_ms or 0.0) / 1e3, "end": sent_s + (row.e2e_ms or 0.0) / 1e3}
-            spans.append({"number": number, **({"sent": sent_s, **ends} if done else {"failed": sent_s})})
-        spans = [{"sent": None, "failed": None, "first": None, "end": None, **span} for span in spans]
+            spans.append({"number": number, **({"sent": sent_s, **ends} if row.error is None else {"failed": sent_s})})
         marks = [
             Mark(spans, "sent", "number", kind="span", to="first", look={"color": "#c9ced6"}),
             Mark(spans, "first", "number", kind="span", to="end", look={"color": color}),

@@ -122,23 +122,18 @@ class Goodput(ModeMatrix):
         ``sustained_rate_per_device``, the largest load up to which 90 % of the requests meet the SLO; ``points``, every
         load.
 
-        ``best`` and ``best_split``: the system with the best goodput, and the best disaggregated split.
-        ``gain_rps_per_device``: goodput of the best split minus that of colocated requests on as many devices, each
-        at its own best load."""
+        ``best_split``: the disaggregated split with the best goodput. ``gain_rps_per_device``: its goodput minus that
+        of colocated requests on as many devices, each at its own best load."""
         loaded = [cell for cell in run.cells if under_load(cell.parameters) and run.rows_of(cell.cell)]
         slo = self.slo(loaded[0], run) if loaded else None
         systems = [] if slo is None else _systems(loaded, run, slo, self.options.seed)
-        found: dict[str, Any] = {"best": None, "best_split": None, "gain_rps_per_device": None}
+        found: dict[str, Any] = {"best_split": None, "gain_rps_per_device": None}
         if systems:
             split = max((each for each in systems if each["arm"] == PD), key=_goodput)
             rival = next(s for s in systems if s["arm"] == COLOCATED and s["devices"] == split["devices"])
             (theirs, their_rounds), (ours, our_rounds) = rival["values"], split["values"]
             gain = difference_interval(theirs, ours, self.options.seed, (their_rounds, our_rounds))
-            found = {
-                "best": max(systems, key=_goodput)["system"],
-                "best_split": split["split"],
-                "gain_rps_per_device": None if gain is None else gain.to_dict(),
-            }
+            found = {"best_split": split["split"], "gain_rps_per_device": None if gain is None else gain.to_dict()}
         return {
             "workload": next((cell.facts["workload"] for cell in run.cells if "workload" in cell.facts), ""),
             "slo_ms": None if slo is None else dict(slo.limits_ms),

@@ -283,33 +283,28 @@ def predicted(
 def _load_figures(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None, seed: int) -> dict[str, Any]:
     """``rounds``, ``slo_ms``, and by arm: ``unsent``, ``offered_rps``, ``lag``; ``attainment``, the share of the
     requests that were due which met the SLO, and ``goodput_rps``, that share of the arrivals per second."""
-    arms = {arm: ArmLoads.of(cell, rows, arm) for arm in ARMS}
-    met: dict[str, Interval | None] = dict.fromkeys(ARMS)
-    if slo is not None:
-        met = {
-            arm: mean_interval(values, seed, rounds) for arm, each in arms.items() for values, rounds in [each.met(slo)]
-        }
-    lags = {
-        arm: Lag.between([row.scheduled_s for row in each.rows], [row.sent_s for row in each.rows])
-        for arm, each in arms.items()
-    }
+    arms = {arm: _arm_load(ArmLoads.of(cell, rows, arm), slo, seed) for arm in ARMS}
     return {
         "rounds": len({row.repeat for row in rows}),
         "slo_ms": None if slo is None else dict(slo.limits_ms),
-        "unsent": {arm: each.unsent for arm, each in arms.items()},
-        "offered_rps": {arm: round(each.offered_rps, 4) for arm, each in arms.items()},
-        "attainment": {arm: None if each is None else each.to_dict() for arm, each in met.items()},
-        "goodput_rps": {
-            arm: None if each is None else each.scaled(arms[arm].offered_rps).to_dict() for arm, each in met.items()
-        },
-        "lag": {
-            arm: None if lag is None else {
-                **{key: round(value, 4) for key, value in asdict(lag).items()},
-                "behind": any((load["lag"] or {}).get("behind", False) for load in arms[arm].loads),
-            }
-            for arm, lag in lags.items()
-        },
-    }  # fmt: skip
+        **{key: {arm: each[key] for arm, each in arms.items()} for key in arms[PD]},
+    }
+
+
+def _arm_load(load: ArmLoads, slo: SLO | None, seed: int) -> dict[str, Any]:
+    met = None
+    if slo is not None:
+        values, rounds = load.met(slo)
+        met = mean_interval(values, seed, rounds)
+    lag = Lag.between([row.scheduled_s for row in load.rows], [row.sent_s for row in load.rows])
+    behind = any((each["lag"] or {}).get("behind", False) for each in load.loads)
+    return {
+        "unsent": load.unsent,
+        "offered_rps": round(load.offered_rps, 4),
+        "attainment": None if met is None else met.to_dict(),
+        "goodput_rps": None if met is None else met.scaled(load.offered_rps).to_dict(),
+        "lag": None if lag is None else {**{k: round(v, 4) for k, v in asdict(lag).items()}, "behind": behind},
+    }
 
 
 def sustains(cell: Figures, arm: str) -> bool:

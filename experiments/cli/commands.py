@@ -85,7 +85,7 @@ def compare(
                 "B | b:.4g",
                 "B - A | difference:+.4g",
                 "% | percent:+.1f",
-                interval,
+                edges,
             )
             console.print(printed(table("", shown, (*columns, " | mark"))))
         if len(shown) < len(found):

@@ -103,6 +103,8 @@ class Mark:
 
     def _draw_series(self, axes: Any, panel: Panel, rows: Any, look: Look, apart: float) -> None:
         x, y = (_estimate(rows, key) for key in (self.x, self.y))
+        if not {x, y} <= {*rows.columns}:
+            return  # no record has it
         rows = rows.dropna(subset=[x, y])
         if self.kind in ("line", "steps") and not panel.columns and not panel.rows:
             rows = rows.sort_values(x, kind="stable")

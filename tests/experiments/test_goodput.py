@@ -63,7 +63,6 @@ def test_the_best_split_and_its_gain() -> None:
     assert colocated["points"][0]["attainment"] == {"mean": 0.9, "lo": None, "hi": None, "n": 2}
     assert colocated["goodput_rps_per_device"]["mean"] == pytest.approx(0.9 * offered, abs=1e-5)
     assert by_name["1P2D disaggregated"]["sustained_rate_per_device"] == 0.5
-    assert summary["best"] == "2P1D disaggregated"
     assert summary["best_split"] == "2P1D"
     assert summary["gain_rps_per_device"]["mean"] == pytest.approx(0.1 * offered, abs=1e-5)
     assert summary["slo_ms"] == {"ttft": 50.0}
@@ -92,7 +91,7 @@ def test_an_automatic_slo_is_of_the_idle_requests() -> None:
 def test_without_an_slo_there_is_no_answer() -> None:
     summary = summary_of(loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}), slo="auto")
     assert summary["slo_ms"] is None
-    assert (summary["systems"], summary["best"], summary["best_split"]) == ([], None, None)
+    assert (summary["systems"], summary["best_split"]) == ([], None)
 
 
 def test_cells_of_every_split_of_the_devices() -> None:
