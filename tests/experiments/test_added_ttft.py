@@ -14,7 +14,7 @@ import pytest
 from experiments.added_ttft import AddedTtft, AddedTtftOptions, break_even_of
 from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
-from tests.experiments.quiet import Quiet
+from tests.experiments.quiet import Quiet, measured
 from tests.local_cluster import local_cluster
 
 CELL = "128/shm/none/idle"
@@ -600,13 +600,9 @@ def test_a_run_against_a_service_is_measured_resumed_and_redrawn(tmp_path: Path)
 
 
 def test_a_planted_delay_is_found_in_its_stage(tmp_path: Path) -> None:
-    options = AddedTtftOptions.choose({"prompt_lens": "32", "pairs": 3, "pairs_s": 0, "rates": ""})
-    folder = RunFolder.create(tmp_path, "added-ttft", options.model_dump(mode="json"))
-    planted_ms = 60.0
-    with local_cluster({}, delays_ms={"kv_exposed": planted_ms}) as cluster:
-        outcome = run_experiment(AddedTtft(options), folder, Quiet(), target=cluster.target)
-    assert outcome.summary is not None
-    (cell,) = outcome.summary["cells"]
+    given, planted_ms = {"prompt_lens": "32", "pairs": 3, "pairs_s": 0, "rates": ""}, 60.0
+    folder, summary, _ = measured(tmp_path, AddedTtft, given, {}, delays_ms={"kv_exposed": planted_ms})
+    (cell,) = summary["cells"]
     least_ms = planted_ms - cell["clock_error_ms"]
     assert cell["causes_ms"]["kv_exposed"] >= least_ms
     assert cell["achieved_ms"] >= least_ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 
 from experiments.goodput import Goodput, GoodputOptions
 from experiments.modes import Split
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
+from experiments.run_folder import FinishedCell, RequestRow, RunData
+from pdserve import ServiceStatus, ServiceWorker
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.quiet import Quiet
-from tests.local_cluster import local_cluster
+from pdserve.pb import inference_pb2 as pb
+from tests.experiments.quiet import measured
 
 
 def row(cell: str, arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
@@ -94,6 +95,16 @@ def test_without_an_slo_there_is_no_answer() -> None:
     assert (summary["systems"], summary["best_split"]) == ([], None)
 
 
+def test_a_running_service_keeps_its_split() -> None:
+    workers = tuple(
+        ServiceWorker.from_proto(pb.WorkerStatus(worker_id=role, role=role, state="ready"))
+        for role in ("prefill", "decode")
+    )
+    status = replace(ServiceStatus.from_proto(pb.GetStatusResponse()), workers=workers)
+    with pytest.raises(InvalidRequest, match="--splits: the running service is 1P1D"):
+        Goodput(GoodputOptions.choose({"splits": "2P1D"})).cells(status)
+
+
 def test_cells_of_every_split_of_the_devices() -> None:
     cells = Goodput(GoodputOptions.choose({"devices": 3, "rates": "0.5", "duration_s": 4, "rounds": 2})).cells(None)
     assert [cell.name for cell in cells] == ["2P1D/idle", "2P1D/rate-0.5", "1P2D/rate-0.5"]
@@ -102,20 +113,11 @@ def test_cells_of_every_split_of_the_devices() -> None:
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
-    options = GoodputOptions.choose(
-        {"rates": "2,4", "duration_s": 1, "rounds": 2, "dataset": "azure-code", "scale": "0.02:0.2"}
-    )
-    folder = RunFolder.create(tmp_path, "goodput", options.model_dump(mode="json"))
-    with local_cluster({}) as cluster:
-        outcome = run_experiment(Goodput(options), folder, Quiet(), target=cluster.target)
-        other = Goodput(GoodputOptions.choose({"splits": "2P1D"}))
-        with pytest.raises(InvalidRequest, match="--splits: the running service is 1P1D"):
-            run_experiment(other, RunFolder.create(tmp_path, "other", {}), Quiet(), target=cluster.target)
-    assert outcome.failures == []
-    assert outcome.summary is not None
-    assert [system["system"] for system in outcome.summary["systems"]] == ["1P1D disaggregated", "2 colocated"]
-    assert outcome.summary["best_split"] == "1P1D"
-    assert "azure-code" in outcome.summary["workload"]
+    given = {"rates": "2,4", "duration_s": 1, "rounds": 2, "dataset": "azure-code", "scale": "0.02:0.2"}
+    folder, summary, _ = measured(tmp_path, Goodput, given, {})
+    assert [system["system"] for system in summary["systems"]] == ["1P1D disaggregated", "2 colocated"]
+    assert summary["best_split"] == "1P1D"
+    assert "azure-code" in summary["workload"]
     rows = folder.load().rows_of("1P1D/rate-2")
     assert {row.mode for row in rows if row.arm == "colocated"} == {"colocated"}
     lengths = {
@@ -126,4 +128,3 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     both = lengths["pd"].keys() & lengths["colocated"].keys()
     assert {repeat for repeat, _ in both} == {0, 1}
     assert all(lengths["pd"][each] == lengths["colocated"][each] for each in both)
-    assert redraw(Goodput(options), folder) == outcome.summary

@@ -15,11 +15,9 @@ import pytest
 from experiments import hosts, link_sweep
 from experiments.link_sweep import NAMED_LINKS, LinkSweep, LinkSweepOptions, _crossing
 from experiments.modes import LinkModel
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
+from experiments.run_folder import FinishedCell, RequestRow, RunData
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.quiet import Quiet
-from tests.local_cluster import local_cluster
+from tests.experiments.quiet import measured
 
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 KV_BYTES = 2 * 64 * 2 * 2 * 2 * 16 * 4  # 128 tokens are two blocks of 64; keys and values, 2 layers, 2 heads of 16
@@ -243,14 +241,9 @@ def test_namespaces_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_run_against_a_shaped_service_is_measured_and_redrawn(tmp_path: Path) -> None:
     given = {"prompt_len": 100, "chunk_tokens": 64, "gbps": "0.05", "pairs": 2, "pairs_s": 0, "round_trips_ms": ""}
-    options = LinkSweepOptions.choose(given)
-    folder = RunFolder.create(tmp_path, "link-sweep", options.model_dump(mode="json"))
-    with local_cluster({"transfer": {"shape_gbps": 0.05, "shape_round_trip_ms": 4.0}}) as cluster:
-        outcome = run_experiment(LinkSweep(options), folder, Quiet(), target=cluster.target)
-
-    assert outcome.failures == []
-    assert outcome.summary is not None
-    (cell,) = outcome.summary["cells"]
+    settings = {"transfer": {"shape_gbps": 0.05, "shape_round_trip_ms": 4.0}}
+    folder, summary, _ = measured(tmp_path, LinkSweep, given, settings)
+    (cell,) = summary["cells"]
     assert cell["shaping"] == "as it is"
     assert 0.02 < cell["gbps"] < 0.1  # the handshake saw the shaped link
     assert cell["tokens_equal"]
@@ -260,11 +253,6 @@ def test_a_run_against_a_shaped_service_is_measured_and_redrawn(tmp_path: Path) 
     links = folder.environment["service"]["links"]
     assert links[0]["reason"].endswith("shaped in user space: 0.05 Gbit/s, round trip 4 ms")
 
-    before = (folder.path / "summary.json").read_text()
-    for name in ("summary.json", "report.html", "exposed_over_bandwidth.png"):
-        (folder.path / name).unlink()
-    redraw(LinkSweep(options), folder)
-    assert (folder.path / "summary.json").read_text() == before
     assert (folder.path / "exposed_over_bandwidth.png").stat().st_size > 10_000
     assert "What named links would expose" in (folder.path / "report.html").read_text()
 
