@@ -24,7 +24,7 @@ from checkpoints.source import resolve_model
 from experiments.environment import BESIDE_CORES
 from experiments.experiment import Bench, Options, option
 from experiments.run_folder import Figures, FinishedCell, RequestRow
-from experiments.statistics import abba, percentile
+from experiments.statistics import percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import Workload
@@ -382,8 +382,8 @@ class LoadPlan:
         went. ``workload`` has to fit the service."""
         await warm_up(bench, client, requests_of(workload, self.seed - 1, vocab_size), ARMS)
         loads: list[dict[str, Any]] = []
-        for repeat, arms in enumerate(abba(PD, COLOCATED, self.rounds)):
-            for arm in arms:
+        for repeat in range(self.rounds):
+            for arm in ARMS if repeat % 2 == 0 else ARMS[::-1]:
                 load = await bench.load(
                     client,
                     workload.conversations(1_000_000, self.seed + repeat, vocab_size),
