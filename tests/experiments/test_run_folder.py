@@ -197,7 +197,7 @@ def test_a_run_with_an_option_that_is_fixed_now_is_reported_and_not_resumed(tmp_
     sweep = LinkSweep.of(folder)
     redraw(sweep, folder)
     with pytest.raises(
-        InvalidRequest, match="transport: is 'grpc_stream', and 'tcp' in every run .* not resumed"
+        InvalidRequest, match=r"transport: is 'grpc_stream', and 'tcp' in every run .* not resumed"
     ):
         run_experiment(sweep, folder, Quiet())
 
