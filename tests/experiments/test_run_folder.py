@@ -196,9 +196,7 @@ def test_a_run_with_an_option_that_is_fixed_now_is_reported_and_not_resumed(tmp_
     folder = RunFolder.create(tmp_path, "link-sweep", saved)
     sweep = LinkSweep.of(folder)
     redraw(sweep, folder)
-    with pytest.raises(
-        InvalidRequest, match=r"transport: is 'grpc_stream', and 'tcp' in every run .* not resumed"
-    ):
+    with pytest.raises(InvalidRequest, match=r"transport: is 'grpc_stream', and 'tcp' in every run .* not resumed"):
         run_experiment(sweep, folder, Quiet())
 
 
