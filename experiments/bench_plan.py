@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from experiments.load import Load, Outcome, run_load
 from experiments.modes import SLO
+from experiments.workloads import catalog
 from experiments.workloads.arrivals import (
     ClosedLoop,
     Schedule,
@@ -19,8 +20,7 @@ from experiments.workloads.arrivals import (
     random_arrivals,
     timed_arrivals,
 )
-from experiments.workloads.conversation import Conversation, Room, Workload
-from experiments.workloads.prompt_files import ShareGPT, TextLines
+from experiments.workloads.conversation import Conversation, Workload
 from experiments.workloads.trace import Trace
 from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
@@ -167,16 +167,9 @@ class BenchPlan:
 
 
 async def fitted(client: AsyncClient, plan: BenchPlan, status: ServiceStatus) -> BenchPlan:
-    """``plan`` with a workload that fits the service. The characters per token of a text are measured with one request.
-    Raises what a request that does not fit would fail with."""
-    workload: Workload = plan.workload
-    if isinstance(workload, ShareGPT | TextLines):
-        sample = workload.sample[: max(1, Room.of(status).tokens // 8)]  # fits even with several tokens per character
-        counted = await client.generate(sample, max_tokens=1, ignore_eos=True).result()
-        workload = replace(workload, chars_per_token=len(sample) / counted.prompt_tokens)
-    if isinstance(workload, Trace):
-        workload = workload.first(plan.count)
-    return replace(plan, workload=workload.within(Room.of(status)))
+    """``plan`` with a workload that fits the service (`experiments.workloads.catalog.fitted`)."""
+    workload = plan.workload.first(plan.count) if isinstance(plan.workload, Trace) else plan.workload
+    return replace(plan, workload=await catalog.fitted(workload, client, status))
 
 
 async def run_bench(

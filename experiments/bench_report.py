@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -22,7 +22,7 @@ from experiments.bench_plan import PERCENTILES, BenchPlan
 from experiments.environment import BUSY, LOAD, OtherRequests, beside_text, cores_of_others, load_facts
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Load, Outcome
-from experiments.modes import PD, SLO, added_interval, added_ms, added_text, pairs_of
+from experiments.modes import PD, SLO, added_ms, added_text, pairs_of
 from experiments.report.drawing import (
     ARM_LOOKS,
     FAINT,
@@ -37,7 +37,17 @@ from experiments.report.drawing import (
     table,
 )
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import LAG, FinishedCell, RequestRow, RunData, RunFolder, failures, unexpected_bytes
+from experiments.run_folder import (
+    LAG,
+    Figures,
+    FinishedCell,
+    Parameters,
+    RequestRow,
+    RunData,
+    RunFolder,
+    failures,
+    unexpected_bytes,
+)
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
@@ -114,9 +124,7 @@ def report_of(plan: BenchPlan, mode: str, load: Load, before: ServiceStatus) -> 
         "slo_ms": None if slo is None else dict(slo.limits_ms),
         "leaked_blocks": None,
         "by_mode": {name: _distributions(of_mode, plan.percentiles) for name, of_mode in by_mode.items()},
-        "added_ms": {
-            figure.value: added_interval(pairs_of(rows)[0], figure) if plan.paired else None for figure in Figure
-        },
+        "added_ms": {figure: added_ms(pairs_of(rows), figure) if plan.paired else None for figure in Figure},
     }
 
 
@@ -129,20 +137,15 @@ class BenchRecorder:
         pace = {name: value for name, value in asdict(plan.pace).items() if value is not None}
         if "ramp" in pace:
             pace["ramp"] = list(pace["ramp"])
+        plain = ("requests", "duration_s", "warmup", "seed", "paired", "scheduled", "timeout_s")
         options: dict[str, Any] = {
             "target": target,
             "workload": plan.workload.describe(),
             "pace": {name: "inf" if value == float("inf") else value for name, value in pace.items()},
-            "requests": plan.requests,
-            "duration_s": plan.duration_s,
-            "warmup": plan.warmup,
-            "seed": plan.seed,
             "mode": str(plan.mode),
-            "paired": plan.paired,
-            "scheduled": plan.scheduled,
-            "timeout_s": plan.timeout_s,
             "slo": None if plan.slo is None else plan.slo.text,
             "percentiles": ",".join(f"{each:g}" for each in plan.percentiles),
+            **{name: getattr(plan, name) for name in plain},
         }
         self.folder = RunFolder.create(root, BenchRun.name, options)
         self._begun_s = time.monotonic()
@@ -192,18 +195,16 @@ class BenchRunOptions(Options):
 class BenchRun(RunKind):
     """A run of ``pdserve bench``."""
 
-    name: ClassVar[str] = "bench"
-    question: ClassVar[str] = "How does the service respond to this load?"
-    options_type: ClassVar[type[Options]] = BenchRunOptions
-    other_options: ClassVar[frozenset[str]] = frozenset(
-        {"target", "pace", "requests", "duration_s", "warmup", "mode", "timeout_s"}
-    )
+    name = "bench"
+    question = "How does the service respond to this load?"
+    options_type = BenchRunOptions
+    other_options = frozenset({"target", "pace", "requests", "duration_s", "warmup", "mode", "timeout_s"})
     options: BenchRunOptions
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``arms``, ``added_ms``, ``partial``, ``leaked_blocks``; see docs/bench.md. A run that was ended before its
         cell was written is partial. Latencies count from when requests were due, if they had such times."""
-        facts: Mapping[str, Any] = run.cells[0].facts if run.cells else {}
+        facts: Parameters = run.cells[0].facts if run.cells else {}
         loads: Sequence[Mapping[str, Any]] = facts.get("loads", ())
         slo = None if self.options.slo is None else SLO.parse(self.options.slo)
         percentiles = parse_percentiles(self.options.percentiles)
@@ -230,7 +231,7 @@ class BenchRun(RunKind):
             failed.append(f"{summary['leaked_blocks']} KV blocks did not come back")
         return {**summary, "failed": failed}
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """CDFs of the latencies, means of the stages, throughput and requests over time, and the distributions."""
         arms = {arm: [row for row in run.rows if row.arm == arm] for arm in summary["arms"]}
         judged = arms
@@ -253,7 +254,7 @@ class BenchRun(RunKind):
             if any(each["stages_ms"] for each in summary["arms"].values()):
                 report.blocks.append(_stages_picture(summary["arms"]))
             report.blocks.append(_time_picture(arms))
-        report.blocks.append(_table(summary["arms"]))
+        report.blocks.append(latency_table(summary["arms"]))
         return report
 
 
@@ -295,7 +296,6 @@ def arm_figures(
         "total_tokens_per_s": per_second(output_tokens + sum(row.prompt_tokens for row in done)),
         "requests_per_s": per_second(len(done)),
         "goodput": goodput,
-        "kv_bytes_equal_expected": all(row.kv_bytes == row.kv_bytes_expected for row in done),
         "lag": None if lag is None else asdict(lag),
     }
 
@@ -314,10 +314,10 @@ def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
     """Mean of each stage of each figure in the order of its table, over the requests that have the figure."""
     found: dict[str, dict[str, float]] = {}
     for figure in Figure:
-        having = [row.stages_ms[figure.value] for row in rows if figure.value in row.stages_ms]
+        having = [row.stages_ms[figure] for row in rows if figure in row.stages_ms]
         names = [name for name in (LAG, *STAGE_NAMES, UNATTRIBUTED) if any(name in stages for stages in having)]
         if having:
-            found[figure.value] = {
+            found[figure] = {
                 name: round(sum(stages.get(name, 0.0) for stages in having) / len(having), 4) for name in names
             }
     return found
@@ -325,10 +325,10 @@ def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
 
 def _added(rows: Sequence[RequestRow]) -> dict[str, Any]:
     """What disaggregation adds to each figure (`added_ms`); None without pairs."""
-    return {figure.value: added_ms(pairs_of(rows)[0], figure) for figure in Figure}
+    return {figure: added_ms(pairs_of(rows), figure) for figure in Figure}
 
 
-def _answer(summary: Mapping[str, Any]) -> str:
+def _answer(summary: Figures) -> str:
     sentences = []
     for arm, each in summary["arms"].items():
         ttft, itl = each["ttft_ms"], each["itl_ms"]
@@ -341,14 +341,14 @@ def _answer(summary: Mapping[str, Any]) -> str:
             f"{arm}: {each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
             f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {counted_requests(each['requests'])}{good}."
         )
-    added = [(token, (summary["added_ms"] or {}).get(figure.value)) for token, figure in _TOKENS]
+    added = [(token, (summary["added_ms"] or {}).get(figure)) for token, figure in _TOKENS]
     if clauses := [added_text(token, each) for token, each in added if each is not None]:
         beside = f" ({text})" if (text := beside_text(summary)) else ""
         sentences.append(f"In pairs of the same request{beside}, {' and '.join(clauses)}.")
     return " ".join(sentences) or "No request ended."
 
 
-def _caveats(summary: Mapping[str, Any], paired: bool, scheduled: bool) -> list[str]:
+def _caveats(summary: Figures, paired: bool, scheduled: bool) -> list[str]:
     caveats = []
     if summary["partial"]:
         caveats.append("The run was interrupted; only the requests that had ended are counted.")
@@ -389,15 +389,15 @@ def _latency_picture(arms: Mapping[str, Sequence[RequestRow]]) -> Picture:
     return Picture("cdf", "Distributions of the latencies", caption, panels, columns=3, height_in=3.6, share=share)
 
 
-def _stages_picture(arms: Mapping[str, Mapping[str, Any]]) -> Picture:
+def _stages_picture(arms: Mapping[str, Figures]) -> Picture:
     """The mean breakdown of each figure, one bar per mode and figure."""
     bars = []
     for figure in Figure:
         for arm, each in arms.items():
-            stages = {name: ms for name, ms in each["stages_ms"].get(figure.value, {}).items() if ms > 0}
+            stages = {name: ms for name, ms in each["stages_ms"].get(figure, {}).items() if ms > 0}
             starts = itertools.accumulate(stages.values(), initial=0.0)
             bars += [
-                {"row": f"{figure.value} · {arm}", "stage": name, "ms": ms, "from": start}
+                {"row": f"{figure} · {arm}", "stage": name, "ms": ms, "from": start}
                 for (name, ms), start in zip(stages.items(), starts, strict=False)
             ]
     looks = {bar["stage"]: {"color": COLORS.get(bar["stage"], FAINT)} for bar in bars}
@@ -424,12 +424,11 @@ def _time_picture(arms: Mapping[str, Sequence[RequestRow]]) -> Picture:
     for arm, rows in arms.items():
         ordered = sorted(rows, key=lambda row: row.sent_s)
         begun_s, color = ordered[0].scheduled_s, _looks((arm,))[arm]["color"]
-        spans: list[dict[str, float | None]] = []
+        spans: list[dict[str, float]] = []
         for number, row in list(enumerate(ordered))[:: -(-len(ordered) // _MOST_BARS)]:
-            sent_s, done = row.sent_s - begun_s, row.error is None and row.e2e_ms is not None
+            sent_s = row.sent_s - begun_s
             ends = {"first": sent_s + (row.ttft_ms or 0.0) / 1e3, "end": sent_s + (row.e2e_ms or 0.0) / 1e3}
-            spans.append({"number": number, **({"sent": sent_s, **ends} if done else {"failed": sent_s})})
-        spans = [{"sent": None, "failed": None, "first": None, "end": None, **span} for span in spans]
+            spans.append({"number": number, **({"sent": sent_s, **ends} if row.error is None else {"failed": sent_s})})
         marks = [
             Mark(spans, "sent", "number", kind="span", to="first", look={"color": "#c9ced6"}),
             Mark(spans, "first", "number", kind="span", to="end", look={"color": color}),
@@ -461,13 +460,13 @@ def _token_times_s(row: RequestRow) -> list[float]:
     return list(row.sent_s + np.cumsum([row.ttft_ms, *row.itl_ms]) / 1e3)
 
 
-def _table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
-    usual = {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
-    names = next((each[key] for each in arms.values() for key in FIGURES if each[key]), usual)
+def latency_table(parts: Mapping[str, Figures]) -> TableBlock:
+    """The distributions of every latency, in milliseconds, by mode or what else the ``parts`` are called."""
+    names = next((each[key] for each in parts.values() for key in FIGURES if each[key]), {"mean": 0.0, "count": 0})
     records = [
-        {"figure": f"{title}, ms", "mode": arm, **(each[key] or dict.fromkeys(names))}
+        {"figure": "" if number else title, "mode": part, **(each[key] or {"count": 0})}
         for key, title in FIGURES.items()
-        for arm, each in arms.items()
+        for number, (part, each) in enumerate(parts.items())
     ]
-    columns = ("figure", "mode", *(f"{name} | {name}:{'.0f' if name == 'count' else '.2f'}" for name in names))
+    columns = ("ms | figure", "mode", *(f"{name} | {name}:{'.0f' if name == 'count' else '.2f'}" for name in names))
     return table("Latencies", records, columns)

@@ -3,17 +3,19 @@
 A figure has a dotted key. Figures of ``rows`` are means over the successful requests of a cell, arm and kind, and their
 difference has a bootstrap interval. All others come from ``summary.json``, where entries of a list are named by their
 cell, system or parameters. Of those, the ones that have an interval (``lo``, ``hi``, ``n``) get one for the
-difference: the widest one that both allow."""
+difference: the widest one that both allow. `verdict` sums them up."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from experiments.catalogue import run_of
+from experiments.environment import version_text
 from experiments.run_folder import RunFolder
 from experiments.statistics import difference_interval
 from pdserve.core.errors import InvalidRequest
@@ -59,6 +61,11 @@ class Comparison:
         """Whether the interval leaves 0 out; None without one."""
         return None if self.interval is None else self.interval.sign != 0
 
+    @property
+    def worse(self) -> bool:
+        """Whether b is on the worse side of a."""
+        return (self.difference < 0) == self.more_is_better
+
     def exceeds(self, percent: float) -> bool:
         """Whether b is worse than a by more than ``percent`` of a, with the whole interval of the difference."""
         allowed = percent / 100 * abs(self.a)
@@ -102,21 +109,31 @@ class Limit:
         return key == self.key or key.endswith(f".{self.key}") or fnmatch.fnmatchcase(key, self.key)
 
 
-def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
-    """All figures that both runs have, those of rows first, with the arms of `common_arm`. InvalidRequest if this
-    version cannot read one of them, if they are of different kinds, if one has no summary, or if they have nothing in
-    common."""
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A figure that only one of the runs has, such as that of a cell which the other did not measure, or in which all
+    its requests failed. ``of`` is the run without it, A or B."""
+
+    key: str
+    of: str
+
+
+def compare(a: RunFolder, b: RunFolder) -> tuple[list[Comparison], list[Missing]]:
+    """All figures that both runs have, those of rows first, with the arms of `common_arm`; and those that only one of
+    them has, those that B lacks first. InvalidRequest if this version cannot read one of them, if they are of different
+    kinds, if one has no summary, or if they have nothing in common."""
     kinds = run_of(a).name, run_of(b).name
     if kinds[0] != kinds[1]:
         raise InvalidRequest(
             f"{b.path} is a run of {kinds[1]} and {a.path} one of {kinds[0]}; give two runs of the same experiment"
         )
     arm = common_arm(a, b)
-    latencies, summaries = ([each(folder, arm) for folder in (a, b)] for each in (_latencies, _summary))
-    found = _of_rows(*latencies) + _of_summaries(*summaries)
+    of_a, of_b = _figures(a, arm), _figures(b, arm)
+    found = [_compared(key, first, of_b[key]) for key, first in of_a.items() if key in of_b]
     if not found:
         raise InvalidRequest(f"{a.path} and {b.path} have no figure in common: they measured different cells")
-    return found
+    lacking = [Missing(key, "B") for key in sorted(of_a.keys() - of_b.keys())]
+    return found, [*lacking, *(Missing(key, "A") for key in sorted(of_b.keys() - of_a.keys()))]
 
 
 def arms_of(run: RunFolder) -> tuple[str, ...]:
@@ -131,20 +148,33 @@ def common_arm(a: RunFolder, b: RunFolder) -> str | None:
     return "→".join(names[0] for names in arms) if arms[0] != arms[1] and list(map(len, arms)) == [1, 1] else None
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A figure that only one of the runs has, such as that of a cell which the other did not measure, or in which all
-    its requests failed. ``of`` is the run without it, A or B."""
-
-    key: str
-    of: str
-
-
-def missing(a: RunFolder, b: RunFolder) -> list[Missing]:
-    """The figures that only one of the runs has, those that B lacks first."""
-    arm = common_arm(a, b)
-    in_a, in_b = ({*(f"rows.{key}" for key in _latencies(run, arm)), *flatten(_summary(run, arm))} for run in (a, b))
-    return [*(Missing(key, "B") for key in sorted(in_a - in_b)), *(Missing(key, "A") for key in sorted(in_b - in_a))]
+def verdict(a: RunFolder, b: RunFolder, found: Sequence[Comparison]) -> str:
+    """One sentence: the versions, in what B is worse or better than A beyond the interval of the difference, with the
+    largest changes, and how much of the rest did not change, or has no interval."""
+    known = [each for each in found if each.interval is not None]
+    changed = sorted((each for each in known if each.distinct), key=lambda each: -abs(each.percent or 0.0))
+    sides = {"worse": [each for each in changed if each.worse], "better": [each for each in changed if not each.worse]}
+    of_known = f"{len(known)} figures that have an interval"
+    if not known:
+        text = "no figure has an interval, so nothing can be told from chance"
+    elif not changed:
+        text = f"none of the {of_known} changed beyond it"
+    else:
+        parts = [
+            f"{name} in {len(side)} (most: {each.key}"
+            + ("" if each.percent is None else f" {each.percent:+.0f} %")
+            + ")"
+            for name, side in sides.items()
+            for each in side[:1]
+        ]
+        text = (
+            f"of the {of_known}, B is {' and '.join(parts)}; the other {len(known) - len(changed)} did not change "
+            "beyond it (by chance alone, one in twenty would)"
+        )
+    versions = " and ".join(
+        f"{name}: {version_text(folder.environment.get('machine', {}))}" for name, folder in (("A", a), ("B", b))
+    )
+    return f"{versions}; {text}; {len(found) - len(known)} figures have no interval."
 
 
 def violations(
@@ -194,51 +224,32 @@ def _name_of(entry: Mapping[str, Any]) -> str:
     return named or ",".join(f"{name}={entry[name]}" for name in _PARAMETERS if name in entry)
 
 
-def _of_rows(a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]]) -> list[Comparison]:
-    found = []
-    for key, of_a in a.items():
-        of_b = b.get(key)
-        interval = difference_interval(of_a, of_b) if of_b else None
-        if of_b and interval is not None:
-            known = interval if interval.known else None
-            found.append(Comparison(f"rows.{key}", sum(of_a) / len(of_a), sum(of_b) / len(of_b), known))
-    return found
-
-
-def _summary(run: RunFolder, arm: str | None) -> Mapping[str, Any]:
-    """The summary; ``arm`` is the name of its only arm instead of its own."""
-    arms = run.summary.get("arms")
-    return run.summary if arm is None or not arms else {**run.summary, "arms": {arm: next(iter(arms.values()))}}
-
-
-def _latencies(run: RunFolder, arm: str | None) -> dict[str, list[float]]:
+def _figures(run: RunFolder, arm: str | None) -> dict[str, float | Interval | list[float]]:
     """The latencies since they were due of the successful requests, by cell, arm (``arm`` instead of their own), kind
-    (if any) and figure."""
-    found: dict[str, list[float]] = {}
-    for row in (each.since_due() for each in run.load().rows):
+    (if any) and figure; then the figures of the summary, in which ``arm`` is the name of its only arm."""
+    found: dict[str, float | Interval | list[float]] = {}
+    for row in (each.since_due() for each in run.load().rows if each.error is None):
         for name in _LATENCIES:
-            value = getattr(row, name)
-            if row.error is None and value is not None:
-                key = ".".join(part for part in (row.cell, arm or row.arm, row.kind, name) if part)
-                found.setdefault(key, []).append(float(value))
-    return found
+            if (value := getattr(row, name)) is not None:
+                key = ".".join(part for part in ("rows", row.cell, arm or row.arm, row.kind, name) if part)
+                values = found.setdefault(key, [])
+                assert isinstance(values, list)
+                values.append(float(value))
+    summary, arms = run.summary, run.summary.get("arms")
+    if arm is not None and arms:
+        summary["arms"] = {arm: next(iter(arms.values()))}
+    return {**found, **flatten(summary)}
 
 
-def _of_summaries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
-    of_a, of_b = flatten(a), flatten(b)
-    found = []
-    for key, first in of_a.items():
-        second = of_b.get(key)
-        if second is None:
-            continue
-        if isinstance(first, Interval) and isinstance(second, Interval) and first.known and second.known:
-            lo, hi = second.lo - first.hi, second.hi - first.lo
-            interval = Interval(second.value - first.value, lo, hi, min(first.n, second.n))
-            found.append(Comparison(key, first.value, second.value, interval))
-        else:
-            found.append(Comparison(key, _value(first), _value(second), None))
-    return found
-
-
-def _value(figure: float | Interval) -> float:
-    return figure.value if isinstance(figure, Interval) else figure
+def _compared(key: str, a: float | Interval | list[float], b: float | Interval | list[float]) -> Comparison:
+    if isinstance(a, list) and isinstance(b, list):
+        interval = difference_interval(a, b)
+        assert interval is not None
+        return Comparison(key, statistics.fmean(a), statistics.fmean(b), interval if interval.known else None)
+    first, second = (each.value if isinstance(each, Interval) else each for each in (a, b))
+    assert isinstance(first, float)
+    assert isinstance(second, float)
+    difference = None
+    if isinstance(a, Interval) and isinstance(b, Interval) and a.known and b.known:
+        difference = Interval(second - first, b.lo - a.hi, b.hi - a.lo, min(a.n, b.n))
+    return Comparison(key, first, second, difference)

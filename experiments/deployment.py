@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar
 
 from ops.launch.detach import start_detached, stop_detached
 from ops.launch.state import target_here
@@ -18,6 +18,19 @@ from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions, Target
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
+
+
+class Service(TypedDict, total=False):
+    """Where a service is, or how it is started."""
+
+    target: str | None
+    """The running service to measure (host:port). Without it services are started and ended again."""
+    access: AccessOptions | None
+    """How to reach services; not kept in folders."""
+    config: Path | None
+    settings: Mapping[str, Any] | None
+    """Dotted settings of every service that is started, on top of the file ``config``."""
+
 
 _DRAIN_S = 5.0
 _LINK_TIMEOUT_S = 30.0

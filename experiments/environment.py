@@ -41,6 +41,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def version_text(machine: Mapping[str, Any]) -> str:
+    """The version and commit that `machine` noted."""
+    return f"pdserve {machine.get('pdserve', '?')}, commit {machine.get('commit') or 'unknown'}"
+
+
 def service(status: ServiceStatus) -> dict[str, Any]:
     """The service that was measured: model, workers, and the link of each pair with the transport really in use."""
     return {

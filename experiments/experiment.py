@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experiments.deployment import Deployment, run_in_loop
+from experiments.deployment import Deployment, Service, run_in_loop
 from experiments.environment import BUSY, CpuUse, OtherRequests, own_processes
 from experiments.load import Load, Outcome, run_load
 from experiments.report.page import Report
-from experiments.run_folder import CONFIG, ENVIRONMENT, RequestRow, RunData, RunFolder
+from experiments.run_folder import CONFIG, ENVIRONMENT, Figures, Parameters, RequestRow, RunData, RunFolder
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
+from pdserve.client.request import Prompt
 from pdserve.client.status import ServiceStatus
-from pdserve.client.target import AccessOptions, Target
+from pdserve.client.target import Target
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, PdserveError
 from pdserve.version import VERSION
 
@@ -90,7 +90,7 @@ class Cell:
     result."""
 
     name: str
-    parameters: Mapping[str, Any]
+    parameters: Parameters
     service: Mapping[str, Any] | None = field(default_factory=dict)
     work: int = 1
     sending_s: float = 0.0
@@ -154,7 +154,7 @@ class Bench:
     async def send(
         self,
         client: AsyncClient,
-        prompt: Sequence[int],
+        prompt: Prompt,
         *,
         arm: str,
         repeat: int,
@@ -225,6 +225,8 @@ class RunKind(ABC):
     options_type: ClassVar[type[Options]]
     other_options: ClassVar[frozenset[str]]
     """Names of the options in ``config.yaml`` that are not of ``options_type``."""
+    fixed_options: ClassVar[Mapping[str, Any]] = {}
+    """Options that earlier versions had, with the values that they have in every run now."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -235,7 +237,7 @@ class RunKind(ABC):
         does not allow."""
         _, saved = folder.config
         known, path = cls.options_type.model_fields.keys(), folder.path / CONFIG
-        if unknown := sorted(saved.keys() - known - cls.other_options):
+        if unknown := sorted(saved.keys() - known - cls.other_options - cls.fixed_options.keys()):
             raise InvalidRequest(
                 f"{path}: options.{unknown[0]}: {cls.name} of pdserve {VERSION} has no such option; use the version "
                 f"that wrote the run ({ENVIRONMENT}: machine.pdserve)"
@@ -245,18 +247,9 @@ class RunKind(ABC):
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {error}") from None
 
-    def deployment(
-        self,
-        target: str | None,
-        *,
-        access: AccessOptions,
-        config: Path | None,
-        settings: Mapping[str, Any],
-        report: Callable[[str], None],
-    ) -> Deployment:
-        """Where the services of the cells run: on this host, or the one at ``target``. ``config`` and ``settings``
-        (dotted keys) are theirs, ``access`` is how to reach them."""
-        return Deployment(target, access=access, config=config, settings=settings, report=report)
+    def deployment(self, report: Callable[[str], None], **service: Unpack[Service]) -> Deployment:
+        """Where the services of the cells run: on this host, or the one that is there."""
+        return Deployment(report=report, **service)
 
     @abstractmethod
     def summarise(self, run: RunData) -> dict[str, Any]:
@@ -264,7 +257,7 @@ class RunKind(ABC):
         lists what makes the run fail (a token or byte that differs)."""
 
     @abstractmethod
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """The report: answer, pictures, tables, caveats."""
 
 

@@ -21,15 +21,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import psutil
 
-from experiments.deployment import Deployment
+from experiments.deployment import Deployment, Service
 from ops.launch.ports import free_port
 from ops.launch.state import target_here
 from pdserve.client.sync_client import Client
-from pdserve.client.target import AccessOptions, Target
+from pdserve.client.target import Target
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, LaunchError
 from pdserve.core.worker import Role
@@ -173,17 +173,12 @@ class NamespaceDeployment(Deployment):
     """Services of one prefill and one decode worker on `TwoHosts`, without Ray: the gateway on this machine, each
     worker on its host. InvalidRequest if this machine cannot have such hosts."""
 
-    def __init__(
-        self,
-        *,
-        access: AccessOptions | None = None,
-        config: Path | None = None,
-        settings: Mapping[str, Any] | None = None,
-        report: Callable[[str], None] = lambda stage: None,
-    ) -> None:
+    def __init__(self, report: Callable[[str], None] = lambda stage: None, **service: Unpack[Service]) -> None:
+        if service.get("target") is not None:
+            raise InvalidRequest("--hosts: namespaces starts services itself, and --target names a running one")
         if problem := missing():
             raise InvalidRequest(f"--hosts namespaces: {problem}")
-        super().__init__(access=access, config=config, settings=settings, report=report)
+        super().__init__(report=report, **service)
         self._hosts: TwoHosts | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: Path | None = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.experiment import Bench
-from experiments.run_folder import RequestRow, RunData, token_hash
+from experiments.run_folder import Figures, RequestRow, RunData, token_hash
 from experiments.statistics import percentile, plain_mean, tail
 from experiments.workloads.conversation import Room
 from pdserve.client.async_client import AsyncClient, AsyncStream
@@ -261,10 +261,10 @@ def arm_summary(windows: Sequence[WindowData], seed: int) -> dict[str, Any]:
     }
 
 
-def best_chunk(arms: Mapping[int, Mapping[str, Any]], throughput_share: float) -> int | None:
-    """The chunk size, a key of ``arms``, with the lowest p99 ITL among those whose tokens per second, prompt and output
-    together, are at least ``throughput_share`` of the highest. None if no arm was measured."""
-    measured = {chunk: arm for chunk, arm in arms.items() if arm["itl_ms"] and arm["tokens_per_s"]}
+def best_chunk(arms: Mapping[str, Figures], throughput_share: float) -> int | None:
+    """The chunk size, a key of ``arms``, with the lowest p99 ITL among those whose tokens per second, prompt and
+    output together, are at least ``throughput_share`` of the highest. None if no chunk size was measured."""
+    measured = {int(name): arm for name, arm in arms.items() if name.isdecimal() and arm["itl_ms"]}
     if not measured:
         return None
     most = max(arm["tokens_per_s"]["mean"] for arm in measured.values())

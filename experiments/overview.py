@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from experiments.report.drawing import (
     ARM_LOOKS,
@@ -20,8 +19,7 @@ from experiments.report.drawing import (
     Rule,
     cumulative,
 )
-from experiments.run_folder import RunData
-from experiments.statistics import plain_mean
+from experiments.run_folder import Figures, RunData
 from pdserve.core.timeline import STAGE_NAMES, Figure
 
 _MOST_STAGES = 6
@@ -33,7 +31,7 @@ class Source:
 
     label: str
     run: RunData
-    summary: Mapping[str, Any]
+    summary: Figures
 
 
 def pictures(sources: Sequence[Source]) -> list[Picture]:
@@ -46,22 +44,16 @@ def _joined(*parts: Any) -> str:
 
 
 def _exposed(sources: Sequence[Source]) -> Picture | None:
-    values: dict[tuple[str, int], list[float]] = {}
-    for source in sources:
-        for cell in source.run.cells:
-            what = cell.parameters
-            if "prompt_len" not in what or what.get("load") != "idle" or "width" in what or "first_token" in what:
-                continue
-            name = _joined(source.label, *(what.get(key) for key in ("workers", "transport", "overlap")))
-            values.setdefault((name, int(what["prompt_len"])), []).extend(
-                float(row.transfer["exposed_ms"])
-                for row in source.run.rows_of(cell.cell, "pd")
-                if row.error is None and "exposed_ms" in row.transfer
-            )
     points = [
-        {"series": name, "prompt_len": length, "exposed_ms": plain_mean(measured)}
-        for (name, length), measured in sorted(values.items())
-        if measured
+        {
+            "series": _joined(source.label, *(cell.get(key) for key in ("workers", "transport", "overlap"))),
+            "prompt_len": cell["prompt_len"],
+            "exposed_ms": cell["exposed_ms"],
+        }
+        for source in sources
+        for cell in source.summary.get("cells", ())
+        if isinstance(cell, Mapping) and cell.get("load") == "idle" and cell.get("exposed_ms") and "prompt_len" in cell
+        if not {"width", "first_token"} & cell.keys()
     ]
     if not points:
         return None
@@ -85,7 +77,7 @@ def _exposed(sources: Sequence[Source]) -> Picture | None:
 
 def _goodput(sources: Sequence[Source]) -> Picture | None:
     """A panel per combination of parameters, in it a line per arm and run."""
-    panels: dict[str, list[dict[str, Any]]] = {}
+    points = []
     for source in sources:
         for cell in source.summary.get("cells", ()):
             if not isinstance(cell, Mapping) or not isinstance(cell.get("goodput_rps"), Mapping):
@@ -93,15 +85,15 @@ def _goodput(sources: Sequence[Source]) -> Picture | None:
             rate = cell["rate"] if "rate" in cell else cell["rate_per_device"] * cell["devices"]
             tokens = f"{cell['prompt_len']} tokens" if "prompt_len" in cell else ""
             where = _joined(*(cell.get(key) for key in ("workers", "split", "transport", "overlap")), tokens)
-            panels.setdefault(where, []).extend(
+            points += [
                 {"parameters": where, "run": source.label, "arm": arm, "series": _joined(source.label, arm),
                  "rate": float(rate), "goodput_rps": good}
                 for arm, good in cell["goodput_rps"].items()
                 if good is not None
-            )  # fmt: skip
-    points = [point for panel in panels.values() for point in panel]
+            ]  # fmt: skip
     if not points:
         return None
+    places = list(dict.fromkeys(point["parameters"] for point in points))
     runs, rates = list(dict.fromkeys(point["run"] for point in points)), sorted({point["rate"] for point in points})
     looks = {
         _joined(run, arm): {"color": look["color"], "marker": MARKERS[number % len(MARKERS)],
@@ -115,7 +107,16 @@ def _goodput(sources: Sequence[Source]) -> Picture | None:
         "Requests per second that meet the SLO, with 95 % intervals. On the dotted line every request meets it.",
         [
             Panel(
-                [Mark(own, "rate", "goodput_rps", by="series", looks=looks), Rule("diagonal")],
+                [
+                    Mark(
+                        [each for each in points if each["parameters"] == where],
+                        "rate",
+                        "goodput_rps",
+                        by="series",
+                        looks=looks,
+                    ),
+                    Rule("diagonal"),
+                ],
                 x="offered load, requests/s",
                 y="goodput, requests/s",
                 title=where,
@@ -123,24 +124,24 @@ def _goodput(sources: Sequence[Source]) -> Picture | None:
                 xlim=(0, rates[-1] * 1.06),
                 ylim=(-0.02 * rates[-1], 1.03 * rates[-1]),
             )
-            for where, own in panels.items()
-            if own
+            for where in places
         ],
-        columns=min(3, len(panels)),
+        columns=min(3, len(places)),
         share={"sharex": True, "sharey": True},
         legend=True,
     )
 
 
 def _stages(sources: Sequence[Source]) -> Picture | None:
-    values: dict[str, dict[str, list[float]]] = {}
+    values: dict[str, dict[str, list[float]]] = {name: {} for name in STAGE_NAMES}
     for source in sources:
         for row in source.run.rows:
-            for name, value in row.stages_ms.get(Figure.TTFT_DECODE.value, {}).items():
-                if name in STAGE_NAMES:
-                    values.setdefault(name, {}).setdefault(_joined(source.label, row.arm), []).append(float(value))
-    means = {name: max(float(np.mean(each)) for each in series.values()) for name, series in values.items()}
-    chosen = [name for name in STAGE_NAMES if name in sorted(means, key=lambda n: -means[n])[:_MOST_STAGES]]
+            stages_ms = row.stages_ms.get(Figure.TTFT_DECODE, {})
+            for name in stages_ms.keys() & values.keys():
+                values[name].setdefault(_joined(source.label, row.arm), []).append(stages_ms[name])
+    means = {name: max(map(statistics.fmean, series.values())) for name, series in values.items() if series}
+    longest = sorted(means, key=means.__getitem__)[-_MOST_STAGES:]
+    chosen = [name for name in STAGE_NAMES if name in longest]
     if not chosen:
         return None
     names = dict.fromkeys(series for name in chosen for series in values[name])

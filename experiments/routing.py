@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,11 +23,12 @@ from pydantic import Field
 
 from experiments.environment import devices_here
 from experiments.experiment import Bench, Cell, Experiment, Options, option
+from experiments.matrix import late_text
 from experiments.modes import REQUEST_TIMEOUT_S
-from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
+from experiments.report.drawing import PALETTE, Mark, Panel, Picture, table
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import FinishedCell, RequestRow, RunData
-from experiments.statistics import mean_interval, percentile
+from experiments.run_folder import Figures, FinishedCell, Parameters, RequestRow, RunData
+from experiments.statistics import plain_mean, tail
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
 from experiments.workloads.conversation import Room
@@ -36,7 +37,7 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import NAMES, ROUTING_POLICIES
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, Interval, apart
+from pdserve.core.interval import MIN_VALUES, apart
 from pdserve.core.request import Mode, counted_requests
 
 BASELINE = "round_robin"
@@ -45,6 +46,8 @@ _CALIBRATION_PROMPTS = 6
 _OUTPUT_TOKENS = 4
 _SLO_MS = 1000.0
 """The objective of policy ``slo``, which chooses the least predicted TTFT, whatever the objective is."""
+_OWN_BLOCKS, _SKEW = 2, 0.8
+"""Most blocks of a prompt after its shared beginning; beginning number r is drawn with a probability like r^-0.8."""
 
 
 class RoutingOptions(Options):
@@ -69,20 +72,19 @@ class RoutingOptions(Options):
     block_size: int = Field(64, ge=1, description="tokens of a KV block, and of a hash id of the trace")
     prefixes: int = Field(16, description="shared beginnings of prompts")
     prefix_blocks: int = Field(20, description="blocks of each of them")
-    own_blocks: int = Field(2, description="most blocks of a prompt after its shared beginning")
     backlog: int = Field(
         8192, ge=1, description="tokens of prompts that may wait on a worker (router.prefill_backlog_tokens)"
     )
-    skew: float = Field(0.8, description="the beginning number r is drawn with a probability like r^-skew")
     trace: str | None = Field(None, description="a Mooncake trace instead of these prompts, sent at its own times")
 
 
 class Routing(Experiment):
     """See the module."""
 
-    name: ClassVar[str] = "routing"
-    question: ClassVar[str] = "Which routing policy gives the lowest TTFT when prompts share long beginnings?"
-    options_type: ClassVar[type[Options]] = RoutingOptions
+    name = "routing"
+    question = "Which routing policy gives the lowest TTFT when prompts share long beginnings?"
+    options_type = RoutingOptions
+    fixed_options: ClassVar[Parameters] = {"own_blocks": _OWN_BLOCKS, "skew": _SKEW}
     options: RoutingOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -129,7 +131,7 @@ class Routing(Experiment):
     def _skewed(self) -> SkewedPrefixes:
         options = self.options
         output_len = -(-_OUTPUT_TOKENS * TRACE_BLOCK_SIZE // options.block_size)
-        return SkewedPrefixes(options.prefixes, options.prefix_blocks, options.own_blocks, options.skew, output_len)
+        return SkewedPrefixes(options.prefixes, options.prefix_blocks, _OWN_BLOCKS, _SKEW, output_len)
 
     def _trace(self, rate: float) -> Trace:
         options = self.options
@@ -177,7 +179,6 @@ class Routing(Experiment):
                 bench.advance(1)
         ttft_s = statistics.median(ttfts_s)
         at_once = min(options.workers, devices_here())
-        bench.facts["prompt_tokens"] = length
         bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
 
@@ -190,31 +191,35 @@ class Routing(Experiment):
         ``winner`` has the lowest mean; ``rate`` in requests per second; ``cold_ttft_ms``; ``workload``."""
         calibration = next((cell.facts for cell in run.cells if cell.cell == _CALIBRATION), {})
         loads = [cell for cell in run.cells if cell.cell != _CALIBRATION]
-        names = list(dict.fromkeys(str(cell.parameters["policy"]) for cell in loads))
-        found = {name: _summarise(name, loads, run.rows, self.options.seed) for name in names}
-        measured = {name: each for name, each in found.items() if each["ttft_ms"] is not None}
-        baseline = measured.get(BASELINE)
-        for each in measured.values():
-            own = each["ttft_ms"]["mean"]
-            each["x_round_robin"] = None if baseline is None else round(baseline["ttft_ms"]["mean"] / own, 3)
+        names = dict.fromkeys(str(cell.parameters["policy"]) for cell in loads)
+        found = [_summarise(name, loads, run.rows, self.options.seed) for name in names]
+        means = {each["policy"]: each["ttft_ms"]["mean"] for each in found if each["ttft_ms"] is not None}
         return {
             "experiment": self.name,
             "workload": next((cell.facts["workload"] for cell in loads if "workload" in cell.facts), ""),
             "rate": calibration.get("rate"),
             "cold_ttft_ms": calibration.get("cold_ttft_ms"),
-            "policies": list(found.values()),
-            "winner": min(measured, key=lambda name: measured[name]["ttft_ms"]["mean"], default=None),
+            "policies": [
+                {
+                    **each,
+                    "x_round_robin": round(means[BASELINE] / means[each["policy"]], 3)
+                    if {BASELINE, each["policy"]} <= means.keys()
+                    else None,
+                }
+                for each in found
+            ],
+            "winner": min(means, key=means.__getitem__, default=None),
             "failed": [
-                f"{name}: {each['errors']} of {counted_requests(each['n'] + each['errors'])} failed, first with "
-                f"{each['error']}"
-                for name, each in found.items()
+                f"{each['policy']}: {each['errors']} of {counted_requests(each['n'] + each['errors'])} failed, first "
+                f"with {each['error']}"
+                for each in found
                 if each["errors"]
             ],
         }
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def report(self, run: RunData, summary: Figures) -> Report:
         """TTFT and computed tokens by policy, and a table."""
-        options, policies = self.options, summary["policies"]
+        options = self.options
         method = (
             f"{options.rounds} rounds of {options.duration_s:g} s for each policy, every one on a service of its own "
             "with cold prefix caches, in an order that is reversed from round to round; the same requests at the same "
@@ -225,106 +230,100 @@ class Routing(Experiment):
             setup.append(
                 ("load", f"{summary['rate']:g} requests/s; a cold prompt takes {summary['cold_ttft_ms']:.0f} ms alone")
             )
-        report = Report(
+        caveats = [
+            "The loads begin with cold caches, so that each policy computes every shared beginning at least once; a "
+            "longer load has a higher hit rate.",
+            "How far policies differ depends on the pools: the shared beginnings fit all workers together, and not one "
+            "of them.",
+        ]
+        if options.rounds < MIN_VALUES:
+            caveats.append(
+                f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals."
+            )
+        if late := [each["policy"] for each in summary["policies"] if each["behind"]]:
+            caveats.append(late_text(f"with {', '.join(late)}"))
+        measured = sorted(
+            (each for each in summary["policies"] if each["ttft_ms"] is not None),
+            key=lambda each: float(each["ttft_ms"]["mean"]),
+        )
+        columns = (
+            "policy",
+            "n",
+            "TTFT, ms | ttft_ms:.0f",
+            "p50 | ttft_p50_ms:.0f",
+            "p99 | ttft_p99_ms:.0f",
+            "× round_robin | x_round_robin:.2f",
+            "cached tokens | hit_rate:.0%",
+            "computed tokens | computed_tokens:,",
+            "share of the busiest worker | busiest_share:.0%",
+        )
+        caption = (
+            "Mean TTFT with 95 % intervals. × round_robin: its mean TTFT over that of the policy. Cached tokens: share "
+            "of the prompt tokens that were found in the worker's cache."
+        )
+        return Report(
             title="Routing policies",
             question=self.question,
             answer=_answer(summary),
             setup=setup,
-            caveats=_caveats(summary, options),
+            caveats=caveats,
             failures=summary["failed"],
+            blocks=[_picture(measured), table("All policies", measured, columns, caption)] if measured else [],
         )
-        measured = [each for each in policies if each["ttft_ms"] is not None]
-        if measured:
-            report.blocks += [_picture(measured), _table(measured)]
-        return report
 
 
 def _summarise(name: str, cells: Sequence[FinishedCell], rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
     own = [cell for cell in cells if cell.parameters["policy"] == name]
     of_cells = {cell.cell for cell in own}
-    all_rows = [row for row in rows if row.cell in of_cells]
-    good = [row.since_due() for row in all_rows if row.error is None]
-    ttfts_ms = [row.ttft_ms for row in good if row.ttft_ms is not None]
-    ttft = mean_interval(ttfts_ms, seed, [row.repeat for row in good if row.ttft_ms is not None])
-    prompt_tokens = sum(row.prompt_tokens for row in good)
-    shares = Counter(row.prefill_worker for row in good)
-    lags = [cell.facts["load"]["lag"] for cell in own if "load" in cell.facts]
+    errors = [row.error for row in rows if row.cell in of_cells and row.error is not None]
+    good = [row.since_due() for row in rows if row.cell in of_cells and row.error is None]
+    ttfts_ms = [row.ttft_ms or 0.0 for row in good]
+    prompt_tokens, cached = sum(row.prompt_tokens for row in good), sum(row.prefill_cached_tokens for row in good)
+    busiest = max(Counter(row.prefill_worker for row in good).values(), default=0)
     return {
         "policy": name,
         "n": len(good),
         "rounds": len(own),
-        "errors": len(all_rows) - len(good),
-        "error": next((row.error for row in all_rows if row.error is not None), None),
-        "ttft_ms": None if ttft is None else ttft.to_dict(),
-        "ttft_p50_ms": _percentile(ttfts_ms, 50.0),
-        "ttft_p99_ms": _percentile(ttfts_ms, 99.0),
-        "x_round_robin": None,
-        "hit_rate": round(sum(row.prefill_cached_tokens for row in good) / prompt_tokens, 4) if prompt_tokens else None,
-        "computed_tokens": sum(row.prompt_tokens - row.prefill_cached_tokens for row in good),
-        "busiest_share": round(max(shares.values()) / len(good), 4) if good else None,
-        "behind": any(lag and lag["behind"] for lag in lags),
+        "errors": len(errors),
+        "error": errors[0] if errors else None,
+        "ttft_ms": plain_mean(ttfts_ms, seed, [row.repeat for row in good]),
+        **{f"ttft_{name}_ms": (tail(ttfts_ms) or {}).get(name) for name in ("p50", "p99")},
+        "hit_rate": round(cached / prompt_tokens, 4) if prompt_tokens else None,
+        "computed_tokens": prompt_tokens - cached,
+        "busiest_share": round(busiest / len(good), 4) if good else None,
+        "behind": any((cell.facts.get("load", {}).get("lag") or {}).get("behind") for cell in own),
     }
 
 
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    value = percentile(values, percent)
-    return None if value is None else round(value, 4)
-
-
-def _answer(summary: Mapping[str, Any]) -> str:
-    winner = next((each for each in summary["policies"] if each["policy"] == summary["winner"]), None)
-    if winner is None:
+def _answer(summary: Figures) -> str:
+    policies = {each["policy"]: each for each in summary["policies"] if each["ttft_ms"] is not None}
+    if (winner := policies.get(summary["winner"])) is None:
         return "No policy served any request."
-    ttft = Interval.from_dict(winner["ttft_ms"])
-    others = [each for each in summary["policies"] if each is not winner and each["ttft_ms"] is not None]
-    alike = [each["policy"] for each in others if apart(each["ttft_ms"], winner["ttft_ms"]) <= 0]
+    alike = [
+        name for name, each in policies.items() if each is not winner and apart(each["ttft_ms"], winner["ttft_ms"]) <= 0
+    ]
     lowest = f"a mean TTFT that could not be told from that of {', '.join(alike)}" if alike else "the lowest mean TTFT"
-    text = f"{winner['policy']} has {lowest}, {ttft.value:.0f} ms, with {winner['hit_rate']:.0%} cached tokens"
-    if winner["x_round_robin"] is None or winner["policy"] == BASELINE:
-        return f"{text}."
-    baseline = next(each for each in summary["policies"] if each["policy"] == BASELINE)
+    text = (
+        f"{winner['policy']} has {lowest}, {winner['ttft_ms']['mean']:.0f} ms, with {winner['hit_rate']:.0%} cached "
+        "tokens."
+    )
+    if (baseline := policies.get(BASELINE, winner)) is winner:
+        return text
     return (
-        f"{text}. {BASELINE} has {baseline['ttft_ms']['mean']:.0f} ms, {winner['x_round_robin']:.2f} times as much, "
+        f"{text} {BASELINE} has {baseline['ttft_ms']['mean']:.0f} ms, {winner['x_round_robin']:.2f} times as much, "
         f"with {baseline['hit_rate']:.0%}."
     )
 
 
-def _caveats(summary: Mapping[str, Any], options: RoutingOptions) -> list[str]:
-    caveats = [
-        "The loads begin with cold caches, so that each policy computes every shared beginning at least once; a longer "
-        "load has a higher hit rate.",
-        "How far policies differ depends on the pools: the shared beginnings fit all workers together, and not one "
-        "of them.",
-    ]
-    if options.rounds < MIN_VALUES:
-        caveats.append(
-            f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals."
-        )
-    if late := [each["policy"] for each in summary["policies"] if each["behind"]]:
-        caveats.append(
-            f"The load generator was behind its schedule with {', '.join(late)}: it shares the machine with the "
-            "service. Latencies count from when a request was due, so they contain that wait."
-        )
-    return caveats
-
-
-def _picture(policies: Sequence[Mapping[str, Any]]) -> Picture:
+def _picture(policies: Sequence[Figures]) -> Picture:
     """Mean, median and 99th percentile of the TTFT of each policy, and its share of cached tokens."""
-    ordered = sorted(policies, key=lambda each: float(each["ttft_ms"]["mean"]))
-    rows = [each["policy"] for each in ordered]
-    ttft = [
-        Mark(ordered, "ttft_ms", "policy", kind="bars", look={"label": "mean"}),
-        *(
-            Mark(
-                ordered, key, "policy", kind="points", look={"label": label, "color": PALETTE[number], "marker": marker}
-            )
-            for key, label, number, marker in (
-                ("ttft_p50_ms", "median", 1, "s"),
-                ("ttft_p99_ms", "99th percentile", 4, "v"),
-            )
-        ),
-    ]
-    cached = [{**each, "hits": 100 * each["hit_rate"]} for each in ordered]
+    rows = [each["policy"] for each in policies]
+    looks = {"ttft_p50_ms": ("median", PALETTE[1], "s"), "ttft_p99_ms": ("99th percentile", PALETTE[4], "v")}
+    ttft = [Mark(policies, "ttft_ms", "policy", kind="bars", look={"label": "mean"})]
+    for key, (label, color, marker) in looks.items():
+        look = {"label": label, "color": color, "marker": marker}
+        ttft.append(Mark(policies, key, "policy", kind="points", look=look))
+    cached = [{**each, "hits": 100 * each["hit_rate"]} for each in policies]
     hits = Mark(cached, "hits", "policy", kind="bars", look={"color": PALETTE[2]})
     return Picture(
         "ttft_by_policy",
@@ -340,24 +339,3 @@ def _picture(policies: Sequence[Mapping[str, Any]]) -> Picture:
         columns=2,
         share={"sharey": True},
     )  # fmt: skip
-
-
-def _table(policies: Sequence[Mapping[str, Any]]) -> TableBlock:
-    columns = (
-        "policy",
-        "n",
-        "TTFT, ms | ttft_ms:.0f",
-        "p50 | ttft_p50_ms:.0f",
-        "p99 | ttft_p99_ms:.0f",
-        "× round_robin | x_round_robin:.2f",
-        "cached tokens | hit_rate:.0%",
-        "computed tokens | computed_tokens:,",
-        "share of the busiest worker | busiest_share:.0%",
-    )
-    return table(
-        "All policies",
-        sorted(policies, key=lambda each: float(each["ttft_ms"]["mean"])),
-        columns,
-        "Mean TTFT with 95 % intervals. × round_robin: its mean TTFT over that of the policy. Cached tokens: share of "
-        "the prompt tokens that were found in the worker's cache.",
-    )

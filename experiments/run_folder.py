@@ -33,6 +33,10 @@ from pdserve.core.request import counted_requests
 from pdserve.core.timeline import Figure
 from pdserve.version import VERSION
 
+Figures = Mapping[str, Any]
+"""What a summary, one of its cells, or an arm has by name."""
+Parameters = Mapping[str, Any]
+"""What tells a cell from others."""
 LAG = "lag"
 """The stage of `RequestRow.since_due` in which a request waits in the load generator."""
 
@@ -91,34 +95,16 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         and what else is known about it."""
         if generation is None:
             return cls(**place, error="" if error is None else f"{type(error).__name__}: {error}")
-        g = generation
-        return cls(
+        alike = {name: getattr(generation, name) for name in cls.__struct_fields__ if hasattr(generation, name)}
+        return cls(**{
+            **alike,
             **place,
-            request_id=g.request_id,
-            mode=g.mode,
-            prefill_worker=g.prefill_worker,
-            decode_worker=g.decode_worker,
-            attempts=g.attempts,
-            prompt_tokens=g.prompt_tokens,
-            output_tokens=len(g.token_ids),
-            token_hash=token_hash(g.token_ids),
-            finish_reason=g.finish_reason,
-            ttft_ms=g.ttft_ms,
-            ttft_decode_ms=g.ttft_decode_ms,
-            tpot_ms=g.tpot_ms,
-            e2e_ms=g.total_ms,
-            itl_ms=g.itl_ms,
-            stages_ms={figure.value: dict(breakdown.stages_ms) for figure, breakdown in g.breakdowns.items()},
-            clock_error_ms=g.clock_error_ms,
-            transport=g.transport,
-            block_size=g.block_size,
-            kv_bytes=g.kv_bytes,
-            kv_bytes_expected=g.kv_bytes_expected,
-            kv_blocks_sent=g.kv_blocks_sent,
-            kv_blocks_skipped=g.kv_blocks_skipped,
-            prefill_cached_tokens=g.prefill_cached_tokens,
-            transfer=asdict(g.transfer),
-        )
+            "output_tokens": len(generation.token_ids),
+            "token_hash": token_hash(generation.token_ids),
+            "e2e_ms": generation.total_ms,
+            "stages_ms": {figure: dict(breakdown.stages_ms) for figure, breakdown in generation.breakdowns.items()},
+            "transfer": asdict(generation.transfer),
+        })  # fmt: skip
 
     def figure_ms(self, figure: Figure) -> float | None:
         """The client's ``ttft`` or ``ttft_decode``."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from experiments import environment
-from experiments.deployment import Deployment
+from experiments.deployment import Deployment, Service
 from experiments.environment import (
     BUSY,
     LOAD,
@@ -27,11 +27,12 @@ from experiments.environment import (
 from experiments.experiment import Bench, Cell, Experiment, RunKind
 from experiments.report.drawing import TableBlock, table
 from experiments.report.page import Report
-from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.run_folder import CONFIG, Figures, FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
 from pdserve.client.status import ServiceStatus
-from pdserve.client.target import AccessOptions, Target
+from pdserve.client.target import Target
 from pdserve.core.errors import InvalidRequest
+from pdserve.version import VERSION
 
 PLANNED = "planned_cells"
 """What ``env.json`` calls the number of cells that a complete run has."""
@@ -58,7 +59,7 @@ class Outcome:
     """What came of a run. ``interrupted``: Ctrl-C ended it before its last cell."""
 
     folder: RunFolder
-    summary: Mapping[str, Any] | None
+    summary: Figures | None
     interrupted: bool
     failures: Sequence[str] = field(default_factory=list)
 
@@ -67,22 +68,22 @@ def run_experiment(
     experiment: Experiment,
     folder: RunFolder,
     progress: Progress,
-    *,
-    target: str | None = None,
-    access: AccessOptions | None = None,
-    config: Path | None = None,
-    settings: Mapping[str, Any] | None = None,
+    **service: Unpack[Service],
 ) -> Outcome:
-    """Measure all cells that ``folder`` does not have yet, then write summary and report. ``target``: the running
-    service to measure; without it services are started with ``config`` and ``settings`` (dotted keys) and ended again.
-    ``access`` is how to reach them, and not kept in the folder.
+    """Measure all cells that ``folder`` does not have yet, then write summary and report.
     Ctrl-C, SIGTERM and SIGHUP end the run in the middle of its cell; finished cells are kept and reported. A service
     that does not answer any more ends the run with NotReady; its cell is not finished."""
     interrupted = False
-    with _signals_interrupt(), _deployment(experiment, target, access, config, settings, progress.stage) as deployment:
+    with _signals_interrupt(), _deployment(experiment, progress.stage, **service) as deployment:
         cells = _planned(experiment, deployment)
         finished = _resumed(cells, folder, progress)
         missing = [cell for cell in cells if cell.name not in finished]
+        for name, value in experiment.fixed_options.items() if missing else ():
+            if (earlier := folder.config[1].get(name, value)) != value:
+                raise InvalidRequest(
+                    f"{folder.path / CONFIG}: options.{name}: is {earlier!r}, and {value!r} in every run of pdserve "
+                    f"{VERSION}; the run can be reported, but not resumed"
+                )
         if finished and missing and folder.environment:
             _note_resumption(folder)
         folder.write_environment({**folder.environment, PLANNED: len(cells)})
@@ -127,30 +128,20 @@ def _signals_interrupt() -> Iterator[None]:
 def new_folder(
     experiment: Experiment,
     root: Path,
-    *,
-    target: str | None = None,
-    access: AccessOptions | None = None,
-    config: Path | None = None,
-    settings: Mapping[str, Any] | None = None,
+    **service: Unpack[Service],
 ) -> RunFolder:
     """The folder of a new run in ``root``; its ``config.yaml`` has all that `run_experiment` is to be called with.
     Checks first whether the options can work, and raises what is wrong with them before anything is written."""
-    with _deployment(experiment, target, access, config, settings, lambda stage: None) as deployment:
+    with _deployment(experiment, lambda stage: None, **service) as deployment:
         _planned(experiment, deployment)
-    service = {"target": target, "config": None if config is None else str(config), "settings": dict(settings or {})}
-    return RunFolder.create(root, experiment.name, {**experiment.options.model_dump(mode="json"), **service})
+    config, settings = service.get("config"), dict(service.get("settings") or {})
+    where = {"target": service.get("target"), "config": None if config is None else str(config), "settings": settings}
+    return RunFolder.create(root, experiment.name, {**experiment.options.model_dump(mode="json"), **where})
 
 
-def _deployment(
-    experiment: Experiment,
-    target: str | None,
-    access: AccessOptions | None,
-    config: Path | None,
-    settings: Mapping[str, Any] | None,
-    report: Callable[[str], None],
-) -> Deployment:
-    base = {"model.path": experiment.options.model, **(settings or {})}
-    return experiment.deployment(target, access=access or AccessOptions(), config=config, settings=base, report=report)
+def _deployment(experiment: Experiment, report: Callable[[str], None], **service: Unpack[Service]) -> Deployment:
+    service["settings"] = {"model.path": experiment.options.model, **(service.get("settings") or {})}
+    return experiment.deployment(report, **service)
 
 
 def _planned(experiment: Experiment, deployment: Deployment) -> list[Cell]:
@@ -188,9 +179,8 @@ def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
         report.answer = f"Interrupted: {len(run.cells)} of {planned} cells were measured. {report.answer}"
     summary = {**figures, "answer": report.answer, "caveats": list(report.caveats)}
     folder.write_summary(summary)
-    machine = run.environment.get("machine", {})
     footer = (
-        f"pdserve {machine.get('pdserve', '')}, commit {machine.get('commit') or 'unknown'}; {folder.path.name}; "
+        f"{environment.version_text(run.environment.get('machine', {}))}; {folder.path.name}; "
         f"raw data: requests.jsonl, cells.jsonl, env.json, config.yaml beside this page"
     )
     report.save(folder.path, footer)
@@ -292,8 +282,5 @@ def _resumption_caveats(run: RunData) -> list[str]:
     parts = [run.environment.get("machine", {}), *(part["machine"] for part in run.environment.get("resumed", ()))]
     if len(parts) == 1:
         return []
-    states = "; then ".join(
-        f"{part.get('host', '?')}, pdserve {part.get('pdserve', '?')}, commit {part.get('commit') or 'unknown'}"
-        for part in parts
-    )
+    states = "; then ".join(f"{part.get('host', '?')}, {environment.version_text(part)}" for part in parts)
     return [f"The run was resumed in another state of the machine or of the code: {states}. Its cells are from both."]

@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from experiments.catalogue import EXPERIMENTS, experiment_of
+from experiments.deployment import Service
 from experiments.experiment import Experiment
 from experiments.report.page import PAGE, save_index
 from experiments.run_folder import RunFolder, stamped
@@ -114,7 +115,7 @@ class Series:
         """Run an experiment; returns whether it was interrupted."""
         plan = self._saved.plan
         kind = experiment_of(entry.name)
-        service: dict[str, Any] = {
+        service: Service = {
             "target": plan.target,
             "access": access,
             "config": None if plan.config is None else Path(plan.config),

@@ -124,9 +124,3 @@ def _student_quantile(z: float, degrees: int) -> float:
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """The percentile, interpolated linearly; None without values."""
     return float(np.percentile(np.asarray(values, float), percent)) if values else None
-
-
-def abba(first: str, second: str, pairs: int) -> list[tuple[str, str]]:
-    """The order of two arms in each of ``pairs`` pairs: A B, B A, A B, ... Neither arm profits from being second, and
-    a drift of the machine cancels out."""
-    return [(first, second) if pair % 2 == 0 else (second, first) for pair in range(pairs)]

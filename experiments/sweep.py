@@ -2,45 +2,31 @@
 split, and rate that a YAML file lists.
 
 Rate 0 is an idle service: pairs of requests, one at a time, A B B A. Any other rate is an open-loop load
-(`experiments.modes`). Combinations with the same service settings share a service."""
+(`experiments.modes`). Combinations with the same service settings share a service. The answer is that of
+`experiments.added_ttft`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
 
 from experiments import overview
-from experiments.experiment import Cell, Options
-from experiments.modes import (
-    COLOCATED,
-    PD,
-    LoadPlan,
-    ModeMatrix,
-    PairOptions,
-    Split,
-    added_ms,
-    added_text,
-    check_slo,
-    latencies,
-    load_caveats,
-    pairs_of,
-    summarise_load,
-)
-from experiments.report.drawing import table
-from experiments.report.page import Report, setup_of
-from experiments.run_folder import RequestRow, RunData, unexpected_bytes
-from experiments.statistics import mean_interval
+from experiments.added_ttft import break_even_of, linked_transports, report_of, slo_alike
+from experiments.experiment import Cell
+from experiments.matrix import IDLE, ModeMatrix, under_load
+from experiments.modes import SLO, LoadPlan, PairOptions, Split
+from experiments.report.page import Report
+from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig, Transport
 from pdserve.core.errors import ConfigError, InvalidRequest
-from pdserve.core.interval import MIN_VALUES, apart
-from pdserve.core.timeline import Figure
 
 Overlap = Literal["none", "chunk", "layer"]
 
@@ -64,28 +50,28 @@ class SweepOptions(PairOptions):
     service: dict[str, Any] = Field(default_factory=dict, description="dotted settings of every service")
 
     @classmethod
-    def read(cls, path: Path) -> SweepOptions:
+    def read(cls, path: Path | None) -> SweepOptions:
         """The sweep of a YAML file. InvalidRequest names the file and the key that is wrong."""
+        if path is None:
+            raise InvalidRequest("FILE: give the file that lists what to vary, or --resume DIR")
+        known = ", ".join(sorted(cls.model_fields))
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if not isinstance(loaded, dict):
+                raise InvalidRequest(f"must be a mapping with keys such as {known}")
+            options = cls.model_validate(loaded)
+            options.check()
         except OSError as error:
             raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(loaded, dict):
-            raise InvalidRequest(f"{path}: must be a mapping with keys such as {', '.join(sorted(cls.model_fields))}")
-        try:
-            options = cls.model_validate(loaded)
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or "(the file)"
+            key = ".".join(str(part) for part in first["loc"])
+            problem = f"{first['msg']} (got {first['input']!r})"
             if first["type"] == "extra_forbidden":
-                raise InvalidRequest(
-                    f"{path}: {key}: unknown key; known are {', '.join(sorted(cls.model_fields))}"
-                ) from None
-            raise InvalidRequest(f"{path}: {key}: {first['msg']} (got {first['input']!r})") from None
-        try:
-            options.check()
+                problem = f"unknown key; known are {known}"
+            raise InvalidRequest(f"{path}: {key}: {problem}") from None
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {error}") from None
         return options
@@ -98,11 +84,9 @@ class SweepOptions(PairOptions):
                 raise InvalidRequest(f"{name}: a value is given twice")
         for split in self.workers:
             Split.parse(split, "workers")
-        try:
-            check_slo(self.slo)
-        except InvalidRequest as error:
-            raise InvalidRequest(str(error).removeprefix("--")) from None
-        if self.slo == "auto" and any(self.rates) and 0 not in self.rates:
+        if self.slo != "auto":
+            SLO.parse(self.slo)
+        elif any(self.rates) and 0 not in self.rates:
             raise InvalidRequest("slo: auto goes by idle requests; add 0 to rates, or write limits: ttft=200,itl=50")
         try:
             PdserveConfig.load(None, self.service)
@@ -116,50 +100,39 @@ class SweepOptions(PairOptions):
 class Sweep(ModeMatrix):
     """See the module."""
 
-    name: ClassVar[str] = "sweep"
-    question: ClassVar[str] = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
-    options_type: ClassVar[type[SweepOptions]] = SweepOptions
+    name = "sweep"
+    question = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
+    options_type = SweepOptions
     options: SweepOptions
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.output_len = self.options.output_len
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """The product of the file's lists, ordered so that each service is started once. For a running service:
         prompt lengths and rates only."""
         options = self.options
         options.check()
-        if attached is None:
-            services = [
-                (
-                    {"workers": workers, "transport": transport, "overlap": overlap},
-                    {
-                        **options.service,
-                        **Split.parse(workers, "workers").settings,
-                        "transfer.transport": transport,
-                        "transfer.overlap": overlap,
-                    },
-                )
-                for workers in options.workers
-                for transport in options.transports
-                for overlap in options.overlaps
-            ]
-        else:
+        services: list[tuple[Sequence[str], Mapping[str, Any]]] = [
+            (
+                place,
+                {
+                    **options.service,
+                    **Split.parse(place[0], "workers").settings,
+                    "transfer.transport": place[1],
+                    "transfer.overlap": place[2],
+                },
+            )
+            for place in itertools.product(options.workers, options.transports, options.overlaps)
+        ]
+        if attached is not None:
             services = [(self._of(attached), {})]
         cells = []
-        for place, service in services:
-            for length in options.prompt_lens:
-                for rate in sorted(options.rates):
-                    load = f"rate-{rate:g}" if rate else "idle"
-                    parameters = {**place, "prompt_len": length, "load": load, **({"rate": rate} if rate else {})}
-                    work = self.load(rate).planned() if rate else options.repeats
-                    sending_s = self.load(rate).sending_s if rate else options.pairs_s
-                    name = "/".join(map(str, (*place.values(), length, load)))
-                    cells.append(Cell(name, parameters, service, work, sending_s, may_overload=bool(rate)))
+        for (place, service), length, rate in itertools.product(services, options.prompt_lens, sorted(options.rates)):
+            parameters = {**dict(zip(("workers", "transport", "overlap"), place, strict=True)), "prompt_len": length}
+            load = {"load": f"rate-{rate:g}", "rate": rate} if rate else {"load": IDLE}
+            name = "/".join(map(str, (*place, length, load["load"])))
+            cells.append(self.cell(name, {**parameters, **load}, service, None if rate else options.repeats))
         return cells
 
-    def _of(self, attached: ServiceStatus) -> dict[str, Any]:
+    def _of(self, attached: ServiceStatus) -> Sequence[str]:
         """What a running service has in place of the dimensions that the experiment cannot change there."""
         for name in ("workers", "transports", "overlaps"):
             if len(getattr(self.options, name)) > 1:
@@ -169,119 +142,27 @@ class Sweep(ModeMatrix):
         longest = max(self.options.prompt_lens) + self.options.output_len
         if longest > Room.of(attached).tokens:
             raise InvalidRequest(f"prompt_lens: {longest} tokens exceed the {Room.of(attached).tokens} of the service")
-        transports = sorted({link.transport for worker in attached.workers for link in worker.links})
-        return {"workers": Split.of(attached).name, "transport": "+".join(transports), "overlap": "as-configured"}
+        return Split.of(attached).name, "+".join(sorted(linked_transports(attached))), "as-configured"
 
-    def load(self, rate: float) -> LoadPlan:
+    def load(self, parameters: Parameters) -> LoadPlan:
         """As the file says."""
-        return LoadPlan(rate, self.options.duration_s, self.options.repeats, self.options.seed)
+        return LoadPlan(parameters["rate"], self.options.duration_s, self.options.repeats, self.options.seed)
 
-    def workload(self, prompt_len: int) -> Workload:
+    def workload(self, parameters: Parameters) -> Workload:
         """Random prompts of one length."""
-        return Synthetic(Fixed(prompt_len), Fixed(self.options.output_len))
+        return Synthetic(Fixed(parameters["prompt_len"]), Fixed(self.options.output_len))
 
-    def least_pairs(self) -> int:
-        """As the file says."""
-        return self.options.repeats
+    def slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
+        """An automatic one comes from the idle cell that is like it otherwise."""
+        return slo_alike(self.options.slo, cell, run)
 
-    def summarise(self, run: RunData) -> dict[str, Any]:
-        """``cells``, one per combination: ``cell``, its parameters, ``exposed_ms``, ``kv_bytes``,
-        ``kv_bytes_expected``, ``kv_bytes_equal``; ``n``, ``errors``, ``added_ttft_ms``, ``arms_ms``, ``tokens_equal``,
-        ``tokens_equal_share``, at rate 0 of pairs; under load the keys of `summarise_load`."""
-        cells = []
-        for cell in run.cells:
-            rows = run.rows_of(cell.cell)
-            if not rows:
-                continue
-            exposed = mean_interval(_exposed_ms(rows), self.options.seed)
-            if "rate" in cell.parameters:
-                figures = summarise_load(cell, rows, self.slo(self.options.slo, cell, run), self.options.seed)
-            else:
-                figures = _summarise_idle(rows)
-            cells.append({
-                "cell": cell.cell,
-                **cell.parameters,
-                "exposed_ms": None if exposed is None else exposed.to_dict(),
-                **figures,
-            })  # fmt: skip
-        return {"experiment": self.name, "cells": cells, "failed": self.failed(run)}
+    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
+        """The keys of `break_even_of`."""
+        return break_even_of([cell for cell in cells if under_load(cell)])
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
-        """The pictures of `experiments.overview`, and a table."""
-        cells: Sequence[Mapping[str, Any]] = summary["cells"]
-        loaded = [cell for cell in cells if cell["load"] != "idle"]
-        report = Report(
-            title="Sweep",
-            question=self.question,
-            answer=_answer(cells),
-            setup=setup_of(
-                run,
-                f"{self.options.repeats} repeats, A B B A; rate 0: one request at a time; otherwise Poisson arrivals "
-                f"for {self.options.duration_s:g} s; intervals are 95 % bootstrap",
-            ),
-            caveats=[
-                *load_caveats(loaded),
-                *(
-                    [f"Fewer than {MIN_VALUES} repeats: there are no intervals."]
-                    if self.options.repeats < MIN_VALUES
-                    else []
-                ),
-            ],
-            failures=summary["failed"],
-        )
+    def report(self, run: RunData, summary: Figures) -> Report:
+        """That of added-ttft, and the pictures of `experiments.overview`."""
+        load = f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, {self.options.repeats} rounds"
+        report = report_of("Sweep", self.question, load, run, summary)
         report.blocks += overview.pictures([overview.Source("", run, summary)])
-        if cells:
-            columns = (
-                "cell",
-                "n",
-                "failed",
-                "added ttft, ms | added_ttft_ms.ttft",
-                "added ttft_decode, ms | added_ttft_ms.ttft_decode",
-                "exposed, ms | exposed_ms",
-                "SLO met pd, % | attainment.pd.mean*100:.0f",
-                "SLO met colocated, % | attainment.colocated.mean*100:.0f",
-            )
-            records = [{**cell, "failed": sum(cell["errors"].values())} for cell in cells]
-            report.blocks.append(table("All cells", records, columns))
         return report
-
-
-def _exposed_ms(rows: Sequence[RequestRow]) -> list[float]:
-    return [float(row.transfer["exposed_ms"]) for row in rows if row.arm == PD and "exposed_ms" in row.transfer]
-
-
-def _summarise_idle(rows: Sequence[RequestRow]) -> dict[str, Any]:
-    done = {arm: [row for row in rows if row.arm == arm and row.error is None] for arm in (PD, COLOCATED)}
-    pairs, _ = pairs_of(rows)
-    equal = [pd.token_hash == colocated.token_hash for pd, colocated in pairs]
-    return {
-        "n": len(pairs),
-        "errors": {arm: sum(row.arm == arm and row.error is not None for row in rows) for arm in (PD, COLOCATED)},
-        "added_ttft_ms": {figure.value: added_ms(pairs, figure) for figure in Figure},
-        "arms_ms": {arm: latencies(each) for arm, each in done.items()},
-        "tokens_equal": all(equal) if equal else None,
-        "tokens_equal_share": sum(equal) / len(equal) if equal else None,
-        "kv_bytes": sum(row.kv_bytes for row in done[PD]),
-        "kv_bytes_expected": sum(row.kv_bytes_expected for row in done[PD]),
-        "kv_bytes_equal": unexpected_bytes(rows) is None,
-    }
-
-
-def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
-    idle = [cell for cell in cells if cell["load"] == "idle" and cell["added_ttft_ms"]["ttft_decode"]]
-    sentences = []
-    if idle:
-        by_added = sorted(idle, key=lambda cell: cell["added_ttft_ms"]["ttft_decode"]["median"])
-        least, most = by_added[0], by_added[-1]
-        ends = (least,) if least is most else (least, most)
-        texts = [f"{added_text('token 2', each['added_ttft_ms']['ttft_decode'])} in {each['cell']}" for each in ends]
-        sentences.append(f"On an idle service {' and '.join(texts)}.")
-    judged = [cell for cell in cells if cell["load"] != "idle" and cell["slo_ms"]]
-    if judged:
-        signs = [apart(cell["attainment"][PD], cell["attainment"][COLOCATED]) for cell in judged]
-        better, worse = signs.count(1), signs.count(-1)
-        sentences.append(
-            f"Of {len(judged)} cells under load, disaggregated requests met the SLO more often in {better}, less often "
-            f"in {worse}, and indistinguishably in {len(judged) - better - worse}."
-        )
-    return " ".join(sentences) or "No pair of requests was completed."

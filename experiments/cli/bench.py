@@ -8,62 +8,79 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from experiments.workloads.options import WorkloadOptions
 from ops.cli.options import (
     JsonOption,
     TargetOption,
     in_panels,
-    plain_table,
     print_json,
     stderr_console,
     stdout_console,
     with_access,
+    with_options,
 )
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 from pdserve.core.errors import InvalidRequest, PdserveError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from experiments.bench_plan import BenchPlan
     from experiments.bench_report import BenchRecorder
     from experiments.modes import SLO
 
-T = TypeVar("T")
-
 Report = Mapping[str, Any]
 """What ``--json`` prints of a load."""
-_GOODPUT_KEYS = {"e2el": "e2e"}
-"""Figures of ``--goodput`` that have another name here."""
-
-
-MORE_ARGUMENTS = {"allow_extra_args": True}
-"""Settings of the command: the objectives that follow the first one of ``--goodput`` are arguments."""
+_ALIASES = {
+    "num-prompts": "requests",
+    "request-rate": "rate",
+    "dataset-name": "dataset",
+    "random-input-len": "input-len",
+    "random-output-len": "output-len",
+    "random-prefix-len": "prefix-len",
+    "result-dir": "output",
+    "pause": "pause-s",
+}
+"""Names of `vllm bench serve`, and an earlier one."""
+CONTEXT = {"allow_extra_args": True, "token_normalize_func": lambda name: _ALIASES.get(name, name)}
+"""Settings of the command: aliases of options, and the objectives that follow the first one of ``--goodput``."""
+_DATA = {
+    name: (
+        str if each.default is None else type(each.default),
+        f"{each.description}" + ("" if each.default is None else f" (default: {each.default})"),
+    )
+    for name, each in WorkloadOptions.model_fields.items()
+}
 
 
 @with_access
+@with_options("data", _DATA, "Data")
 @in_panels(
     {
         "Load": "requests duration warmup concurrency rate ramp speed burstiness max_concurrency mode timeout",
-        "Data": "dataset dataset_path input_len output_len prefix_len num_prefixes turns pause scale block_size seed",
     }
 )
 def bench(
     context: typer.Context,
     access: AccessOptions,
+    data: Mapping[str, Any],
     requests: Annotated[
         int | None,
-        typer.Option(help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)"),
+        typer.Option(
+            help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)",
+        ),
     ] = None,
     duration: Annotated[float | None, typer.Option(help="seconds after which nothing more is sent")] = None,
     warmup: Annotated[int, typer.Option(help="requests sent before the measurement, in each mode")] = 0,
     concurrency: Annotated[
         int | None, typer.Option(help="closed loop: requests running at a time (default: 8; 1 with --mode both)")
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="open loop: requests per second (Poisson arrivals)")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="open loop: requests per second (Poisson arrivals; inf: all at once)"),
+    ] = None,
     ramp: Annotated[str | None, typer.Option(help="open loop: a rate that changes from A to B (A:B)")] = None,
     speed: Annotated[
         float | None, typer.Option(help="open loop: the arrivals of the trace, so many times as fast (default: 1)")
@@ -74,29 +91,6 @@ def bench(
     ] = None,
     max_concurrency: Annotated[
         int | None, typer.Option(help="open loop: most requests running at a time; others wait in the client")
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="random, sharegpt, sonnet (lines of a text), jsonl (your prompts), trace (Mooncake's format), or the "
-            "lengths of a published one: azure-code, azure-conv, mooncake-conv, sharegpt-like, arxiv-summarization "
-            "(default: random)"
-        ),
-    ] = None,
-    dataset_path: Annotated[Path | None, typer.Option(help="file of sharegpt, sonnet, jsonl, trace")] = None,
-    input_len: Annotated[str | None, typer.Option(help="tokens of each prompt, N or LOW:HIGH (default: 256)")] = None,
-    output_len: Annotated[
-        str | None, typer.Option(help="tokens to generate for each, N or LOW:HIGH (default: 32)")
-    ] = None,
-    prefix_len: Annotated[int | None, typer.Option(help="tokens that random prompts share, before their own")] = None,
-    num_prefixes: Annotated[int | None, typer.Option(help="how many different prefixes (default: 1)")] = None,
-    turns: Annotated[int | None, typer.Option(help="turns of a conversation (random, sharegpt) (default: 1)")] = None,
-    pause: Annotated[float | None, typer.Option(help="seconds between an answer and the next turn")] = None,
-    scale: Annotated[
-        str | None, typer.Option(help="factor on the lengths of a published dataset, or INPUT:OUTPUT factors")
-    ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="tokens of a hash id of the trace; below 512 scales its lengths (default: 512)")
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of prompts and arrivals")] = 0,
     mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both (see above)")] = "auto",
@@ -109,16 +103,11 @@ def bench(
     as_json: JsonOption = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment"),
+        typer.Option(
+            help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment",
+        ),
     ] = None,
     save_result: Annotated[bool, typer.Option("--save-result", hidden=True)] = False,
-    result_dir: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    num_prompts: Annotated[int | None, typer.Option(hidden=True)] = None,
-    request_rate: Annotated[float | None, typer.Option(hidden=True)] = None,
-    dataset_name: Annotated[str | None, typer.Option(hidden=True)] = None,
-    random_input_len: Annotated[str | None, typer.Option(hidden=True)] = None,
-    random_output_len: Annotated[str | None, typer.Option(hidden=True)] = None,
-    random_prefix_len: Annotated[int | None, typer.Option(hidden=True)] = None,
     goodput: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Put a load on the service and report latencies, throughput, goodput, failures, and leaked KV blocks.
@@ -137,29 +126,17 @@ def bench(
     skips the count of leaked blocks. With --output they are on disk as soon as they finish; `pdserve report DIR` draws
     the report again.
 
-    The options' names of `vllm bench serve` are understood as well: --num-prompts, --request-rate (inf: all at once),
-    --dataset-name, --random-input-len, --random-output-len, --random-prefix-len, --goodput ttft:200 tpot:50,
-    --save-result, --result-dir."""
+    The options' names of `vllm bench serve` are understood as well, also --goodput ttft:200 tpot:50 and
+    --save-result."""
     from experiments.bench_plan import BenchPlan, Pace
-    from experiments.bench_report import parse_percentiles
-    from experiments.workloads.catalog import WorkloadOptions
+    from experiments.bench_report import latency_table, parse_percentiles
+    from experiments.cli.progress import printed
+    from experiments.workloads.catalog import workload_of
 
-    chosen_rate = _either("rate", rate, "request-rate", request_rate)
-    workload = WorkloadOptions(
-        dataset=_either("dataset", dataset, "dataset-name", dataset_name) or "random",
-        dataset_path=dataset_path,
-        input_len=_either("input-len", input_len, "random-input-len", random_input_len),
-        output_len=_either("output-len", output_len, "random-output-len", random_output_len),
-        prefix_len=_either("prefix-len", prefix_len, "random-prefix-len", random_prefix_len),
-        num_prefixes=num_prefixes,
-        turns=turns,
-        pause_s=pause,
-        scale=scale,
-        block_size=block_size,
-    ).workload()
+    workload = workload_of(WorkloadOptions(**{name: value for name, value in data.items() if value is not None}))
     pace = Pace(
         concurrency=concurrency,
-        rate=chosen_rate,
+        rate=rate,
         ramp=None if ramp is None else _ramp(ramp),
         speed=speed,
         burstiness=burstiness,
@@ -168,7 +145,7 @@ def bench(
     plan = BenchPlan(
         workload=workload,
         pace=pace,
-        requests=_either("requests", requests, "num-prompts", num_prompts),
+        requests=requests,
         duration_s=duration,
         warmup=warmup,
         seed=seed,
@@ -178,9 +155,7 @@ def bench(
         percentiles=parse_percentiles(percentiles),
     )
     plan.validate()
-    into = _either("output", output, "result-dir", result_dir)
-    if into is None and save_result:
-        into = Path("results")
+    into = output or (Path("results") if save_result else None)
     reports, page = asyncio.run(_run(Target.of(target, **access), plan, into))
     if as_json:
         arms = {report["mode"]: report for report in reports}
@@ -188,7 +163,10 @@ def bench(
         print_json(reports[0] if plan.loads == 1 else {**ends, "arms": arms})
     else:
         console = stdout_console()
-        console.print(_latencies(reports))
+        parts = {report["mode"]: report for report in reports}
+        if plan.loads == 1 and len(reports[0]["by_mode"]) > 1:
+            parts = {"all": reports[0], **reports[0]["by_mode"]}
+        console.print(printed(latency_table(parts), 2))
         for line in _summary(reports):
             console.print(line, soft_wrap=True, markup=False)
         if page is not None:
@@ -197,13 +175,6 @@ def bench(
         raise typer.Exit(130)
     if any(report["failed"] for report in reports) or reports[-1]["leaked_blocks"] != 0:
         raise typer.Exit(1)
-
-
-def _either(name: str, value: T | None, alias: str, other: T | None) -> T | None:
-    """The one that is given of an option and its alias."""
-    if value is not None and other is not None:
-        raise InvalidRequest(f"{name.replace('-', '_')}: is the same as --{alias}; give one of them")
-    return other if value is None else value
 
 
 def _ramp(text: str) -> tuple[float, float]:
@@ -225,7 +196,7 @@ def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | 
     if slo is not None:
         raise InvalidRequest("slo: is the same as --goodput; give one of them")
     parts = [part.partition(":") for part in " ".join([goodput, *more]).replace(",", " ").split()]
-    return SLO.parse(",".join(f"{_GOODPUT_KEYS.get(key, key)}={value}" for key, _, value in parts))
+    return SLO.parse(",".join(f"{'e2e' if key == 'e2el' else key}={value}" for key, _, value in parts))
 
 
 async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[Report], Path | None]:
@@ -328,27 +299,6 @@ async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int
     finally:
         counting.cancel()
         skip.cancel()
-
-
-def _latencies(reports: Sequence[Report]) -> Table:
-    """One row per figure, and per mode if there are several: of one report that has both, or of one report each."""
-    from experiments.bench_report import FIGURES
-
-    first = reports[0]
-    columns: list[tuple[str, Report]] = [(report["mode"], report) for report in reports]
-    if len(reports) == 1:
-        columns = [("all", first), *first["by_mode"].items()] if len(first["by_mode"]) > 1 else [("", first)]
-    several = len(columns) > 1
-    known = next((each[key] for _, each in columns for key in FIGURES if each[key]), {"mean": 0.0, "count": 0})
-    table = plain_table(("ms", "mode") if several else ("ms",), tuple(known))
-    for key, name in FIGURES.items():
-        for place, (mode, figures) in enumerate(columns):
-            labels = [name if place == 0 else ""] + ([mode] if several else [])
-            values = figures[key] or {**dict.fromkeys(known, "–"), "count": 0}
-            table.add_row(
-                *labels, *(f"{each:.2f}" if isinstance(each, float) else str(each) for each in values.values())
-            )
-    return table
 
 
 def _summary(reports: Sequence[Report]) -> list[str]:

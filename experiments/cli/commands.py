@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from experiments.cli import bench
-from ops.cli.options import JsonOption, plain_table, print_json, print_note, stderr_console, stdout_console
+from ops.cli.options import JsonOption, print_json, print_note, stderr_console, stdout_console
 from pdserve.core.errors import InvalidRequest
 
 
@@ -24,20 +24,22 @@ def compare(
             "of the runs lacks it; the end of a key or a pattern, such as ttft_ms=5 (repeatable)"
         ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="show figures that are equal in both runs as well")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="show the other figures as well")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the figures of two runs (of an experiment, or of bench --output) side by side.
+    """Tell in what two runs (of an experiment, or of bench --output) differ: first in a sentence, then the figures that
+    changed beyond the 95 % interval of the difference or have a limit.
 
-    Figures of rows are means over the requests of a cell, arm and kind, with a 95 % interval of the difference. * marks
-    a difference whose interval leaves 0 out. A larger time is worse; of goodput, throughput, savings and shares a
-    smaller value is."""
+    Figures of rows are means over the requests of a cell, arm and kind. * marks a difference whose interval leaves 0
+    out. A larger time is worse; of goodput, throughput, savings and shares a smaller value is."""
     from experiments import compare as comparing
+    from experiments.cli.progress import printed
+    from experiments.report.drawing import table
     from experiments.run_folder import RunFolder
 
     limits = [comparing.Limit.parse(text) for text in limit or ()]
     a, b = RunFolder.open(first, "A"), RunFolder.open(second, "B")
-    found = comparing.compare(a, b)
+    found, lacking = comparing.compare(a, b)
     options = a.config[1], b.config[1]
     for key in sorted(options[0].keys() & options[1].keys()):
         if options[0][key] != options[1][key]:
@@ -48,7 +50,6 @@ def compare(
     elif arms[0] != arms[1]:
         both = ", ".join(name for name in arms[0] if name in arms[1]) or "none"
         print_note(stderr_console(), f"arms of A: {', '.join(arms[0])}; of B: {', '.join(arms[1])}; compared: {both}")
-    lacking = comparing.missing(a, b)
     for name, other in (("B", "A"), ("A", "B")):
         if keys := [each.key for each in lacking if each.of == name]:
             print_note(stderr_console(), f"figures of {other} that {name} lacks: {len(keys)}, such as {keys[0]}")
@@ -56,9 +57,11 @@ def compare(
         for failure in folder.summary.get("failed", ()):
             print_note(stderr_console(), f"{name} failed: {failure}")
     broken = comparing.violations([*found, *lacking], limits)
+    verdict = comparing.verdict(a, b, found)
     if as_json:
         print_json(
             {
+                "verdict": verdict,
                 "a": str(first),
                 "b": str(second),
                 "figures": [each.to_dict() for each in found],
@@ -67,21 +70,26 @@ def compare(
             }
         )
     else:
-        table = plain_table(("figure",), ("A", "B", "B - A", "%", "95 % of B - A", ""))
-        for each in found:
-            if everything or each.difference:
-                interval = each.interval
-                table.add_row(
-                    each.key,
-                    f"{each.a:.4g}",
-                    f"{each.b:.4g}",
-                    f"{each.difference:+.4g}",
-                    "–" if each.percent is None else f"{each.percent:+.1f}",
-                    "–" if interval is None else f"[{interval.lo:.4g}, {interval.hi:.4g}]",
-                    "*" if each.distinct else "",
-                )
+        shown = [
+            {**each.to_dict(), "mark": "*" if each.distinct else ""}
+            for each in found
+            if everything or each.distinct or any(limit.covers(each.key) for limit in limits)
+        ]
         console = stdout_console()
-        console.print(table if table.row_count else f"all {len(found)} figures are equal")
+        console.print(verdict, markup=False, soft_wrap=True)
+        if shown:
+            edges = "95 % of B - A | interval.lo:.4g, interval.hi:.4g"
+            columns = (
+                "figure | key",
+                "A | a:.4g",
+                "B | b:.4g",
+                "B - A | difference:+.4g",
+                "% | percent:+.1f",
+                edges,
+            )
+            console.print(printed(table("", shown, (*columns, " | mark"))))
+        if len(shown) < len(found):
+            console.print(f"{len(found) - len(shown)} other figures: --all")
     for broke, which in broken:
         if isinstance(broke, comparing.Missing):
             text = f"[red]missing[/]: {broke.key} has a limit of {which.percent:g} %, and {broke.of} lacks it"
@@ -171,7 +179,7 @@ def report(
 
 def add_commands(app: typer.Typer) -> None:
     """The entry point ``pdserve.commands`` of this package."""
-    app.command("bench", context_settings=bench.MORE_ARGUMENTS)(bench.bench)
+    app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
     app.add_typer(experiments, name="experiment")
     for command in (report, compare, plot):
         app.command(command.__name__)(command)

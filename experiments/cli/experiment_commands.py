@@ -60,14 +60,6 @@ _COMMON = {
 }
 
 
-def run_command(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Run an experiment from its command's options; ends with exit code 1 if it failed and 130 after Ctrl-C."""
-    if common["resume"] is None:
-        _run(kind, kind.options_type.choose(given, common["quick"]), common)
-        return
-    _resume(kind, common, given)
-
-
 def _no_options_with_resume(given: Mapping[str, Any]) -> None:
     clash = [name for name, value in given.items() if value is not None]
     if clash:
@@ -80,23 +72,14 @@ def _no_settings_with_target(target: str | None, config: Path | None, set_: Sequ
         raise InvalidRequest(f"{option}: the running service of --target keeps its settings; leave one of the two out")
 
 
-def _run(kind: type[Experiment], options: Options, common: Mapping[str, Any]) -> None:
-    _no_settings_with_target(common["target"], common["config"], common["set_"])
-    target, config, settings = common["target"], common["config"], parse_settings(common["set_"])
-    experiment = kind(options)
-    access = common["access"]
-    folder = new_folder(experiment, common["output"], target=target, access=access, config=config, settings=settings)
-    _measure(experiment, folder, access, common["as_json"])
-
-
-def _resume(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _resumed(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> RunFolder:
     shared = {"target": common["target"], "config": common["config"], "set": common["set_"]}
     _no_options_with_resume({**given, **shared, "quick": common.get("quick") or None})
     folder = RunFolder.open(common["resume"], "--resume")
     name, _ = folder.config
     if name != kind.name:
         raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
-    _measure(kind.of(folder), folder, common["access"], common["as_json"])
+    return folder
 
 
 def _measure(experiment: Experiment, folder: RunFolder, access: AccessOptions, as_json: bool) -> None:
@@ -166,25 +149,33 @@ def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
     return settings
 
 
-def _command(kind: type[Experiment]) -> Callable[..., None]:
-    """The function behind ``pdserve experiment NAME``, with one parameter per option."""
+def _command(
+    kind: type[Experiment], own: Mapping[str, tuple[Any, Any]], choose: Callable[[Mapping[str, Any], bool], Options]
+) -> Callable[..., None]:
+    """The function behind ``pdserve experiment NAME``, with its ``own`` parameters (annotation and default), from which
+    ``choose`` makes options. It ends with exit code 1 if the run failed and 130 after Ctrl-C."""
+    parameters = {**{name: each for name, each in _COMMON.items() if name != "quick" or kind is not Sweep}, **own}
 
     def run(**given: Any) -> None:
-        common = {name: given.pop(name) for name in _COMMON}
-        common["access"] = access_of(common)
-        run_command(kind, common, given)
+        common = {name: given.pop(name) for name in _COMMON.keys() & parameters.keys()}
+        access, service = access_of(common), {name: common[name] for name in ("target", "config")}
+        if common["resume"] is not None:
+            folder = _resumed(kind, common, given)
+            experiment = kind.of(folder)
+        else:
+            _no_settings_with_target(common["target"], common["config"], common["set_"])
+            experiment, settings = kind(choose(given, common.get("quick", False))), parse_settings(common["set_"])
+            folder = new_folder(experiment, common["output"], access=access, settings=settings, **service)
+        _measure(experiment, folder, access, common["as_json"])
 
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, (annotation, default) in _COMMON.items()
-    ]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=_option(kind, name), default=None)
-        for name in kind.options_type.model_fields
-    ]
     run.__name__, run.__doc__ = kind.name, kind.question
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+            for name, (annotation, default) in parameters.items()
+        ]
+    )
     return run
 
 
@@ -212,32 +203,12 @@ def _shown(value: Any) -> str:
 
 
 for each in EXPERIMENTS:
-    app.command(each.name, help=each.question)(_command(each))
-
-
-@app.command("sweep", help=f"{Sweep.question} The combinations are listed in a YAML file.")
-@with_access
-def sweep(
-    access: AccessOptions,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="what to vary, see docs/experiments/sweep.md")
-    ] = None,
-    target: _Target = None,
-    output: _Output = DEFAULT_OUTPUT,
-    resume: _Resume = None,
-    config: _Config = None,
-    set_: _Set = None,
-    as_json: _Json = False,
-) -> None:
-    """See the help."""
-    common = {"target": target, "output": output, "resume": resume, "config": config, "set_": set_, "as_json": as_json,
-              "access": access}  # fmt: skip
-    if resume is not None:
-        _resume(Sweep, common, {"file": file})
-    elif file is None:
-        raise InvalidRequest("FILE: give the file that lists what to vary, or --resume DIR")
-    else:
-        _run(Sweep, SweepOptions.read(file), common)
+    options = {name: (_option(each, name), None) for name in each.options_type.model_fields}
+    app.command(each.name, help=each.question)(_command(each, options, each.options_type.choose))
+_FILE = Annotated[Path | None, typer.Argument(metavar="FILE", help="what to vary, see docs/experiments/sweep.md")]
+app.command("sweep", help=f"{Sweep.question} The combinations are listed in a YAML file.")(
+    _command(Sweep, {"file": (_FILE, None)}, lambda given, quick: SweepOptions.read(given["file"]))
+)
 
 
 @app.command("all")

@@ -11,9 +11,11 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.table import Table
 
 from experiments.experiment import Cell
-from ops.cli.options import print_note, stderr_console
+from experiments.report.drawing import TableBlock
+from ops.cli.options import plain_table, print_note, stderr_console
 from ops.launch.state import note_report
 from pdserve.core.errors import LaunchError
 
@@ -109,3 +111,11 @@ def link_report(page: Path) -> None:
         note_report(page)
     except LaunchError as error:
         print_note(stderr_console(), f"the live page does not link this report: {error}")
+
+
+def printed(block: TableBlock, left: int = 1) -> Table:
+    """A table of a report on the console, whose first ``left`` columns are text."""
+    shown = plain_table(block.header[:left], block.header[left:])
+    for row in block.rows:
+        shown.add_row(*row)
+    return shown

@@ -102,27 +102,26 @@ class Mark:
             self._draw_series(axes, panel, rows, {**turn, **label, **self.look, **own}, apart)
 
     def _draw_series(self, axes: Any, panel: Panel, rows: Any, look: Look, apart: float) -> None:
-        (xs, xerr), (ys, yerr) = _column(rows, self.x), _column(rows, self.y)
-        known = [i for i, pair in enumerate(zip(xs, ys, strict=True)) if not any(map(_missing, pair))]
+        x, y = (_estimate(rows, key) for key in (self.x, self.y))
+        if not {x, y} <= {*rows.columns}:
+            return  # no record has it
+        rows = rows.dropna(subset=[x, y])
         if self.kind in ("line", "steps") and not panel.columns and not panel.rows:
-            known.sort(key=lambda i: xs[i])
-        xs, ys = panel.placed([xs[i] for i in known], [ys[i] for i in known], self.factor)
-        xs = [x + apart for x in xs] if apart else xs  # side by side, where series share a column
-        xerr, yerr = ([[each[i] for i in known] for each in e] if e else None for e in (xerr, yerr))
-        if yerr and self.factor != 1:
-            yerr = [[each * self.factor for each in side] for side in yerr]
+            rows = rows.sort_values(x, kind="stable")
+        xerr, yerr = _errors(rows, self.x, 1.0), _errors(rows, self.y, self.factor)
+        ys = [panel.rows.index(value) if panel.rows else value * self.factor for value in rows[y]]
+        xs = [panel.columns.index(value) + apart if panel.columns else value for value in rows[x]]
         drawn: dict[str, Any] = {"color": look["color"], "label": look.get("label")}
+        to = list(rows[self.to]) if self.to else [0.0] * len(xs)
         if self.kind == "bars":
-            left = None if not self.to else [rows[self.to].iloc[i] for i in known]
-            drawn["color"] = [rows["color"].iloc[i] for i in known] if "color" in rows else look["color"]
+            colors = {"color": list(rows["color"])} if "color" in rows else {}
             height = look.get("height", 0.6)
-            axes.barh(ys, xs, left=left, height=height, xerr=xerr, error_kw={"capsize": 4}, **drawn)
-            xs = [max(start, start + x) for start, x in zip(left or [0.0] * len(xs), xs, strict=True)]
+            axes.barh(ys, xs, left=to, height=height, xerr=xerr, error_kw={"capsize": 4}, **{**drawn, **colors})
+            xs = [max(start, start + x) for start, x in zip(to, xs, strict=True)]
         elif self.kind == "area":
             axes.fill_between(xs, ys, linewidth=0, step=look.get("step"), alpha=look.get("alpha"), **drawn)
         elif self.kind == "span":
-            ends = [rows[self.to].iloc[i] for i in known]
-            axes.hlines(ys, xs, ends, linewidth=look.get("linewidth", 1.4), **drawn)
+            axes.hlines(ys, xs, to, linewidth=look.get("linewidth", 1.4), **drawn)
         else:
             usual = {"capsize": 3, "elinewidth": 1.2, "linewidth": 1.6, "markersize": 5}
             of_kind: dict[str, Look] = {
@@ -130,21 +129,25 @@ class Mark:
                 "steps": {"drawstyle": "steps-post", "marker": ""},
             }
             axes.errorbar(xs, ys, xerr=xerr, yerr=yerr, **{**usual, **look, **of_kind.get(self.kind, {})})
-        for i, x, y in zip(known, xs, ys, strict=True) if self.text else ():
-            axes.annotate(rows[self.text].iloc[i], (x, y), xytext=self.note, textcoords="offset points",
+        for text, *place in zip(rows[self.text], xs, ys, strict=True) if self.text else ():
+            axes.annotate(text, place, xytext=self.note, textcoords="offset points",
                           va="bottom" if self.note[1] else "center", ha="center" if not self.note[0] else "left",
                           fontsize=8.5, color=INK, zorder=5)  # fmt: skip
 
 
-def _column(frame: pandas.DataFrame, key: str) -> tuple[list[Any], list[list[float]] | None]:
-    """A column, or the estimates of an interval and how far it reaches below and above them."""
+def _estimate(frame: pandas.DataFrame, key: str) -> str:
+    """The column ``key``, or that of its estimate if it is an interval."""
+    return next((name for name in (f"{key}.median", f"{key}.mean") if f"{key}.lo" in frame and name in frame), key)
+
+
+def _errors(frame: pandas.DataFrame, key: str, factor: float) -> list[Any] | None:
+    """How far an interval reaches below and above its estimate; None for other columns."""
     if f"{key}.lo" not in frame:
-        return list(frame[key]), None
-    values, lo, hi = (
-        np.asarray(frame[f"{key}.{each}"], float)
-        for each in ("median" if f"{key}.median" in frame else "mean", "lo", "hi")
+        return None
+    value, lo, hi = (
+        factor * np.asarray(frame[name], float) for name in (_estimate(frame, key), f"{key}.lo", f"{key}.hi")
     )
-    return list(values), [list(values - lo), list(hi - values)]
+    return [value - lo, hi - value]
 
 
 def tail_marks(records: Records, key: str, row: str, looks: Mapping[Any, Look]) -> list[Mark]:
@@ -208,11 +211,6 @@ class Panel:
     """Where matplotlib is to put a legend; ``above`` or ``right``: outside the axes."""
     falling: bool = False
     """Whether the y axis grows downwards."""
-
-    def placed(self, xs: list[Any], ys: list[Any], factor: float) -> tuple[list[Any], list[Any]]:
-        """The coordinates of points on axes that have rows or columns."""
-        ys = [self.rows.index(y) for y in ys] if self.rows else [y * factor for y in ys]
-        return [self.columns.index(x) for x in xs] if self.columns else xs, ys
 
     def show(self, axes: Any) -> None:
         """Draw the marks."""

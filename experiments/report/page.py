@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from experiments.report.drawing import Picture, TableBlock
-from experiments.run_folder import RunData
+from experiments.run_folder import Figures, RunData
 
 PAGE = "report.html"
 
@@ -30,7 +30,7 @@ class Report:
 
     def save(self, folder: Path, footer: str = "") -> Path:
         """Write the page and its pictures into ``folder``; returns the page's path."""
-        shown: list[Mapping[str, Any]] = []
+        shown: list[Figures] = []
         for block in self.blocks:
             if isinstance(block, Picture):
                 png = block.file()

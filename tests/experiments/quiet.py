@@ -1,14 +1,15 @@
-"""A progress of an experiment that only counts, and an experiment that is run with it."""
+"""A run of an experiment against a service, whose progress only counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.experiment import Cell, Experiment
 from experiments.run_folder import RunFolder
 from experiments.runner import redraw, run_experiment
+from tests.local_cluster import local_cluster
 
 
 class Quiet:
@@ -45,3 +46,19 @@ def measured(experiment: Experiment, root: Path, target: str | None = None) -> t
     assert progress.steps == sum(cell.work for cell in progress.cells)
     assert redraw(experiment, folder) == outcome.summary
     return dict(outcome.summary), folder.path, progress
+
+
+def measured_on_service(
+    tmp_path: Path, kind: type[Experiment], given: Mapping[str, Any], settings: Mapping[str, Any], **cluster: Any
+) -> tuple[RunFolder, dict[str, Any], list[str]]:
+    """A run against a service with these settings: its folder, its summary, which can be computed again, and the names
+    of its cells in order."""
+    experiment, progress = kind(kind.options_type.choose(given)), Quiet()
+    folder = RunFolder.create(tmp_path, kind.name, experiment.options.model_dump(mode="json"))
+    with local_cluster(settings, **cluster) as service:
+        outcome = run_experiment(experiment, folder, progress, target=service.target)
+    assert outcome.failures == []
+    assert not outcome.interrupted
+    assert outcome.summary is not None
+    assert redraw(experiment, folder) == outcome.summary
+    return folder, dict(outcome.summary), [cell.name for cell in progress.cells]

@@ -61,13 +61,15 @@ def test_the_figures_of_a_run() -> None:
 
 def test_an_open_loop_is_judged_from_when_requests_were_due() -> None:
     rows = (row("pd", 0, 20.0), row("pd", 1, 20.0, sent_s=1.1), row("pd", 2, 20.0, kv_bytes=7, request_id="wrong"))
-    run = RunData("bench", {}, {}, (), rows)
+    load = {"mode": "pd", "duration_s": 4.0, "unsent": 1, "partial": False, "planned": 4}
+    run = RunData("bench", {}, {}, (FinishedCell("load", {}, 4.0, {"loads": [load]}),), rows)
     kind = BenchRun(BenchRunOptions(slo="ttft=25", scheduled=True))
     summary = kind.summarise(run)
     pd = summary["arms"]["pd"]
     assert pd["ttft_ms"]["max"] == pytest.approx(120.0)
     assert pd["stages_ms"]["ttft"]["lag"] == pytest.approx(100 / 3, abs=1e-3)
-    assert pd["goodput"]["share"] == pytest.approx(2 / 3)
+    assert (pd["e2e_ms"]["max"], pd["tpot_ms"]["max"]) == (pytest.approx(142.0), 11.0)
+    assert pd["goodput"] == {"requests_per_s": 0.5, "share": 0.5}  # with the one that was never sent
     assert pd["lag"]["behind"]
     assert "latencies count from when" in " ".join(kind.report(run, summary).caveats).lower()
     assert "first in wrong: 7 instead of 0" in summary["failed"][0]
@@ -158,15 +160,3 @@ def test_a_bench_writes_its_folder_and_report_draws_it_again(tmp_path: Path, pds
     assert (folder / "summary.json").read_text() == before
     assert (folder / "report.html").is_file()
     assert last_report().resolve() == (folder / "report.html").resolve()
-
-
-def test_vllm_names_write_the_folder(tmp_path: Path, pdserve: Any, service: ScriptedService) -> None:
-    options = ("--target", service.target, "--requests", "3", "--input-len", "20", "--output-len", "3")
-    ran = pdserve("bench", *options, "--save-result", "--result-dir", str(tmp_path))
-    assert ran.code == 0, ran.err
-    (folder,) = (tmp_path / "bench").iterdir()
-    assert f"report      {folder}/report.html" in ran.out
-    assert last_report().resolve() == (folder / "report.html").resolve()
-    both = pdserve("bench", *options, "--output", str(tmp_path), "--result-dir", str(tmp_path))
-    assert both.code == 2
-    assert "output: is the same as --result-dir" in both.err

@@ -60,7 +60,7 @@ def test_its_tests_run_it(kind: type[Experiment]) -> None:
         ("goodput", {"scale": "2"}, "scale: does not apply to the dataset random"),
         ("routing", {"policies": "round_robin,fastest"}, "--policies: 'fastest' is none of round_robin, random"),
         ("routing", {"policies": ""}, "--policies: is empty"),
-        ("routing", {"skew": 99}, "skew: 99 is not within"),
+        ("routing", {"prefixes": 0}, "prefixes: 0 is below 1"),
         ("routing", {"trace": "/nowhere"}, "dataset_path: /nowhere cannot be read"),
         ("transport", {"transports": "shm,cuda_ipc"}, "--transports: 'cuda_ipc' is none of"),
         ("transport", {"kib": "0"}, "--kib: give"),

@@ -5,52 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
+from experiments.interference import ChunkedPrefill, ChunkedPrefillOptions
+from experiments.run_folder import RunData
+from tests.experiments.quiet import measured_on_service
+from tests.experiments.test_interference import windows_of
 
-from experiments.interference import CALIBRATION, ChunkedPrefill, ChunkedPrefillOptions
-from experiments.neighbours import DECODING, LONG
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
-from tests.experiments.quiet import Quiet
-from tests.local_cluster import local_cluster
-
-FIGURES = {"64": (10.0, 400.0, 79), "256": (20.0, 300.0, 99), "off": (50.0, 200.0, 99)}
+FIGURES: dict[str, tuple[float, float | None, int]] = {
+    "64": (10.0, 400.0, 79),
+    "256": (20.0, 300.0, 99),
+    "off": (50.0, 200.0, 99),
+}
 """Gaps of the decoding request, TTFT of the long prompt, and its tokens."""
 
 
 def run_of(repeats: int = 6) -> RunData:
-    cells = [FinishedCell(CALIBRATION, {}, 1.0, {"long_prompt_s": 0.5})]
-    rows = []
-    for chunk, (itl_ms, ttft_ms, prompt_tokens) in FIGURES.items():
-        name = f"{chunk}/pass-1"
-        windows = [{"arm": chunk, "repeat": n, "begin_s": 10.0 * n, "end_s": 10.0 * n + 1} for n in range(repeats)]
-        cells.append(FinishedCell(name, {"chunk": chunk}, 1.0, {"windows": windows, "arrivals": 1, "workers": 1}))
-        for repeat in range(repeats):
-            at_s = 10.0 * repeat
-            place: dict[str, Any] = {"cell": name, "arm": chunk, "repeat": repeat, "index": 0, "sent_s": at_s,
-                                     "scheduled_s": at_s}  # fmt: skip
-            rows.append(RequestRow(**place, kind=DECODING, ttft_ms=1.0, itl_ms=(itl_ms,) * 10))
-            rows.append(RequestRow(**place, kind=LONG, ttft_ms=ttft_ms, prompt_tokens=prompt_tokens))
-    return RunData("chunked-prefill", {}, {}, tuple(cells), tuple(rows))
+    return windows_of("chunked-prefill", {f"{chunk}/pass-1": [chunk] for chunk in FIGURES}, FIGURES, repeats)
 
 
 def experiment(**options: Any) -> ChunkedPrefill:
     return ChunkedPrefill(ChunkedPrefillOptions.choose({"chunk_sizes": (64, 256), **options}))
 
 
-def test_every_chunk_size_has_its_figures_and_the_best_is_named() -> None:
+def test_the_best_chunk_size_is_named() -> None:
     summary = experiment().summarise(run_of())
-    assert list(summary["chunks"]) == ["64", "256", "off"]
-    for chunk, (itl_ms, ttft_ms, prompt_tokens) in FIGURES.items():
-        arm = summary["chunks"][chunk]
-        assert arm["itl_ms"]["p99"] == itl_ms
-        assert arm["long_ttft_ms"]["p50"] == ttft_ms
-        assert arm["output_tokens_per_s"]["mean"] == pytest.approx(12)  # 11 and token 1 of the long prompt
-        assert arm["tokens_per_s"]["mean"] == pytest.approx(12 + prompt_tokens)
-    assert summary["best_chunk"] == 256  # 91 of 111 tokens per second are too few
+    assert list(summary["arms"]) == ["64", "256", "off"]
+    assert summary["best_chunk"] == 256  # 101 of 121 tokens per second are too few
     assert experiment(throughput_share=0.8).summarise(run_of())["best_chunk"] == 64
     assert summary["traffic"]["long_prompt_s"] == 0.5
-    assert summary["workers"] == 1
 
 
 def test_the_report_shows_every_chunk_size(tmp_path: Path) -> None:
@@ -58,7 +39,7 @@ def test_the_report_shows_every_chunk_size(tmp_path: Path) -> None:
     report = meter.report(run, meter.summarise(run))
     page = report.save(tmp_path).read_text(encoding="utf-8")
     assert report.answer.startswith("Chunks of 256 tokens")
-    assert "whole prompts (off)" in page
+    assert "whole prompts" in page
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "over_chunk.png",
         "itl_over_time.png",
@@ -76,18 +57,10 @@ def test_services_differ_in_their_chunks_alone() -> None:
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
-    options = ChunkedPrefillOptions.choose(
-        {"model": "tiny", "prompt_len": 64, "output_len": 3, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 1}
-    )
-    meter = ChunkedPrefill(options)
-    folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
-    with local_cluster({"model": {"path": "tiny"}, "engine": {"chunk_tokens": 32}}, decode=0) as cluster:
-        outcome = run_experiment(meter, folder, Quiet(), target=cluster.target)
-    assert outcome.summary is not None
-    assert outcome.summary["workers"] == 1
-    assert not outcome.failures
-    arm = outcome.summary["chunks"]["as-configured"]
+    given = {"model": "tiny", "prompt_len": 64, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 1}
+    settings = {"model": {"path": "tiny"}, "engine": {"chunk_tokens": 32}}
+    _, summary, _ = measured_on_service(tmp_path, ChunkedPrefill, given, settings, decode=0)
+    arm = summary["arms"]["as-configured"]
     assert arm["windows"] == 1
     assert arm["itl_ms"]["n"] > 0
-    assert arm["long_ttft_ms"]["n"] == outcome.summary["traffic"]["arrivals"] == 2
-    assert redraw(meter, folder) == outcome.summary
+    assert arm["long_ttft_ms"]["n"] == summary["traffic"]["arrivals"] == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.compare import Comparison, Limit, Missing, compare, flatten, missing, violations
+from experiments.compare import Comparison, Limit, Missing, compare, flatten, violations
 from experiments.run_folder import RequestRow, RunFolder
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
@@ -34,7 +34,7 @@ def test_rows_are_compared_with_an_interval(tmp_path: Path) -> None:
         "cells": [{"cell": "x", "n": 9, "added": {"mean": 3.0, "lo": 2.75, "hi": 3.5, "n": 9}}],
         "goodput_rps": 3.0,
     }
-    found = compare(run(tmp_path, [10.0, 12.0, 11.0] * 2, SUMMARY), run(tmp_path, [20.0, 22.0, 21.0] * 2, other))
+    found, _ = compare(run(tmp_path, [10.0, 12.0, 11.0] * 2, SUMMARY), run(tmp_path, [20.0, 22.0, 21.0] * 2, other))
     by_key = {each.key: each for each in found}
     assert list(by_key) == ["rows.load.pd.ttft_ms", "rows.load.pd.e2e_ms", "cells.x.added", "goodput_rps"]
     ttft = by_key["rows.load.pd.ttft_ms"]
@@ -63,7 +63,7 @@ def test_requests_of_different_kinds_are_apart(tmp_path: Path) -> None:
     for kind, ttft_ms in (("decoding", 10.0), ("long", 200.0)):
         folder.append(RequestRow(cell="x", arm="pd", repeat=0, index=0, kind=kind, ttft_ms=ttft_ms))
     folder.write_summary({})
-    assert {each.key: each.a for each in compare(folder, folder)} == {
+    assert {each.key: each.a for each in compare(folder, folder)[0]} == {
         "rows.x.pd.decoding.ttft_ms": 10.0,
         "rows.x.pd.long.ttft_ms": 200.0,
     }
@@ -108,11 +108,19 @@ def test_limits_name_figures() -> None:
 
 
 def test_the_command(tmp_path: Path, pdserve: Any) -> None:
-    a, b = (run(tmp_path, values, SUMMARY) for values in ([10.0, 12.0, 11.0], [20.0, 22.0, 21.0]))
+    a, b = (run(tmp_path, values, SUMMARY) for values in ([10.0, 12.0, 11.0] * 2, [20.0, 22.0, 21.0] * 2))
     ran = pdserve("compare", str(a.path), str(b.path))
     assert ran.code == 0
-    assert "rows.load.pd.ttft_ms" in ran.out
-    assert "goodput_rps" not in ran.out  # equal
+    assert ran.out.startswith(
+        "A: pdserve ?, commit unknown and B: pdserve ?, commit unknown; of the 3 figures that have an "
+    )
+    assert "B is worse in 2 (most: rows.load.pd.ttft_ms +91 %); the other 1 did not change beyond it" in ran.out
+    assert "rows.load.pd.ttft_ms" in ran.out.split("\n", 1)[1]
+    assert "goodput_rps" not in ran.out  # equal, and without an interval
+    assert "2 other figures: --all" in ran.out
+    assert "goodput_rps" in pdserve("compare", str(a.path), str(b.path), "--all").out
+    same = pdserve("compare", str(a.path), str(a.path)).out
+    assert "none of the 3 figures that have an interval changed beyond it" in same
     assert ran.err == "note: the runs differ in seed: 0 and 1\n"
     ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5", "--limit", "goodput_rps=1", "--json")
     assert ran.code == 1
@@ -125,7 +133,7 @@ def test_arms_of_other_names_correspond_where_each_run_has_one(tmp_path: Path, p
     arms = {name: {"arms": {name: {"requests_per_s": value}}} for name, value in (("pd", 4.0), ("colocated", 5.0))}
     a = run(tmp_path, [10.0, 11.0], arms["pd"])
     b = run(tmp_path, [20.0, 21.0], arms["colocated"], arms=("colocated",))
-    ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5")
+    ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5", "--all")
     assert "note: arm colocated of B is compared with arm pd of A" in ran.err
     assert "lacks" not in ran.err
     assert "rows.load.pd→colocated.ttft_ms" in ran.out
@@ -158,8 +166,9 @@ def test_a_figure_with_a_limit_that_vanished_breaks_it(tmp_path: Path, pdserve: 
 
 def test_a_figure_is_compared_with_the_mean_of_an_interval(tmp_path: Path) -> None:
     a, b = run(tmp_path, [1.0], SUMMARY), run(tmp_path, [1.0], {**SUMMARY, "cells": [{"cell": "x", "added": 5.0}]})
-    assert missing(a, b) == []
-    assert Comparison("cells.x.added", 2.0, 5.0, None) in compare(a, b)
+    found, lacking = compare(a, b)
+    assert lacking == []
+    assert Comparison("cells.x.added", 2.0, 5.0, None) in found
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, pdserve: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 
 from experiments.goodput import Goodput, GoodputOptions
 from experiments.modes import Split
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
-from experiments.runner import redraw, run_experiment
+from experiments.run_folder import FinishedCell, RequestRow, RunData
+from pdserve import ServiceStatus, ServiceWorker
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.quiet import Quiet
-from tests.local_cluster import local_cluster
+from pdserve.pb import inference_pb2 as pb
+from tests.experiments.quiet import measured_on_service
 
 
 def row(cell: str, arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
@@ -63,24 +64,10 @@ def test_the_best_split_and_its_gain() -> None:
     assert colocated["points"][0]["attainment"] == {"mean": 0.9, "lo": None, "hi": None, "n": 2}
     assert colocated["goodput_rps_per_device"]["mean"] == pytest.approx(0.9 * offered, abs=1e-5)
     assert by_name["1P2D disaggregated"]["sustained_rate_per_device"] == 0.5
-    assert summary["best"] == "2P1D disaggregated"
     assert summary["best_split"] == "2P1D"
     assert summary["gain_rps_per_device"]["mean"] == pytest.approx(0.1 * offered, abs=1e-5)
     assert summary["slo_ms"] == {"ttft": 50.0}
-    assert summary["slo_source"] == "option"
     assert summary["failed"] == []
-
-
-def test_a_cell_has_figures_of_both_arms() -> None:
-    (cell,) = summary_of(loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}))["cells"]
-    assert (cell["split"], cell["devices"], cell["rate_per_device"], cell["n"]) == ("1P1D", 2, 1.0, 10)
-    assert cell["attainment"]["pd"]["mean"] == 0.5
-    assert cell["goodput_rps"] == {
-        "pd": {"mean": 1.0, "lo": None, "hi": None, "n": 1},  # the requests of one round share a queue
-        "colocated": {"mean": 2.0, "lo": None, "hi": None, "n": 1},
-    }
-    assert cell["arms_ms"]["pd"]["ttft"] == 55.0
-    assert cell["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(45.0)
 
 
 def test_goodput_counts_from_when_requests_were_due() -> None:
@@ -97,16 +84,25 @@ def test_goodput_counts_from_when_requests_were_due() -> None:
 
 def test_an_automatic_slo_is_of_the_idle_requests() -> None:
     idle = FinishedCell("1P1D/idle", {"split": "1P1D", "devices": 2, "load": "idle"}, 1.0, {})
-    rows = [row("1P1D/idle", "colocated", index, 10.0 + index) for index in range(11)]
+    rows = [row("1P1D/idle", arm, index, 10.0 + index) for index in range(11) for arm in ("pd", "colocated")]
     summary = summary_of((idle, rows), loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}), slo="auto")
     assert summary["slo_ms"] == {"ttft": 38.0, "itl": 10.0}  # twice the 90th percentile, and twice the median gap
-    assert summary["slo_source"] == "idle"
 
 
 def test_without_an_slo_there_is_no_answer() -> None:
     summary = summary_of(loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}), slo="auto")
     assert summary["slo_ms"] is None
-    assert (summary["systems"], summary["best"], summary["best_split"]) == ([], None, None)
+    assert (summary["systems"], summary["best_split"]) == ([], None)
+
+
+def test_a_running_service_keeps_its_split() -> None:
+    workers = tuple(
+        ServiceWorker.from_proto(pb.WorkerStatus(worker_id=role, role=role, state="ready"))
+        for role in ("prefill", "decode")
+    )
+    status = replace(ServiceStatus.from_proto(pb.GetStatusResponse()), workers=workers)
+    with pytest.raises(InvalidRequest, match="--splits: the running service is 1P1D"):
+        Goodput(GoodputOptions.choose({"splits": "2P1D"})).cells(status)
 
 
 def test_cells_of_every_split_of_the_devices() -> None:
@@ -117,20 +113,11 @@ def test_cells_of_every_split_of_the_devices() -> None:
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
-    options = GoodputOptions.choose(
-        {"rates": "2,4", "duration_s": 1, "rounds": 2, "dataset": "azure-code", "scale": "0.02:0.2"}
-    )
-    folder = RunFolder.create(tmp_path, "goodput", options.model_dump(mode="json"))
-    with local_cluster({}) as cluster:
-        outcome = run_experiment(Goodput(options), folder, Quiet(), target=cluster.target)
-        other = Goodput(GoodputOptions.choose({"splits": "2P1D"}))
-        with pytest.raises(InvalidRequest, match="--splits: the running service is 1P1D"):
-            run_experiment(other, RunFolder.create(tmp_path, "other", {}), Quiet(), target=cluster.target)
-    assert outcome.failures == []
-    assert outcome.summary is not None
-    assert [system["system"] for system in outcome.summary["systems"]] == ["1P1D disaggregated", "2 colocated"]
-    assert outcome.summary["best_split"] == "1P1D"
-    assert "azure-code" in outcome.summary["workload"]
+    given = {"rates": "2,4", "duration_s": 1, "rounds": 2, "dataset": "azure-code", "scale": "0.02:0.2"}
+    folder, summary, _ = measured_on_service(tmp_path, Goodput, given, {})
+    assert [system["system"] for system in summary["systems"]] == ["1P1D disaggregated", "2 colocated"]
+    assert summary["best_split"] == "1P1D"
+    assert "azure-code" in summary["workload"]
     rows = folder.load().rows_of("1P1D/rate-2")
     assert {row.mode for row in rows if row.arm == "colocated"} == {"colocated"}
     lengths = {
@@ -141,4 +128,3 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     both = lengths["pd"].keys() & lengths["colocated"].keys()
     assert {repeat for repeat, _ in both} == {0, 1}
     assert all(lengths["pd"][each] == lengths["colocated"][each] for each in both)
-    assert redraw(Goodput(options), folder) == outcome.summary

@@ -69,7 +69,13 @@ def added_ttft() -> tuple[dict[str, Any], RunData]:
     loads = [test_added_ttft.loaded_row(arm, repeat, index, 100.0)
              for arm in ARMS for repeat in range(6) for index in range(10)]  # fmt: skip
     rows = [*pairs(test_added_ttft.CELL), *(alike(each) for each in loads)]
-    return {"slo": "ttft=103"}, test_added_ttft.loaded_run(rows)
+    run = test_added_ttft.loaded_run(rows)
+    more: dict[str, dict[str, str]] = {"a": {"width": "mha"}, "b": {"width": "mqa"}, "c": {"first_token": "decode"}}
+    idle = run.cells[0]
+    cells = [msgspec.structs.replace(idle, cell=name, parameters={**idle.parameters, **what})
+             for name, what in more.items()]  # fmt: skip
+    rows += [msgspec.structs.replace(row, kv_bytes=9, kv_bytes_expected=9) for name in more for row in pairs(name)]
+    return {"slo": "ttft=103"}, RunData(run.name, {}, {}, (*run.cells, *cells), tuple(rows))
 
 
 def sweep() -> tuple[dict[str, Any], RunData]:

@@ -102,12 +102,12 @@ def chunk(p99: float, tokens_per_s: float) -> dict[str, Any]:
 
 
 def test_the_best_chunk_has_the_lowest_tail_at_enough_throughput() -> None:
-    arms = {64: chunk(10.0, 80.0), 128: chunk(20.0, 96.0), 256: chunk(30.0, 100.0)}
+    arms = {"64": chunk(10.0, 80.0), "128": chunk(20.0, 96.0), "256": chunk(30.0, 100.0), "off": chunk(1.0, 100.0)}
     assert best_chunk(arms, 0.95) == 128
     assert best_chunk(arms, 0.8) == 64
     assert best_chunk(arms, 1.0) == 256
     assert best_chunk({}, 0.95) is None
-    assert best_chunk({64: chunk(10.0, 100.0), 128: chunk(10.0, 100.0)}, 0.95) == 128
+    assert best_chunk({"64": chunk(10.0, 100.0), "128": chunk(10.0, 100.0)}, 0.95) == 128
 
 
 def test_arms_share_times_and_prompts_and_repeats_do_not() -> None:

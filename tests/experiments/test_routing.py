@@ -150,7 +150,7 @@ def test_the_command_starts_its_service_and_writes_a_report(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     smallest = "--policies round_robin --rounds 1 --duration-s 1 --rate 8 --workers 2 --prefixes 2 --prefix-blocks 2"
     ran = pdserve(
-        "experiment", "routing", *smallest.split(), "--own-blocks", "1", "--block-size", "16", "--num-blocks", "64",
+        "experiment", "routing", *smallest.split(), "--block-size", "16", "--num-blocks", "64",
         "--output", str(tmp_path / "results"), "--json",
     )  # fmt: skip
     assert ran.code == 0, ran.err

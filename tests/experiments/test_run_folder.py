@@ -10,9 +10,12 @@ import pandas
 import pytest
 import yaml
 
+from experiments.link_sweep import LinkSweep, LinkSweepOptions
 from experiments.run_folder import FinishedCell, RequestRow, RunFolder
+from experiments.runner import redraw, run_experiment
 from ops.cli.options import print_json
 from pdserve.core.errors import InvalidRequest
+from tests.experiments.quiet import Quiet
 
 
 def row(cell: str, index: int = 0) -> RequestRow:
@@ -186,6 +189,15 @@ def test_a_run_that_this_version_cannot_read_is_refused_by_every_command(
     ran = pdserve("experiment", "prefix", "--resume", str(folder.path))
     assert ran.code == 2
     assert f"error: {config}: " in ran.err
+
+
+def test_a_run_with_an_option_that_is_fixed_now_is_reported_and_not_resumed(tmp_path: Path) -> None:
+    saved = {**LinkSweepOptions().model_dump(mode="json"), "transport": "grpc_stream"}
+    folder = RunFolder.create(tmp_path, "link-sweep", saved)
+    sweep = LinkSweep.of(folder)
+    redraw(sweep, folder)
+    with pytest.raises(InvalidRequest, match=r"transport: is 'grpc_stream', and 'tcp' in every run .* not resumed"):
+        run_experiment(sweep, folder, Quiet())
 
 
 def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:

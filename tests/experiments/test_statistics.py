@@ -1,4 +1,4 @@
-"""Means and medians, their intervals, and the order of the arms."""
+"""Means and medians, and their intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.statistics import abba, difference_interval, mean_interval, percentile
+from experiments.statistics import difference_interval, mean_interval, percentile
 from pdserve.core.interval import MIN_VALUES, Interval, median_interval
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=MIN_VALUES, max_size=40)
@@ -96,9 +96,3 @@ def test_too_few_independent_values_have_no_interval_and_say_so(n: int) -> None:
         assert interval.to_dict() == {interval.estimate: interval.value, "lo": None, "hi": None, "n": n}
         assert f"(n={n}: no interval)" in interval.text()
         assert Interval.from_dict(interval.to_dict()).text() == interval.text()
-
-
-def test_neither_arm_is_first_more_often() -> None:
-    order = abba("a", "b", 8)
-    assert [pair[0] for pair in order] == ["a", "b", "a", "b", "a", "b", "a", "b"]
-    assert all(set(pair) == {"a", "b"} for pair in order)

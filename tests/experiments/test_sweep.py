@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
+from experiments.run_folder import RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.sweep import Sweep, SweepOptions
 from pdserve.core.errors import InvalidRequest
@@ -72,35 +72,6 @@ def test_the_command_reports_a_missing_file(tmp_path: Path, pdserve: Any) -> Non
     assert ran.code == 2
     assert "none.yaml: cannot be read" in ran.err
     assert "FILE: give the file" in pdserve("experiment", "sweep").err
-
-
-def row(arm: str, repeat: int, ttft_ms: float, **changes: Any) -> RequestRow:
-    pd = arm == "pd"
-    values: dict[str, Any] = {
-        "cell": "c", "arm": arm, "repeat": repeat, "index": 0, "ttft_ms": ttft_ms, "ttft_decode_ms": 2 * ttft_ms,
-        "itl_ms": (ttft_ms,), "tpot_ms": ttft_ms, "e2e_ms": 2 * ttft_ms, "token_hash": "same",
-        "kv_bytes": 100 if pd else 0, "kv_bytes_expected": 100 if pd else 0,
-        "transfer": {"exposed_ms": 1.0 + repeat} if pd else {}, "stages_ms": {"ttft_decode": {"prefill": ttft_ms}},
-    }  # fmt: skip
-    return RequestRow(**{**values, **changes})
-
-
-def summary_of(rows: list[RequestRow]) -> dict[str, Any]:
-    parameters = {"workers": "1P1D", "transport": "shm", "overlap": "layer", "prompt_len": 64, "load": "idle"}
-    run = RunData("sweep", {}, {}, (FinishedCell("c", parameters, 1.0, {}),), tuple(rows))
-    return Sweep(SweepOptions()).summarise(run)
-
-
-def test_idle_cells_are_pairs() -> None:
-    rows = [row(arm, repeat, 10.0 + (2.0 if arm == "pd" else 0.0)) for arm in ("pd", "colocated") for repeat in (0, 1)]
-    (cell,) = summary_of(rows)["cells"]
-    assert cell["n"] == 2
-    assert cell["added_ttft_ms"]["ttft"]["mean"] == 2.0
-    assert cell["added_ttft_ms"]["ttft_decode"]["mean"] == 4.0
-    assert cell["exposed_ms"]["mean"] == 1.5
-    assert cell["arms_ms"]["pd"]["ttft"] == 12.0
-    assert (cell["kv_bytes"], cell["kv_bytes_expected"], cell["tokens_equal_share"]) == (200, 200, 1.0)
-    assert cell["errors"] == {"pd": 0, "colocated": 0}
 
 
 def test_a_sweep_of_a_running_service_and_its_plots(tmp_path: Path, pdserve: Any) -> None:

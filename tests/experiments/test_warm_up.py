@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from experiments.experiment import Bench, Cell
-from experiments.modes import COLOCATED, PD, PairOptions, PairSender
+from experiments.modes import COLOCATED, PD, PairOptions, send_pairs
 from experiments.run_folder import RequestRow
 from experiments.warm_up import NOT_REACHED, not_reached_texts, requests_of, warm_up
 from experiments.workloads.synthetic import Fixed, Synthetic
@@ -18,7 +18,7 @@ from tests.pdserve.scripted_service import ScriptedService
 
 
 def bench_of(target: str, rows: list[RequestRow], told: list[str]) -> Bench:
-    return Bench(Cell("x", {}), target, rows.append, lambda steps: None, tell=told.append)
+    return Bench(Cell("x", {}, work=0), target, rows.append, lambda steps: None, tell=told.append)
 
 
 async def test_every_worker_of_a_larger_split_is_reached() -> None:
@@ -27,7 +27,8 @@ async def test_every_worker_of_a_larger_split_is_reached() -> None:
         bench = bench_of(cluster.target, rows, [])
         async with AsyncClient(cluster.target) as client:
             vocab_size = (await client.status()).vocab_size
-            await PairSender(bench, client, vocab_size, 4, seed=0).send(32, 0, PairOptions(pairs_s=0))
+            requests = requests_of(Synthetic(Fixed(32), Fixed(4)), 0, vocab_size)
+            await send_pairs(bench, client, requests, PairOptions(pairs_s=0))
             workers = (await client.status()).workers
     assert {worker.worker_id for worker in workers if worker.prompt_tokens_looked_up} == {
         "prefill-0", "prefill-1", "decode-0", "decode-1"

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.workloads.catalog import WorkloadOptions
+from experiments.workloads.catalog import workload_of
 from experiments.workloads.conversation import Conversation, Room, Workload, random_tokens
+from experiments.workloads.options import WorkloadOptions
 from experiments.workloads.prompt_files import OwnPrompts, ShareGPT, TextLines
 from experiments.workloads.synthetic import (
     PUBLISHED_SHAPES,
@@ -311,10 +312,10 @@ def test_a_wrong_prompt_is_named(tmp_path: Path, line: Any, message: str) -> Non
 )
 def test_options_that_are_wrong_are_named(options: dict[str, Any], message: str | None) -> None:
     if message is None:
-        assert all(len(c.turns[0].token_ids) == 1 for c in islice(made(WorkloadOptions(**options).workload(), 5), 5))
+        assert all(len(c.turns[0].token_ids) == 1 for c in islice(made(workload_of(WorkloadOptions(**options)), 5), 5))
         return
     with pytest.raises(InvalidRequest) as error:
-        WorkloadOptions(**options).workload()
+        workload_of(WorkloadOptions(**options))
     assert str(error.value).startswith(message)
 
 
@@ -322,7 +323,7 @@ def test_block_sizes_of_a_trace(tmp_path: Path) -> None:
     path = trace_file(tmp_path / "t", request(0, 1, [1]))
     for wrong in (0, 513):
         with pytest.raises(InvalidRequest, match=r"^block_size: "):
-            WorkloadOptions("trace", path, block_size=wrong).workload()
+            workload_of(WorkloadOptions(dataset="trace", dataset_path=path, block_size=wrong))
     path.write_text("\n")
     with pytest.raises(InvalidRequest, match="has no requests"):
         Trace.read(path)
