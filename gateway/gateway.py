@@ -120,6 +120,7 @@ class Gateway:
             lambda: self.problem is None,
             checkpoint_dtype,
             [note] if note else [],
+            security.callers.problem,
         )
         tokenizer = load_tokenizer(model_folder)
         self._context_length = config.engine.max_model_len or context_length

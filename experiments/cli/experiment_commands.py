@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
-import yaml
 
 from experiments.catalogue import EXPERIMENTS, run_of
 from experiments.cli.progress import RunProgress, link_report
@@ -24,6 +23,7 @@ from ops.cli.options import (
     access_of,
     print_json,
     print_note,
+    settings_of,
     stderr_console,
     stdout_console,
     with_access,
@@ -82,7 +82,7 @@ def _no_settings_with_target(target: str | None, config: Path | None, set_: Sequ
 
 def _run(kind: type[Experiment], options: Options, common: Mapping[str, Any]) -> None:
     _no_settings_with_target(common["target"], common["config"], common["set_"])
-    target, config, settings = common["target"], common["config"], parse_settings(common["set_"])
+    target, config, settings = common["target"], common["config"], settings_of(common["set_"])
     experiment = kind(options)
     access = common["access"]
     folder = new_folder(experiment, common["output"], target=target, access=access, config=config, settings=settings)
@@ -150,20 +150,6 @@ def redraw_run(folder: Path, as_json: bool) -> None:
     kind = run_of(run)
     summary = redraw(kind, run)
     _finish(kind.name, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
-
-
-def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
-    """The ``KEY=VALUE`` of ``--set``; InvalidRequest names one that is wrong."""
-    settings: dict[str, Any] = {}
-    for pair in pairs or ():
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip():
-            raise InvalidRequest(f"--set: {pair!r} is not KEY=VALUE, such as engine.num_blocks=64")
-        try:
-            settings[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InvalidRequest(f"--set: the value of {pair!r} is not valid YAML") from None
-    return settings
 
 
 def _command(kind: type[Experiment]) -> Callable[..., None]:
@@ -266,9 +252,7 @@ def run_all(
     else:
         _no_settings_with_target(target, config, set_)
         names = None if only is None else [part.strip() for part in only.split(",") if part.strip()]
-        plan = SeriesPlan(
-            Series.names(names), quick, model, target, str(config) if config else None, parse_settings(set_)
-        )
+        plan = SeriesPlan(Series.names(names), quick, model, target, str(config) if config else None, settings_of(set_))
         series = Series.create(output, plan)
     console = stderr_console()
     interrupted = series.run(lambda name: RunProgress(console, name), access)

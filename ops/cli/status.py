@@ -130,7 +130,7 @@ def _workers(console: Console, answer: ServiceStatus) -> Table:
                 "run": str(w.running),
                 "wait": str(w.waiting),
                 "preempted": str(w.preemptions),
-                "restarts": str(w.engine_restarts),
+                "restarts": str(w.engine_restarts + w.worker_restarts),
                 "heard": f"{w.heartbeat_age_s:.1f} s",
             }
         rows.append(row)

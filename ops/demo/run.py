@@ -9,7 +9,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ops.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
+from ops.demo.prompts import CALIBRATION, demo_prompts
 from ops.demo.report import DemoReport, PairedRound
 from ops.settled import leaked_blocks, settled
 from ops.waterfall.bars import longest, proof
@@ -64,7 +64,7 @@ async def run_demo(target: str | Target, png: Path, console: Console, rounds: in
     return report
 
 
-async def _prepare(client: AsyncClient) -> list[DemoPrompt]:
+async def _prepare(client: AsyncClient) -> dict[str, str]:
     """Warm up both modes, so that no first request is measured, and estimate the characters per token."""
     status = await client.status()
     for mode in (Mode.PD, Mode.COLOCATED):
@@ -72,14 +72,14 @@ async def _prepare(client: AsyncClient) -> list[DemoPrompt]:
     return demo_prompts(len(CALIBRATION) / warm.prompt_tokens, status.context_length, MAX_TOKENS)
 
 
-async def _at_once(client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, console: Console) -> None:
+async def _at_once(client: AsyncClient, prompts: Mapping[str, str], report: DemoReport, console: Console) -> None:
     texts = LiveTexts(console, prompts)
     with texts.live:
 
-        async def one(index: int, prompt: DemoPrompt) -> Generation | None:
+        async def one(index: int, prompt: str) -> Generation | None:
             try:
                 stream = client.generate(
-                    prompt.text, max_tokens=MAX_TOKENS, ignore_eos=True, mode=Mode.PD, salt=secrets.token_hex(8)
+                    prompt, max_tokens=MAX_TOKENS, ignore_eos=True, mode=Mode.PD, salt=secrets.token_hex(8)
                 )
                 async for token in stream:
                     texts.token(index, token)
@@ -91,12 +91,12 @@ async def _at_once(client: AsyncClient, prompts: Sequence[DemoPrompt], report: D
             texts.end(index, generation)
             return generation
 
-        generations = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+        generations = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts.values())))
     report.live = [generation for generation in generations if generation is not None]
 
 
 async def _rounds(
-    client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, rounds: int | None, console: Console
+    client: AsyncClient, prompts: Mapping[str, str], report: DemoReport, rounds: int | None, console: Console
 ) -> None:
     end_s = time.monotonic() + (ROUNDS_BUDGET_S if rounds is None else math.inf)
     for round_index in range(ROUNDS if rounds is None else rounds):
@@ -107,14 +107,14 @@ async def _rounds(
             )
             break
         max_tokens = LATER_ROUNDS_MAX_TOKENS if round_index else MAX_TOKENS
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts.values()):
             # The first mode alternates, so that neither benefits from a warm machine.
             order = (Mode.PD, Mode.COLOCATED) if (round_index + index) % 2 else (Mode.COLOCATED, Mode.PD)
             done: dict[Mode, Generation] = {}
             for mode in order:
                 try:
                     stream = client.generate(
-                        prompt.text, max_tokens=max_tokens, ignore_eos=True, mode=mode, salt=secrets.token_hex(8)
+                        prompt, max_tokens=max_tokens, ignore_eos=True, mode=mode, salt=secrets.token_hex(8)
                     )
                     done[mode] = await stream.result()
                 except PdserveError as error:
@@ -172,9 +172,9 @@ def _cell(value: float | None, sign: str = "") -> str:
 class LiveTexts:
     """The prompts' texts while they stream: rows of `live` on a terminal, else a line for each finished request."""
 
-    def __init__(self, console: Console, prompts: Sequence[DemoPrompt]) -> None:
+    def __init__(self, console: Console, prompts: Mapping[str, str]) -> None:
         self._console = console
-        self._prompts = prompts
+        self._names = list(prompts)
         self._texts = [""] * len(prompts)
         self._counts = [0] * len(prompts)
         self._ends: list[Generation | PdserveError | None] = [None] * len(prompts)
@@ -191,7 +191,7 @@ class LiveTexts:
         """Mark request ``index`` as finished or failed."""
         self._ends[index] = end
         if not self._console.is_terminal:
-            name = f"#{index + 1} {self._prompts[index].name:12} "
+            name = f"#{index + 1} {self._names[index]:12} "
             line = Text.assemble(name, self._state(index), "  ", self._tail(index))
             self._console.print(line, no_wrap=True, overflow="ellipsis")
 
@@ -201,9 +201,9 @@ class LiveTexts:
         table.add_column(width=11, no_wrap=True)
         table.add_column(width=24, no_wrap=True)
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        for index, prompt in enumerate(self._prompts):
-            table.add_row(f"#{index + 1}", prompt.name, self._state(index), self._tail(index))
-        return Panel(table, title=f"{len(self._prompts)} requests at once", title_align="left", border_style="dim")
+        for index, name in enumerate(self._names):
+            table.add_row(f"#{index + 1}", name, self._state(index), self._tail(index))
+        return Panel(table, title=f"{len(self._names)} requests at once", title_align="left", border_style="dim")
 
     def _state(self, index: int) -> Text:
         match self._ends[index]:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from checkpoints.folder import tokenizer_note
 from checkpoints.hub import HubId
+from checkpoints.shape import ModelShape
 from gateway.security import security_of
 from gateway.tokenizer import load_tokenizer
 from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, read_clock
 from ops.doctor.node_report import NodeReport
 from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, fail, ok, port_taken, warn
 from ops.launch.ports import free_ports
-from ops.model_memory import MemoryNeed
+from ops.model_memory import ServedModel
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.config import GatewayConfig, PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
@@ -141,18 +142,10 @@ def check_mps(nodes: Sequence[ExaminedNode], device: str, setting: str) -> Itera
             yield warn("mps", node.name, what, "see docs/gpu.md; or accept that with cluster.mps: off")
 
 
-def check_memory(nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, own_port: int) -> Iterator[Finding]:
+def check_memory(nodes: Sequence[ExaminedNode], need: ServedModel, device: str, own_port: int) -> Iterator[Finding]:
     """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
-    for node, report in _reported(nodes):
-        workers = len(node.seats)
-        if not workers or (device == "cuda" and not report.devices):
-            continue
-        if device == "cuda":
-            free = min(each.free_bytes for each in report.devices)
-            sharing = -(-workers // len(report.devices))
-            needed, where = need.total_bytes * sharing, "free on a GPU"
-        else:
-            free, needed, where = report.memory_bytes, need.total_bytes * workers, "available"
+    for node, free, workers in _memories(nodes, device):
+        needed, where = need.total_bytes * workers, "free on a GPU" if device == "cuda" else "available"
         parts = (
             f"{workers} × ({_mb(need.weight_bytes)} weights + {_mb(need.pool_bytes + need.blank_bytes)} KV pool + "
             f"{_mb(need.activation_bytes)} activations)"
@@ -165,6 +158,43 @@ def check_memory(nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, o
             yield fail("memory", node.name, what, remedy)
         elif needed > _TIGHT * free:
             yield warn("memory", node.name, f"{what}: little is left for other processes", remedy)
+
+
+def check_context(
+    shape: ModelShape,
+    config: PdserveConfig,
+    need: ServedModel,
+    nodes: Sequence[ExaminedNode],
+    device: str,
+    own_port: int,
+) -> Iterator[Finding]:
+    """Requests as long as the context have to be what the model was made for, and to fit a worker's KV pool."""
+    try:
+        shape.check_context(config.engine.max_model_len)
+    except ConfigError as error:
+        yield fail("context", _SERVICE, str(error), "lower it")
+        return
+    held = need.pool_tokens()
+    if not held and not own_port:  # a pool takes what is left of a GPU
+        left = [free // workers - need.total_bytes for _, free, workers in _memories(nodes, device)]
+        held = max(0, need.pool_tokens(min(left, default=0)))
+    if 0 < held < need.context:
+        what = f"a request may have {need.context} tokens, and a KV pool holds {held}: longer requests are refused"
+        yield warn(
+            "context", _SERVICE, what, "raise engine.kv_memory_mb (or num_blocks), or lower engine.max_model_len"
+        )
+
+
+def _memories(nodes: Sequence[ExaminedNode], device: str) -> Iterator[tuple[ExaminedNode, int, int]]:
+    """The nodes with workers, and the bytes that are free for how many of them: on a host, or on its fullest GPU."""
+    for node, report in _reported(nodes):
+        if not node.seats or (device == "cuda" and not report.devices):
+            continue
+        if device == "cuda":
+            free = min(each.free_bytes for each in report.devices)
+            yield node, free, -(-len(node.seats) // len(report.devices))
+        else:
+            yield node, report.memory_bytes, len(node.seats)
 
 
 def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Finding]:
@@ -252,13 +282,11 @@ def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Findin
         return
     ports = {"gateway.port": gateway.port, "gateway.http_port": gateway.served_http_port}
     for key, port in ports.items():
-        option = f"--{key.removeprefix('gateway.').replace('_', '-')}"
         try:
             if port:
                 free_ports(gateway.host, port, gateway.replicas, key)
         except LaunchError as error:
-            remedy = f"end the process that holds it, or choose another with {option} ({key})"
-            yield fail("port", _GATEWAY, str(error), remedy)
+            yield fail("port", _GATEWAY, str(error), f"end the process that holds it, or choose another {key}")
 
 
 def check_access(config: PdserveConfig) -> Iterator[Finding]:

@@ -153,6 +153,10 @@ class Examination:
         model = None if source is None else ServedModel.of(source, self._config, self._device)
         pairs = [*self._pairs(seats, model, pool)]
         self._findings += self._check_nodes(nodes, model)
+        if source is not None and model is not None:
+            self._findings += checks.check_context(
+                source.shape, self._config, model, nodes, self._device, self._own_port
+            )
         self._findings += checks.check_reach(pairs)
         self._findings += checks.check_speed(pairs, nodes)
         self._findings += checks.check_measured(pairs)
@@ -161,7 +165,7 @@ class Examination:
             self._device,
             (*(each for node in nodes for each in node.findings), *self._findings),
             services=tuple(self._site.services),
-            need=None if model is None else model.need,
+            need=model,
             nodes=tuple(nodes),
             pairs=tuple(pairs),
         )
@@ -267,7 +271,9 @@ class Examination:
                 link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
                 predictions = {
                     tokens: predict(HandoffPlan(model.layout, tokens, tokens, "none", 0).parts(), link, 0.0)
-                    for tokens in sorted({min(tokens, model.longest_prompt) for tokens in PROMPTS})
+                    for tokens in sorted(
+                        {min(tokens, model.context, model.pool_tokens() or tokens) for tokens in PROMPTS}
+                    )
                 }
                 hidden = hidden_tokens_per_s(model.layout, link)
                 pair = replace(pair, predictions=predictions, hidden_tokens_per_s=hidden)
@@ -311,5 +317,5 @@ class Examination:
         yield from checks.check_cores(nodes, device, cluster.cores_per_worker, own_port, oversubscribed=oversubscribed)
         yield from checks.check_endpoints(nodes, device, own_port)
         if model is not None:
-            yield from checks.check_memory(nodes, model.need, device, own_port)
+            yield from checks.check_memory(nodes, model, device, own_port)
         yield from checks.check_clocks(nodes, here)

@@ -51,32 +51,25 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a probe reports about its node.
-
-    ``cuda`` is the CUDA version of torch's build (empty: a CPU build), ``source`` the hash of pdserve's modules,
-    ``model_hash`` the hash of the weights (empty if they cannot be read). ``model_error`` says why the model cannot be
-    loaded, ``torch_error`` why torch or its GPUs cannot be used. ``memory_bytes`` is the memory available to a process
-    now. ``native`` lists the dtypes that the devices compute natively, by kind (``cpu``, ``cuda``). ``allowed_cores``
-    are the cores that processes may use, ``held_cores`` the claims of running workers. ``mps`` says why workers on GPUs
-    cannot use MPS there (empty: they can, or there is no GPU)."""
+    """What a probe reports about its node."""
 
     host: str
     python: str
     torch: str
-    cuda: str
+    cuda: str  # the CUDA version of torch's build; empty: a CPU build
     ray: str
     pdserve: str
-    source: str
-    model_hash: str
-    model_error: str
-    torch_error: str
+    source: str  # the hash of pdserve's modules
+    model_hash: str  # of the weights; empty if they cannot be read
+    model_error: str  # why the model cannot be loaded
+    torch_error: str  # why torch or its GPUs cannot be used
     devices: tuple[Device, ...]
-    memory_bytes: int
+    memory_bytes: int  # available to a process now
     clock_id: str
-    native: Mapping[str, tuple[NativeDtypes, ...]]
-    allowed_cores: tuple[int, ...]
-    held_cores: tuple[CoreHolder, ...]
-    mps: str = ""
+    native: Mapping[str, tuple[NativeDtypes, ...]]  # dtypes that devices compute natively, by kind (``cpu``, ``cuda``)
+    allowed_cores: tuple[int, ...]  # that processes may use
+    held_cores: tuple[CoreHolder, ...]  # the claims of running workers
+    mps: str = ""  # why workers on GPUs cannot use MPS there; empty: they can, or there is no GPU
 
 
 def report_versions(model: str) -> NodeReport:

@@ -76,10 +76,12 @@ def start_detached(
     raise LaunchError(f"the service ended while starting (exit code {code}); see {log_path}")
 
 
-def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], None] = lambda stage: None) -> None:
-    """Take down the service that was started on this host with ``port``, and wait until it has ended. Requests in
-    progress may go on for ``drain_s``; new ones are refused. LaunchError if there is no such service; the remains of
-    one that was killed are removed in any case."""
+def stop_detached(
+    port: int, drain_s: float = DRAIN_S, report: Callable[[str], None] = lambda stage: None
+) -> ServiceState:
+    """Take down the service that was started on this host with ``port``, wait until it has ended, and return what it
+    was. Requests in progress may go on for ``drain_s``; new ones are refused. LaunchError if there is no such service;
+    the remains of one that was killed are removed in any case."""
     state = ServiceState.read(port)
     supervisor = state.process()
     if supervisor is None:
@@ -95,6 +97,7 @@ def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], N
 
     _end(supervisor, drain_s + STOP_TIMEOUT_S, stop)
     state.clear()  # nothing is left unless it was killed
+    return state
 
 
 def _end(supervisor: psutil.Process, timeout_s: float, stop: Callable[[psutil.Process], None]) -> None:

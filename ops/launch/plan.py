@@ -213,7 +213,7 @@ def _why_not(config: ClusterConfig, device: str, bundles: dict[Role, Bundle], no
         unit = "GPUs" if device == "cuda" else f"slots of {config.cores_per_worker} core(s)"
         return (
             f"cluster.prefill + cluster.decode: {workers} workers, but the cluster has {slots} {unit}; "
-            "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with --autoscale"
+            "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with cluster.autoscale"
         )
     if config.placement == "strict_spread" and workers > len(nodes):
         return (

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import ray
@@ -17,19 +17,17 @@ from checkpoints.hub import HubId
 from gateway.scaling_report import GatewayLoad, ScalingReport
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, identify
-from ops.launch.members import STOP_TIMEOUT_S, Member, Members, Report
+from ops.launch.logs import ProcessPlace, locate, log_path, read_log
+from ops.launch.members import STOP_TIMEOUT_S, Member, Members
 from ops.launch.node_tasks import (
     CHECK_EVERY_S,
     Check,
-    LogPart,
-    ProcessPlace,
+    Report,
+    answers,
     fetch_model,
     hosts_of,
-    locate,
-    log_path,
     on_node,
     one_line,
-    read_log,
     service_dtype,
 )
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
@@ -43,6 +41,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import operator_pb2
 from runtime.secret import ServiceSecret
 
 MISSED_CHECKS = 3
@@ -59,6 +58,8 @@ PLACE_TIMEOUT_S = 5.0
 PLACE_REPORT_S = 2.0
 """After this time a worker without a node is reported, with the resources it waits for."""
 DRAIN_ANSWER_S = 10.0
+KEPT_LOGS = 20
+"""Processes that have ended whose logs are listed."""
 STATUS_ANSWER_S = 5.0
 
 OPEN_RAY = (
@@ -67,18 +68,6 @@ OPEN_RAY = (
 )
 
 log = logging.getLogger(__name__)
-
-
-class Scaled(NamedTuple):
-    """What came of scaling: the workers that wait for a node which Ray was asked for, and those that took
-    another role."""
-
-    waiting: list[str]
-    flipped: dict[str, Role]
-
-
-class RayLost(LaunchError):
-    """The Ray that the service runs on is gone, or cannot start workers any more."""
 
 
 class Service:
@@ -107,6 +96,7 @@ class Service:
         self._scaling: ScalingReport | None = None
         self._processes: tuple[ProcessId, ...] = ()
         self._waiting = ""  # what was last reported to be waited for
+        self._seen: dict[ProcessPlace, str] = {}  # the processes of gateways and workers so far, by name
 
     @property
     def owns_ray(self) -> bool:
@@ -205,7 +195,9 @@ class Service:
         self._session.stop()
         clear_leftovers("", self._processes)  # a Ray that was joined does not wait for them
 
-    def scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False) -> Scaled:
+    def scale(
+        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False
+    ) -> operator_pb2.Scaled:
         """Bring the service to ``wanted`` workers of each role; other roles stay as they are. Where one role shrinks
         and the other grows, workers take the other role. Removed workers finish their requests first, for at most
         ``drain_s``. Added workers serve when this returns, except those that wait for a node. With ``oversubscribe``,
@@ -237,16 +229,19 @@ class Service:
         self._send_members()
 
     def check_ray(self) -> None:
-        """RayLost if Ray's control service or this node's raylet is gone. Calls nothing of Ray, which may hang then."""
+        """LaunchError if Ray's control service or this node's raylet is gone. Calls nothing of Ray, which may hang
+        then."""
         trouble = self._session.trouble()
         self._missed = self._missed + 1 if trouble else 0
         if self._missed >= MISSED_CHECKS:
-            raise RayLost(f"{trouble}: the service cannot go on without it")
+            raise LaunchError(f"{trouble}: the service cannot go on without it")
 
     def tend(self) -> None:
-        """Periodic maintenance: send the service's members to the gateways, which may have been restarted."""
+        """Periodic maintenance: send the service's members to the gateways, which may have been restarted, and look at
+        the processes, whose logs are shown after their end."""
         if not self._missed and not self._changing.locked():
             self._send_members()
+            self._places()
 
     def processes(self) -> tuple[ProcessId, ...]:
         """Gateway, workers, and engines on this host of a service that joined a Ray, where nothing else identifies
@@ -254,33 +249,45 @@ class Service:
         if self.owns_ray or not self._gateways or self._session.trouble():
             return self._processes
         found = []
-        for actor in self._actors().values():
-            place = locate(actor)
-            if place is not None and place.node_id == ray.get_runtime_context().get_node_id():
+        for place in self._places().values():
+            if place.node_id == ray.get_runtime_context().get_node_id():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(place.pid)
                     found += [identify(each) for each in (process, *process.children(recursive=True))]
         self._processes = tuple(sorted(found))
         return self._processes
 
-    def logs(self) -> dict[str, tuple[str, str]]:
-        """Node and path of the logs of gateway and workers, without those that have no process yet."""
-        return {name: (place.node, log_path(place)) for name, place in self._places().items()}
+    def logs(self) -> list[operator_pb2.Log]:
+        """The logs of gateways and workers; NAME@PID is that of a process that has ended."""
+        return [
+            operator_pb2.Log(name=name, node=place.node, path=log_path(place)) for name, place in self._logged().items()
+        ]
 
-    def read_log(self, name: str, path: str, offset: int) -> LogPart:
-        """The part of the log of the gateway or a worker at ``offset``, or its first part if the log is not at ``path``
-        (any more). LaunchError if there is none."""
-        place = self._places().get(name)
+    def read_log(self, name: str, path: str, offset: int) -> operator_pb2.ReadLogResponse:
+        """The part of a log at ``offset``, or its first part if the log is not at ``path`` (any more). LaunchError if
+        there is none."""
+        place = self._logged().get(name)
         if place is None:
             raise LaunchError(f"{name} has no log: it does not exist, or has no process yet")
         return read_log(place, path, offset)
 
     def _places(self) -> dict[str, ProcessPlace]:
-        """The processes of gateway and workers, without those that have none yet; empty while Ray does not answer."""
+        """The processes of gateways and workers, without those that have none yet; empty while Ray does not answer."""
         if not self._gateways or self._session.trouble():
             return {}
         located = {name: locate(actor) for name, actor in self._actors().items()}
-        return {name: place for name, place in located.items() if place is not None}
+        places = {name: place for name, place in located.items() if place is not None}
+        self._seen.update({place: name for name, place in places.items()})
+        return places
+
+    def _logged(self) -> dict[str, ProcessPlace]:
+        """`_places`, and as NAME@PID the last processes that have ended, on nodes that are still there."""
+        places = self._places()
+        if not places:
+            return {}
+        nodes = {node.node_id for node in self._session.nodes()}
+        ended = [(place, name) for place, name in self._seen.copy().items() if place not in places.values()]
+        return places | {f"{name}@{place.pid}": place for place, name in ended[-KEPT_LOGS:] if place.node_id in nodes}
 
     def _actors(self) -> dict[str, Any]:
         members = self._members.all if self._members else ()
@@ -291,7 +298,9 @@ class Service:
         if self._cancelled.is_set():
             raise StartCancelled("the service was asked to stop while it was starting")
 
-    def _scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool) -> Scaled:
+    def _scale(
+        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool
+    ) -> operator_pb2.Scaled:
         members = self._members
         if members is None:
             raise LaunchError("the service is not running")
@@ -306,7 +315,7 @@ class Service:
             report(f"{_names(leaving)}: finishing requests")
             names = [member.worker_id for member in leaving]
             # None may dismiss a worker while another one still uses it.
-            self._have_gateways("retire", drain_s + STOP_TIMEOUT_S, names, drain_s)
+            self._have_gateways("directory.retire", drain_s + STOP_TIMEOUT_S, names, drain_s)
             self._have_gateways("dismiss", STOP_TIMEOUT_S, names)
             members.remove(leaving)
             for member in leaving:
@@ -335,7 +344,12 @@ class Service:
                 members.remove(added)
                 raise
         self._send_members()
-        return Scaled([member.worker_id for member in waiting], {member.worker_id: member.role for member in flipped})
+        return operator_pb2.Scaled(
+            prefill=len(members.of(Role.PREFILL)),
+            decode=len(members.of(Role.DECODE)),
+            waiting=[member.worker_id for member in waiting],
+            flipped={member.worker_id: member.role for member in flipped},
+        )
 
     def _flip(self, members: Members, wanted: Mapping[Role, int], report: Report) -> list[Member]:
         """Where one role is to shrink and the other to grow, give workers the other role. Returns when all gateways
@@ -357,7 +371,7 @@ class Service:
             report(f"{member.worker_id} becomes a {taking} worker")
         self._send_members()
         names = [member.worker_id for member in flipped]
-        answers = self._have_gateways("wait_roles", FLIP_TIMEOUT_S + STOP_TIMEOUT_S, names, FLIP_TIMEOUT_S)
+        answers = self._have_gateways("directory.wait_roles", FLIP_TIMEOUT_S + STOP_TIMEOUT_S, names, FLIP_TIMEOUT_S)
         for name in sorted({name for late in answers for name in late}):
             report(f"{name} takes its role as soon as it is there")
         return flipped
@@ -371,10 +385,11 @@ class Service:
             return {}
 
     def _ask(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
-        """Call ``method`` of all gateways at once. Returns an answer for each, or the RayError instead of one."""
+        """Call the ``method`` (see `GatewayActor.call`) of all gateways at once. Returns an answer for each, or the
+        RayError instead of one."""
         if not self._gateways or not self._session.is_alive():
             return []
-        asked = [getattr(gateway, method).remote(*arguments) for gateway in self._gateways]
+        asked = [gateway.call.remote(method, timeout_s, *arguments) for gateway in self._gateways]
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
         answers: list[Any] = []
         for answer in asked:
@@ -433,13 +448,11 @@ class Service:
         self._start_gateways(config, registries)
         timeout_s = cluster.start_timeout_s
         self._await_placed(members, added, timeout_s)
-        for started in [each.wait.remote() for each in self._gateways]:
-            self._await_gateway(started, timeout_s)
+        self._await_gateways(timeout_s)
         self._report(f"{gateways} listen{'' if count > 1 else 's'} ({_since(began_s)})")
         self._take_notes(members.wait_ready(added, timeout_s, self._report, self._check))
         ready_s = time.monotonic()
-        for serving in [each.wait.remote(timeout_s) for each in self._gateways]:
-            self._await_gateway(serving, timeout_s)
+        self._await_gateways(timeout_s, timeout_s)
         self._report(f"connected ({_since(ready_s)})")
         with contextlib.suppress(LaunchError):  # a gateway that is slow to answer serves all the same
             self._tell(self.status().notes)  # of what the workers have reported
@@ -485,15 +498,21 @@ class Service:
             self._waiting = what
             self._report(what)
 
-    def _await_gateway(self, answer: Any, timeout_s: float) -> None:
+    def _await_gateways(self, timeout_s: float, *serving_s: float) -> None:
+        """Wait for all gateways; see `GatewayActor.wait`."""
         deadline_s = time.monotonic() + timeout_s + STOP_TIMEOUT_S
-        while not ray.wait([answer], timeout=CHECK_EVERY_S)[0]:
+
+        def waiting(numbers: list[int]) -> None:
             self._check()
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"the gateway did not answer within {timeout_s:.0f} s")
-        result = ray.get(answer)
-        if "error" in result:
-            raise from_wire(*result["error"])
+
+        asked = {gateway.wait.remote(*serving_s): number for number, gateway in enumerate(self._gateways)}
+        for _, answer in answers(asked, waiting):
+            if isinstance(answer, Exception):
+                raise answer
+            if "error" in answer:
+                raise from_wire(*answer["error"])
 
     def _await_nodes(self) -> tuple[list[Node], str, dict[Role, Bundle]]:
         """The nodes, the device, and the workers' bundles. Waits for missing nodes of a Ray that was joined, because
@@ -532,7 +551,7 @@ class Service:
         notes = list(dict.fromkeys(text for texts in self._notes.values() for text in texts))
         roles = {member.worker_id: member.role for member in members}
         for gateway in self._gateways:
-            gateway.expect.remote(roles, notes, version, self._scaling)
+            gateway.call.remote("expect", 0.0, roles, notes, version, self._scaling)
 
 
 def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:

@@ -50,14 +50,11 @@ RESTART_VARIABLE = "PDSERVE_RESTART"
 class Restart:
     """Passed from a supervisor to its successor over exec. A process that has lost its Ray cannot start another one,
     because Ray's library may end the process at any call. The supervisor therefore replaces itself, and keeps its
-    process id and port.
+    process id and port."""
 
-    ``port`` is the port to reuse (None: this is the first start), ``count`` the number of recent losses of Ray,
-    ``last_s`` the time of the last one in seconds since 1970."""
-
-    port: int | None = None
-    count: int = 0
-    last_s: float = 0.0
+    port: int | None = None  # to reuse; None: this is the first start
+    count: int = 0  # recent losses of Ray
+    last_s: float = 0.0  # the last one, in seconds since 1970
 
     @classmethod
     def from_environment(cls) -> Restart:
@@ -214,8 +211,6 @@ class _Supervisor:
     def _serve(self) -> LaunchError | None:
         """Wait for the shutdown, or return the error if Ray is lost. Calls into Ray may hang, until Ray's library ends
         this process after a minute. So they run on a thread of their own, and another one checks that Ray is there."""
-        from ops.launch.service import RayLost
-
         lost: list[LaunchError] = []
         ending = threading.Event()
 
@@ -223,7 +218,7 @@ class _Supervisor:
             while not ending.is_set():
                 try:
                     self._service.check_ray()
-                except RayLost as error:
+                except LaunchError as error:
                     lost.append(error)
                     return
                 ending.wait(TEND_EVERY_S)

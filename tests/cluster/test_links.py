@@ -29,8 +29,8 @@ NOISE_MS = 3.0
 CHUNK_TOKENS, LAYER_GROUPS, MAX_INFLIGHT_BYTES = 512, 8, 16 * 2**20
 LAYOUT = KVLayout.uniform("", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)
 OPTIONS = (
-    "--address auto --model dummy:135m --dtype bfloat16 --prefill 1 --decode 1 --placement strict_spread --device cpu "
-    f"{REACHABLE}"
+    "--address auto --model dummy:135m --set model.dtype=bfloat16 --prefill 1 --decode 1 --placement strict_spread "
+    f"--device cpu {REACHABLE}"
 )
 
 

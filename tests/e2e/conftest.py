@@ -74,7 +74,17 @@ def service(cli: Cli) -> Iterator[RunningService]:
     config.write_text(
         "gateway: {host: 127.0.0.1}\nengine: {block_size: 16, num_blocks: 256, max_num_batched_tokens: 256}\n"
     )
-    arguments = ("--model", "tiny", "--dtype", "float32", "--prefill", "2", "--decode", "2", "--oversubscribe")
+    arguments = (
+        "--model",
+        "tiny",
+        "--set",
+        "model.dtype=float32",
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--oversubscribe",
+    )
     up = cli.run("up", "-c", str(config), *arguments, "--port", str(port), "--detach")
     assert up.returncode == 0, up.stderr
     state_file = Path(cli.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json"

@@ -46,7 +46,7 @@ def processes(operator: str) -> dict[str, tuple[int, int]]:
 def test_a_service_beside_busy_loops(cli: Cli) -> None:
     port = free_port()
     # In bfloat16, logits that are nearly equal may change their order with the size of the batch.
-    up = cli.run("up", "--model", "tiny", "--dtype", "float32", "--port", str(port), "--detach")
+    up = cli.run("up", "--model", "tiny", "--set", "model.dtype=float32", "--port", str(port), "--detach")
     assert up.returncode == 0, up.stderr
     target = f"127.0.0.1:{port}"
     try:

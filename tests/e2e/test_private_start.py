@@ -83,7 +83,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         return done.stderr
 
     before = entries()
-    said = run("up", "--port", target.rpartition(":")[2], "--http-port", str(http_port), "--oversubscribe", "--detach")
+    said = run(
+        "up",
+        "--port",
+        target.rpartition(":")[2],
+        "--set",
+        f"gateway.http_port={http_port}",
+        "--oversubscribe",
+        "--detach",
+    )
     (note,) = (home / ".local" / "state" / "pdserve").glob("*.json")
     state = ServiceState.load(note)
     try:

@@ -67,7 +67,17 @@ async def test_workers_follow_the_load_and_nothing_is_lost(cli: Cli, tmp_path: P
     port, http_port = free_port(), free_port()
     config = tmp_path / "pdserve.yaml"
     config.write_text(f"gateway: {{http_port: {http_port}}}\n{CONFIG}")
-    arguments = ("--model", "tiny", "--dtype", "float32", "--prefill", "1", "--decode", "2", "--oversubscribe")
+    arguments = (
+        "--model",
+        "tiny",
+        "--set",
+        "model.dtype=float32",
+        "--prefill",
+        "1",
+        "--decode",
+        "2",
+        "--oversubscribe",
+    )
     up = await asyncio.to_thread(cli.run, "up", "-c", str(config), *arguments, "--port", str(port), "--detach")
     assert up.returncode == 0, up.stderr
     target = f"127.0.0.1:{port}"

@@ -66,7 +66,14 @@ def test_list_and_logs_say_where_everything_is(service: RunningService) -> None:
     assert listed["ray"].startswith("its own, ")
     found = json.loads(service.cli.run("logs", "--target", service.target, "--json").stdout)["logs"]
     paths = {log["name"]: Path(log["path"]) for log in found}
-    assert set(paths) == {"supervisor", "gateway", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert {name for name in paths if "@" not in name} == {
+        "supervisor",
+        "gateway",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+    }
     assert all(path.is_file() for path in paths.values())
     with Client(service.operator) as operator:
         pids = {worker.worker_id: worker.pid for worker in operator.status().workers}
@@ -167,6 +174,11 @@ def test_a_killed_engine_or_worker_is_started_again_and_costs_no_request(
             assert time.monotonic() < deadline_s, now
             time.sleep(0.2)
         assert (now.pid == victim.pid) == (which == "engine")
+        assert (now.engine_restarts, now.worker_restarts) == ((1, 0) if which == "engine" else (0, 1))
+    if which == "worker":
+        before = service.cli.run("logs", f"{of}", "--target", service.target)
+        assert (before.returncode, bool(before.stdout)) == (0, True), before.stderr
+        assert f"{of} " in service.cli.run("logs", "--port", str(service.port)).stdout
     wait_all_free(service.target)
 
 
@@ -198,8 +210,9 @@ def test_down_leaves_nothing(service: RunningService) -> None:
     ray_folders = {
         Path(f.path).parts[2] for p in family if p.is_running() for f in open_files(p) if "/pdserve-ray-" in f.path
     }
-    answer = service.cli.run("down", "--target", service.target)
+    answer = service.cli.run("down", "--port", str(service.port))
     assert answer.returncode == 0, answer.stderr
+    assert f"tiny on 2P2D at {service.target} is down" in answer.stderr
     assert json.loads(service.cli.run("list", "--json").stdout) == {"services": []}
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not [folder for folder in ray_folders if Path("/tmp", folder).exists()]

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from checkpoints.source import resolve_model
 from kv_transfer.handshake import LinkFigures
 from ops.doctor.checks import (
     check_access,
     check_clocks,
+    check_context,
     check_cores,
     check_devices,
     check_dtype,
@@ -30,8 +32,9 @@ from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_report import Device, NodeReport
 from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, Level, Meeting, Seat, fail
 from ops.launch.plan import Node
-from ops.model_memory import MemoryNeed
+from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
+from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role
 from runtime.dtypes import NativeDtypes, choose_dtype
 from worker.addresses import Interface
@@ -56,7 +59,8 @@ REPORT = NodeReport(
     allowed_cores=(0, 1),
     held_cores=(),
 )
-NEED = MemoryNeed(weight_bytes=2 * GB, pool_bytes=GB, activation_bytes=0)
+LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=64, num_layers=5, num_kv_heads=2, head_dim=32)
+NEED = ServedModel(LAYOUT, 2048, weight_bytes=2 * GB, pool_bytes=GB, activation_bytes=0)
 
 
 def seat(worker_id: str, ip: str, gpus: float = 0.0) -> Seat:
@@ -87,13 +91,13 @@ def levels(findings: Sequence[Finding]) -> list[Level]:
     [
         ({}, None),
         ({"python": "3.11.2"}, None),
-        ({"python": "3.12.0"}, Level.FAIL),
-        ({"ray": "2.61.0"}, Level.FAIL),
-        ({"pdserve": "1.1"}, Level.FAIL),
-        ({"source": "t"}, Level.FAIL),
+        ({"python": "3.12.0"}, "fail"),
+        ({"ray": "2.61.0"}, "fail"),
+        ({"pdserve": "1.1"}, "fail"),
+        ({"source": "t"}, "fail"),
         ({"torch": "2.13.0+cu128"}, None),
-        ({"torch": "2.12.0+cpu"}, Level.WARN),
-        ({"torch_error": "libcudart is missing"}, Level.FAIL),
+        ({"torch": "2.12.0+cpu"}, "warn"),
+        ({"torch_error": "libcudart is missing"}, "fail"),
     ],
 )
 def test_versions(change: dict[str, Any], level: Level | None) -> None:
@@ -113,7 +117,7 @@ def test_a_model_missing_on_the_gateways_host_is_found_once() -> None:
 
 def test_a_model_of_the_hub_that_a_host_would_download_is_a_warning() -> None:
     there = node(replace(REPORT, model_hash="", model_error="not in this host's cache"), "10.0.0.3")
-    for path, level in ((f"org/model@{'0' * 40}", Level.WARN), ("/models/model", Level.FAIL)):
+    for path, level in ((f"org/model@{'0' * 40}", "warn"), ("/models/model", "fail")):
         (finding,) = check_models(REPORT, "10.0.0.2", [node(REPORT), there], path)
         assert (finding.where, finding.level) == ("10.0.0.3", level)
 
@@ -130,7 +134,7 @@ def test_cores_that_another_service_has_claimed(workers: int, width: int, found:
     held = CoreHolder(1, 123, os.getuid(), 50_052, "", "prefill-0")
     nodes = [node(replace(REPORT, held_cores=(held, replace(held, core=7))), workers=workers)]
     findings = list(check_cores(nodes, "cpu", width, 0, oversubscribed=False))
-    assert levels(findings) == ([Level.WARN] if found else [])
+    assert levels(findings) == (["warn"] if found else [])
     assert not found or "core 1: prefill-0 of the service on port 50052 (process 123)" in findings[0].what
     assert not list(check_cores(nodes, "cpu", width, 50_052, oversubscribed=False)), "its own cores are its own"
     assert not list(check_cores(nodes, "cpu", width, 0, oversubscribed=True))
@@ -141,7 +145,7 @@ def test_cores_that_another_service_has_claimed(workers: int, width: int, found:
 def test_a_dtype_that_a_node_emulates(asked: str) -> None:
     places = {"10.0.0.1": REPORT.native["cpu"], "10.0.0.2": (NativeDtypes("a CPU without", ("float32",)),)}
     findings = list(check_dtype(asked, choose_dtype(asked, "bfloat16", places)))
-    assert levels(findings) == ([] if asked == "float32" else [Level.WARN])
+    assert levels(findings) == ([] if asked == "float32" else ["warn"])
     assert all("10.0.0.2 (a CPU without)" in finding.what and finding.remedy for finding in findings)
 
 
@@ -157,18 +161,40 @@ def test_devices() -> None:
 def test_workers_of_a_node_add_up() -> None:
     assert not [*check_memory([node(workers=2)], NEED, "cpu", 0)]
     (tight,) = check_memory([node(replace(REPORT, memory_bytes=6_500_000_000), workers=2)], NEED, "cpu", 0)
-    assert tight.level is Level.WARN
+    assert tight.level == "warn"
     (fails,) = check_memory([node(workers=4)], NEED, "cpu", 0)
-    assert (fails.level, "4 ×" in fails.what) == (Level.FAIL, True)
+    assert (fails.level, "4 ×" in fails.what) == ("fail", True)
     (beside,) = check_memory([node(workers=4)], NEED, "cpu", 50_051)
-    assert beside.level is Level.OK
+    assert beside.level == "ok"
 
 
 def test_a_gpu_of_its_own_for_each_worker_or_a_share() -> None:
     gpus = replace(REPORT, devices=(Device("x", 4 * GB, 4 * GB),) * 2)
     assert not [*check_memory([node(gpus, workers=2, gpus=2)], NEED, "cuda", 0)]
     (fails,) = check_memory([node(gpus, workers=4, gpus=2)], NEED, "cuda", 0)
-    assert fails.level is Level.FAIL
+    assert fails.level == "fail"
+
+
+def test_a_context_that_the_model_or_the_pool_cannot_hold() -> None:
+    shape = resolve_model("tiny").shape
+
+    def found(need: ServedModel = NEED, device: str = "cpu", **engine: int) -> list[str]:
+        config = PdserveConfig.parse({"engine": engine})
+        gpus = node(replace(REPORT, devices=(Device("x", 3 * GB, 3 * GB),)), gpus=1)
+        return [
+            f"{each.level} {each.check}: {each.what}" for each in check_context(shape, config, need, [gpus], device, 0)
+        ]
+
+    assert found() == []
+    assert found(max_model_len=4096) == [
+        "fail context: engine.max_model_len: 4096 exceeds the model's context of 2048 tokens"
+    ]
+    held = "warn context: a request may have 2048 tokens, and a KV pool holds {}: longer requests are refused"
+    assert found(replace(NEED, pool_bytes=1000 * LAYOUT.token_bytes)) == [held.format(1000)]
+    rest = replace(NEED, pool_bytes=0)
+    assert found(rest, "cuda") == []
+    full = replace(rest, weight_bytes=3 * GB - rest.blank_bytes - 10 * LAYOUT.token_bytes)
+    assert found(full, "cuda") == [held.format(10)]
 
 
 def test_clocks() -> None:
@@ -202,7 +228,7 @@ def test_what_keeps_a_worker_from_listening_is_found_once() -> None:
 
     def failed(report: NodeReport, own_port: int) -> list[str]:
         found = check_endpoints([node(report, endpoints=[ends])], "cpu", own_port)
-        return [finding.check for finding in found if finding.level is Level.FAIL]
+        return [finding.check for finding in found if finding.level == "fail"]
 
     assert failed(REPORT, 0) == list(checks)
     assert failed(replace(REPORT, model_error="no such folder"), 50_051) == ["transport", "interface"]
@@ -238,7 +264,7 @@ def test_every_obstacle_has_a_remedy(obstacle: Obstacle) -> None:
 
 def test_a_gateway_that_others_would_reach_unprotected() -> None:
     (finding,) = check_access(PdserveConfig.parse({"gateway": {"host": "0.0.0.0"}}))
-    assert (finding.level, finding.check) == (Level.FAIL, "access")
+    assert (finding.level, finding.check) == ("fail", "access")
     assert "gateway.host: others can reach 0.0.0.0" in finding.what
     assert not list(check_access(PdserveConfig()))
     assert not list(check_access(PdserveConfig.parse({"gateway": {"host": "0.0.0.0", "insecure": True}})))

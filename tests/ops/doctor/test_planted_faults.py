@@ -53,7 +53,7 @@ def test_a_running_services_ports_are_no_fault() -> None:
             PlantedHost(running=[port]), cluster={"port_base": base}, gateway={"host": FIRST, "port": port}
         )
     assert not report.failed
-    assert {finding.where for finding in found(report, "port", Level.OK)} == {"the gateway", SECOND}
+    assert {finding.where for finding in found(report, "port", "ok")} == {"the gateway", SECOND}
 
 
 def test_a_wrong_interface() -> None:
@@ -80,7 +80,7 @@ def test_another_model(tmp_path: Path) -> None:
     assert troubles(report) == ["model", "reach"]
     assert found(report, "model")[0].where == SECOND
     assert report.pairs[0].meeting.obstacle == "layout"
-    assert [each.where for each in found(report, "tokenizer", Level.WARN)] == ["the gateway"]
+    assert [each.where for each in found(report, "tokenizer", "warn")] == ["the gateway"]
 
 
 def test_a_model_that_one_node_does_not_have(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_changed_source_a_shared_address_and_another_clock(tmp_path: Path) -> 
     assert "call itself" in found(report, "interface")[0].what
     if problem is not None:
         pytest.skip(problem)
-    (finding,) = found(report, "clock", Level.WARN)
+    (finding,) = found(report, "clock", "warn")
     assert "time namespace" in finding.what
     clock = report.nodes[1].clock
     assert clock is not None
@@ -210,9 +210,9 @@ def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "level", "said"),
     [
-        (None, Level.WARN, "has no tokenizer.json: prompts must be token ids"),
-        ("version https://git-lfs.github.com/spec/v1\n", Level.FAIL, "tokenizer.json: is a Git LFS pointer"),
-        ("{}", Level.FAIL, "tokenizer.json: not a readable tokenizer"),
+        (None, "warn", "has no tokenizer.json: prompts must be token ids"),
+        ("version https://git-lfs.github.com/spec/v1\n", "fail", "tokenizer.json: is a Git LFS pointer"),
+        ("{}", "fail", "tokenizer.json: not a readable tokenizer"),
     ],
 )
 def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level, said: str, tmp_path: Path) -> None:
@@ -230,10 +230,10 @@ def test_nodes_that_emulate_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's own limit makes the probes' hosts such ones. Layouts are those of the dtype that `up` would take."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     report = examine(PlantedHost())
-    (finding,) = found(report, "dtype", Level.WARN)
+    (finding,) = found(report, "dtype", "warn")
     assert f"auto converts the bfloat16 weights to float32: bfloat16 is emulated on {FIRST} (a CPU " in finding.what
     assert not troubles(report)
     assert report.need is not None
     assert report.need.weight_bytes == 4 * resolve_model("tiny").shape.num_parameters
-    (finding,) = found(examine(PlantedHost(), model={"dtype": "bfloat16"}), "dtype", Level.WARN)
+    (finding,) = found(examine(PlantedHost(), model={"dtype": "bfloat16"}), "dtype", "warn")
     assert "expect prompts to take several times as long" in finding.what
