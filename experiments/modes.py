@@ -31,7 +31,7 @@ from experiments.statistics import abba, difference_interval, mean_interval, per
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import Workload
-from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
+from ops.doctor.handoff_prediction import HandoffPart, LinkRate, Overlap, handoff_parts, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
@@ -331,12 +331,12 @@ class LinkModel:
             prefill_ms,
         )
 
-    def _plan(self, overlap: Overlap, tokens: int) -> HandoffPlan:
+    def _parts(self, overlap: Overlap, tokens: int) -> tuple[HandoffPart, ...]:
         shape = self.layout
         layout = KVLayout.uniform(
             "", shape["dtype"], self.block_size, shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
         )
-        return HandoffPlan(layout, tokens, self.chunk_tokens, overlap, self.layer_groups)
+        return handoff_parts(layout, tokens, self.chunk_tokens, overlap, self.layer_groups)
 
     def exposed_ms(
         self,
@@ -351,17 +351,17 @@ class LinkModel:
         ``prefill_ms`` are those of another prompt.
 
         Nothing is sent before decode's announcement has come, half a round trip after both workers began."""
-        plan = self._plan(overlap, self.prompt_tokens if tokens is None else tokens)
+        whole = self._parts(overlap, self.prompt_tokens if tokens is None else tokens)
         link = LinkRate(gbs, rtt_ms / 1e3, self.max_inflight_bytes)
         prefill_ms = self.prefill_ms if prefill_ms is None else prefill_ms
         announced = rtt_ms / 2 / prefill_ms if prefill_ms > 0 else 0.0
-        parts = [HandoffPart(max(part.ready, announced), part.num_bytes) for part in plan.parts()]
+        parts = [HandoffPart(max(part.ready, announced), part.num_bytes) for part in whole]
         return 1e3 * predict(parts, link, prefill_ms / 1e3).exposed_s
 
     @property
     def phi_gbs(self) -> float:
         """Φ, in 10^9 bytes per second."""
-        return hiding_gbs(self._plan("none", self.prompt_tokens).parts(), self.prefill_ms / 1e3)
+        return hiding_gbs(self._parts("none", self.prompt_tokens), self.prefill_ms / 1e3)
 
     def rate_of(self, overlap: Overlap, exposed_ms: float, fixed_ms: float) -> float | None:
         """The rate at which so much is exposed, in 10^9 bits per second; None if no rate is fast enough."""

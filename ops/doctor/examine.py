@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoints.source import ModelSource, resolve_model
 from ops.doctor import checks
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, hidden_tokens_per_s, predict
+from ops.doctor.handoff_prediction import LinkRate, handoff_parts, hidden_tokens_per_s, predict
 from ops.doctor.network import REMEDIES, Obstacle, dial
 from ops.doctor.node_report import NodeReport, report_versions
 from ops.doctor.probes import Site, local_site
@@ -270,7 +270,7 @@ class Examination:
             if figures is not None and figures.gbs and model is not None:
                 link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
                 predictions = {
-                    tokens: predict(HandoffPlan(model.layout, tokens, tokens, "none", 0).parts(), link, 0.0)
+                    tokens: predict(handoff_parts(model.layout, tokens, tokens, "none", 0), link, 0.0)
                     for tokens in sorted(
                         {min(tokens, model.context, model.pool_tokens() or tokens) for tokens in PROMPTS}
                     )

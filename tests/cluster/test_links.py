@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, predict
+from ops.doctor.handoff_prediction import LinkRate, Overlap, handoff_parts, predict
 from pdserve import Client
 from pdserve.client.generation import Generation
 from pdserve.core.kv_layout import KVLayout
@@ -108,8 +108,8 @@ def measure(cluster: RayCluster, options: str, mbit: int, overlap: Overlap) -> R
         results = [ask(client, draw) for _ in range(REQUESTS)]
     stages = [result.to_dict()["breakdown_ms"]["ttft_decode"] for result in results]
     prefill_ms = statistics.median(stage["prefill"] for stage in stages)
-    plan = HandoffPlan(LAYOUT, PROMPT_TOKENS, CHUNK_TOKENS, overlap, LAYER_GROUPS)
-    predicted = predict(plan.parts(), link, prefill_ms / 1e3)
+    parts = handoff_parts(LAYOUT, PROMPT_TOKENS, CHUNK_TOKENS, overlap, LAYER_GROUPS)
+    predicted = predict(parts, link, prefill_ms / 1e3)
     exposed_ms = statistics.median(stage["kv_exposed"] for stage in stages)
     return Row(mbit, overlap, prefill_ms, exposed_ms, predicted.exposed_s * 1e3)
 

@@ -116,6 +116,21 @@ def test_help_wraps_once_and_has_panels(
     assert not early, "lines that end before the terminal's width does"
 
 
+def test_the_options_of_up_fit_a_screen_and_set_reaches_every_key(
+    pdserve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(pdserve("up", "--help").out.strip().splitlines()) < 24
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for pair, message in (
+        ("engine.max_model_len=4096", "error: engine.max_model_len: 4096 exceeds the model's context of 2048 tokens"),
+        ("engine.blocks=1", "error: engine.blocks: unknown key"),
+        ("engine", "error: --set: 'engine' is not KEY=VALUE"),
+    ):
+        ran = pdserve("up", "--set", pair, "--port", "0")
+        assert (ran.code, ran.err.splitlines()[-1][: len(message)]) == (2, message)
+
+
 def test_list_keeps_model_and_state_on_a_narrow_terminal(
     pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +264,7 @@ def test_no_service_and_unknown_options(pdserve: Any) -> None:
         target = free_target()
         ran = pdserve(*command, "--target", target)
         assert ran.code == 1
-        assert ran.err.startswith(f"error: nothing answers at {target}: ")
+        assert ran.err.startswith(f"error: nothing answers at {target} (Connection refused): start the service")
     assert pdserve("generate", "x", "--nope").code == 2
     assert pdserve("nonsense").code == 2
 

@@ -136,7 +136,7 @@ def test_several_faults_at_once(tmp_path: Path) -> None:
     (version,) = found(report, "version")
     assert (version.where, "0.0.1" in version.what) == (SECOND, True)
     gateway, worker = sorted(found(report, "port"), key=lambda finding: "decode-0" in finding.where)
-    assert "--port" in gateway.remedy
+    assert "gateway.port" in gateway.remedy
     assert f"{SECOND}, port {base + 6}" in worker.what
     assert f"process {os.getpid()} " in worker.what  # who holds it
     assert "cluster.port_base" in worker.remedy
