@@ -83,7 +83,7 @@ class Service:
         self._report, self._note = report, note
         self._notes: dict[str, list[str]] = {}  # by worker id; notes on the whole service are under the service's id
         self._told = set(prepared.notes)
-        self._session = RaySession(self.config.cluster.address, prepared.head)
+        self.session = RaySession(self.config.cluster.address, prepared.head)
         self._members: Members | None = None
         self._gateways: list[Any] = []
         self._id = uuid.uuid4().hex
@@ -99,19 +99,9 @@ class Service:
         self._seen: dict[ProcessPlace, str] = {}  # the processes of gateways and workers so far, by name
 
     @property
-    def owns_ray(self) -> bool:
-        """Whether the service starts its own Ray."""
-        return self._session.owned
-
-    @property
     def port(self) -> int:
         """The port of the first gateway."""
         return self.config.gateway.port
-
-    @property
-    def ray_address(self) -> str:
-        """The address of the service's Ray, once it is running."""
-        return self._session.address
 
     @property
     def counts(self) -> dict[Role, int]:
@@ -129,7 +119,7 @@ class Service:
         with self._changing:
             try:
                 self._check()
-                self._session.start(check=self._check, report=self._report)
+                self.session.start(check=self._check, report=self._report)
                 self._start_processes()
                 self._check()
             except ray.exceptions.RayError as error:
@@ -179,8 +169,8 @@ class Service:
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
         """End workers, gateway, placement groups, and a Ray of our own. Gateway and workers are asked to stop, and
         killed after ``patience_s`` each (0, or after a failure of Ray: at once)."""
-        patience_s = 0.0 if self._session.trouble() else patience_s
-        if ray.is_initialized() and self._session.is_alive():
+        patience_s = 0.0 if self.session.trouble() else patience_s
+        if ray.is_initialized() and self.session.is_alive():
             gateways, self._gateways = self._gateways, []
             with contextlib.suppress(ray.exceptions.RayError):
                 if gateways and patience_s > 0:
@@ -192,7 +182,7 @@ class Service:
             if self._members is not None:
                 self._members.remove(self._members.all, patience_s)
         self._gateways, self._members = [], None
-        self._session.stop()
+        self.session.stop()
         clear_leftovers("", self._processes)  # a Ray that was joined does not wait for them
 
     def scale(
@@ -231,7 +221,7 @@ class Service:
     def check_ray(self) -> None:
         """LaunchError if Ray's control service or this node's raylet is gone. Calls nothing of Ray, which may hang
         then."""
-        trouble = self._session.trouble()
+        trouble = self.session.trouble()
         self._missed = self._missed + 1 if trouble else 0
         if self._missed >= MISSED_CHECKS:
             raise LaunchError(f"{trouble}: the service cannot go on without it")
@@ -246,7 +236,7 @@ class Service:
     def processes(self) -> tuple[ProcessId, ...]:
         """Gateway, workers, and engines on this host of a service that joined a Ray, where nothing else identifies
         them. While Ray does not answer, the last known ones."""
-        if self.owns_ray or not self._gateways or self._session.trouble():
+        if self.session.owned or not self._gateways or self.session.trouble():
             return self._processes
         found = []
         for place in self._places().values():
@@ -273,7 +263,7 @@ class Service:
 
     def _places(self) -> dict[str, ProcessPlace]:
         """The processes of gateways and workers, without those that have none yet; empty while Ray does not answer."""
-        if not self._gateways or self._session.trouble():
+        if not self._gateways or self.session.trouble():
             return {}
         located = {name: locate(actor) for name, actor in self._actors().items()}
         places = {name: place for name, place in located.items() if place is not None}
@@ -285,7 +275,7 @@ class Service:
         places = self._places()
         if not places:
             return {}
-        nodes = {node.node_id for node in self._session.nodes()}
+        nodes = {node.node_id for node in self.session.nodes()}
         ended = [(place, name) for place, name in self._seen.copy().items() if place not in places.values()]
         return places | {f"{name}@{place.pid}": place for place, name in ended[-KEPT_LOGS:] if place.node_id in nodes}
 
@@ -322,11 +312,11 @@ class Service:
                 self._notes.pop(member.worker_id, None)
         waiting: list[Member] = []
         if coming:
-            self._fetch_model(hosts_of(self._session.nodes(), members.bundles), report)
-            added = members.add(coming, self._session.nodes(), share=oversubscribe)
+            self._fetch_model(hosts_of(self.session.nodes(), members.bundles), report)
+            added = members.add(coming, self.session.nodes(), share=oversubscribe)
             try:
                 waiting = members.unplaced(added, PLACE_TIMEOUT_S)
-                if waiting and self.owns_ray:
+                if waiting and self.session.owned:
                     hint = (
                         "a GPU's memory is divided when the service starts, so restart it with that many workers"
                         if members.device == "cuda" or oversubscribe
@@ -387,7 +377,7 @@ class Service:
     def _ask(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
         """Call the ``method`` (see `GatewayActor.call`) of all gateways at once. Returns an answer for each, or the
         RayError instead of one."""
-        if not self._gateways or not self._session.is_alive():
+        if not self._gateways or not self.session.is_alive():
             return []
         asked = [gateway.call.remote(method, timeout_s, *arguments) for gateway in self._gateways]
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
@@ -411,15 +401,15 @@ class Service:
     def _start_processes(self) -> None:
         """Start workers and gateways side by side, and wait until they serve."""
         cluster, gateway, host = self.config.cluster, self.config.gateway, "127.0.0.1"
-        if not self.owns_ray:
+        if not self.session.owned:
             host = ray.util.get_node_ip_address()
         nodes, device, bundles = self._await_nodes()
         self._fetch_model(hosts_of(nodes, bundles), self._report, self._check)
         shape = self._source.shape
-        choice = service_dtype(self.config, shape.dtype, device, hosts_of(nodes, bundles), self._session.owned)
+        choice = service_dtype(self.config, shape.dtype, device, hosts_of(nodes, bundles), self.session.owned)
         notes = [choice.note] if choice.note else []
-        if not self.owns_ray and self._session.is_open():
-            notes.append(f"Ray at {self.ray_address} {OPEN_RAY}")
+        if not self.session.owned and self.session.is_open():
+            notes.append(f"Ray at {self.session.address} {OPEN_RAY}")
         self._take_notes({self._id: notes})
         model_config = self.config.model.model_copy(update={"dtype": choice.dtype})
         config = self.config.model_copy(update={"model": model_config})
@@ -434,7 +424,7 @@ class Service:
             service=self._id,
             secret=self._secret,
             port_base=port_base(cluster),
-            host=host if self.owns_ray else "",
+            host=host if self.session.owned else "",
         )
         gateways, ports = ("the gateway", f"port {self.port}")
         if count > 1:
@@ -460,7 +450,7 @@ class Service:
 
     def _fetch_model(self, nodes: Sequence[Node], report: Report, check: Check = lambda: None) -> None:
         """Have the model's files on these nodes before workers start there, whose start has a time limit."""
-        if HubId.of(self._source.path) is not None and not self.owns_ray:  # its own Ray has no other hosts
+        if HubId.of(self._source.path) is not None and not self.session.owned:  # its own Ray has no other hosts
             fetch_model(self._source.path, nodes, report, check)
 
     def _start_gateways(self, config: PdserveConfig, registries: Sequence[str]) -> None:
@@ -490,7 +480,7 @@ class Service:
                     "`ray status` shows what is taken"
                 )
             if waited_s > PLACE_REPORT_S:
-                free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self._session.nodes())
+                free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self.session.nodes())
                 self._report_waiting(f"waiting for room: {wants}; now free: {free}")
 
     def _report_waiting(self, what: str) -> None:
@@ -521,14 +511,14 @@ class Service:
         deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
         while True:
             self._check()
-            nodes = self._session.nodes()
+            nodes = self.session.nodes()
             try:
-                if len(nodes) < (cluster.nodes or 0) and not self.owns_ray:
+                if len(nodes) < (cluster.nodes or 0) and not self.session.owned:
                     raise LaunchError(f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}")
                 device = resolve_device(cluster, nodes)
                 return nodes, device, worker_bundles(cluster, device, nodes)
             except LaunchError as error:
-                if self.owns_ray or time.monotonic() > deadline_s:
+                if self.session.owned or time.monotonic() > deadline_s:
                     raise
                 self._report_waiting(f"waiting for nodes: {error}")
                 time.sleep(NODES_POLL_S)

@@ -67,7 +67,7 @@ class Restart:
         often."""
         now_s = time.time()
         count = self.count + 1 if now_s - self.last_s < RESTART_FORGET_S else 1
-        return Restart(service.port, count, now_s) if service.owns_ray and count <= MAX_RESTARTS else None
+        return Restart(service.port, count, now_s) if service.session.owned and count <= MAX_RESTARTS else None
 
     def execute(self) -> None:
         """Replace this process with a new one that has the same arguments. Does not return."""
@@ -160,7 +160,7 @@ class _Supervisor:
         again: Restart | None = None
         try:
             self._start()
-            self._note(phase="ready", ray_address=self._service.ray_address)
+            self._note(phase="ready", ray_address=self._service.session.address)
             on_ready(self._service.port)
             if (lost := self._serve()) is not None:
                 again = self._restart.after(lost, self._service)
