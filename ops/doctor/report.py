@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import psutil
 
+from checkpoints.source import ModelSource
 from kv_transfer.handshake import LinkFigures
 from ops.doctor.handoff_prediction import HandoffPrediction
 from ops.doctor.network import ClockReading, Obstacle
@@ -238,35 +239,50 @@ class ExaminedPair:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
-    """The whole examination, empty if Ray cannot be joined."""
+    """The examination of the hosts that a service of ``config`` would run on, filled in as it goes on. It stays empty
+    if Ray cannot be joined."""
 
-    model: str
+    config: PdserveConfig  # with the model's path and dtype, once they are known
     device: str
-    address: str
-    transport: str
-    findings: tuple[Finding, ...]
-    services: tuple[int, ...] = ()  # ports of services that were running
-    need: ServedModel | None = None  # with the memory of one worker; None if the model cannot be read
-    nodes: tuple[ExaminedNode, ...] = ()
-    pairs: tuple[ExaminedPair, ...] = ()
+    services: Sequence[int] = ()  # ports of services that were running
+    own_port: int = 0  # the public port of the examined service, if it is running
+    gateway_node: str = ""  # the id of the gateway's node
+    here: NodeReport | None = None  # see `gateway_host`
+    source: ModelSource | None = None  # None if the model cannot be read; so with ``need``
+    need: ServedModel | None = None  # with the memory of one worker
+    nodes: list[ExaminedNode] = field(default_factory=list)
+    pairs: list[ExaminedPair] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def gateway_host(self) -> NodeReport:
+        """The report of the host that the gateway would run on."""
+        assert self.here is not None, "read before the checks"
+        return self.here
 
     @property
     def failed(self) -> bool:
         """Whether a service would not start or not serve."""
         return any(finding.level == "fail" for finding in self.findings)
 
+    def set_model(self, **changes: str) -> None:
+        """Note what was found out of the model."""
+        model = self.config.model.model_copy(update=changes)
+        self.config = self.config.model_copy(update={"model": model})
+
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""
+        need = self.need
         return {
             "ok": not self.failed,
-            "model": self.model,
+            "model": self.config.model.path,
             "device": self.device,
-            "address": self.address,
-            "transport": self.transport,
+            "address": self.config.cluster.address,
+            "transport": self.config.transfer.transport,
             "services": list(self.services),
-            "need_bytes": None if self.need is None else {name: getattr(self.need, name) for name in _NEED},
+            "need_bytes": None if need is None else {name: getattr(need, name) for name in _NEED},
             "nodes": [node.to_dict() for node in self.nodes],
             "pairs": [pair.to_dict() for pair in self.pairs],
             "findings": [asdict(finding) for finding in self.findings],

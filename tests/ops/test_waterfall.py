@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from ops.waterfall import picture
 from ops.waterfall.bars import COLORS, bars, human_bytes, longest, proof, reused
-from ops.waterfall.picture import save_waterfalls
+from ops.waterfall.picture import FORMATS, save_waterfalls
 from ops.waterfall.terminal import overview, waterfall
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Breakdown, Figure
 from tests.ops.made_up import made_up
@@ -114,6 +114,8 @@ def test_the_picture_is_saved_for_one_and_for_several(tmp_path: Path) -> None:
     for path in (one, several):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert several.stat().st_size > one.stat().st_size > 10_000
+    for suffix in FORMATS:
+        assert save_waterfalls([made_up()], tmp_path / f"one{suffix}").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("prefill_ms", [7.0, 700.0])
