@@ -34,21 +34,20 @@ def logs(
     """Print the log of one part of the service, on the host it was started on. Without a name, list the logs and their
     paths, also those of processes that have ended."""
     from ops.launch.logs import read_part
-    from ops.launch.operator import SUPERVISOR, OperatorClient, supervisor_log
+    from ops.launch.operator import SUPERVISOR, list_logs, read_log_of, supervisor_log
     from ops.launch.state import ServiceState, port_of
     from pdserve.core.errors import InvalidRequest
 
     state = ServiceState.read(port_of(target))
-    operator = OperatorClient(state.socket)
     if not name:
-        _show(operator.logs() if state.process() else [supervisor_log(state.log)], as_json)
+        _show(list_logs(state.socket) if state.process() else [supervisor_log(state.log)], as_json)
         return
     if name == SUPERVISOR:
         if not state.log:
             raise InvalidRequest("the supervisor logs to the terminal it was started in; it has no file")
         _print(lambda _, offset: read_part(state.log, offset), follow, lines)
     else:
-        _print(lambda path, offset: operator.read_log(name, path, offset), follow, lines)
+        _print(lambda path, offset: read_log_of(state.socket, name, path, offset), follow, lines)
 
 
 def _show(found: Sequence[pb.Log], as_json: bool) -> None:

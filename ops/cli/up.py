@@ -132,7 +132,7 @@ def scale(
     grows, workers take the other role instead, at once and with the requests that they have. If no device slot is free,
     new workers wait for a node, which Ray is asked for. On a Ray that the service started itself this is an error,
     unless workers may share slots."""
-    from ops.launch.operator import OperatorClient
+    from ops.launch.operator import request_scale
     from ops.launch.state import ServiceState, port_of
     from pdserve.core.errors import LaunchError
     from pdserve.pb import operator_pb2 as pb
@@ -144,7 +144,7 @@ def scale(
     request = pb.ScaleRequest(prefill=prefill, decode=decode, drain_s=drain, oversubscribe=oversubscribe)
     timeout_s = drain + state.start_timeout_s + MARGIN_S
     with progress(console, "scaling") as report:
-        scaled = OperatorClient(state.socket).scale(request, timeout_s, report)
+        scaled = request_scale(state.socket, request, timeout_s, report)
     console.print(f"[green]scaled[/]: {scaled.prefill}P{scaled.decode}D at {','.join(state.targets)}")
     for worker_id, role in sorted(scaled.flipped.items()):
         console.print(f"{worker_id} is a {role} worker now")

@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from ops.launch.leftovers import GRACE_S, end_processes, wait_ended
-from ops.launch.operator import OperatorClient
+from ops.launch.operator import request_stop
 from ops.launch.shutdown import DRAIN_S
 from ops.launch.state import ServiceState, clear_dead_services, private, writable_state
 from pdserve.core.config import PdserveConfig
@@ -91,7 +91,7 @@ def stop_detached(
 
     def stop(supervisor: psutil.Process) -> None:
         try:
-            OperatorClient(state.socket).stop(drain_s, drain_s + STOP_TIMEOUT_S, report)
+            request_stop(state.socket, drain_s, drain_s + STOP_TIMEOUT_S, report)
         except LaunchError:  # it is ending already, or does not answer
             supervisor.terminate()
 

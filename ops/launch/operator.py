@@ -108,60 +108,59 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
                 raise
 
 
-class OperatorClient:
-    """A client of the supervisor at ``socket``. Every call raises LaunchError if the supervisor does not answer."""
+def request_scale(socket: str, request: pb.ScaleRequest, timeout_s: float, report: Report) -> pb.Scaled:
+    """Have the supervisor at ``socket`` change the number of workers. Returns the new counts, the workers that wait for
+    a node, and those with another role, or raises the supervisor's error. This and the functions below raise
+    LaunchError if the supervisor does not answer."""
 
-    def __init__(self, socket: str) -> None:
-        self._socket = socket
+    def ask(stub: Any) -> pb.Scaled:
+        for event in stub.Scale(request, timeout=timeout_s):
+            match event.WhichOneof("event"):
+                case "stage":
+                    report(event.stage)
+                case "scaled":
+                    return cast("pb.Scaled", event.scaled)
+                case _:
+                    raise from_wire(event.failure.kind, event.failure.message)
+        raise LaunchError("the service's supervisor ended while it was scaling")
 
-    def scale(self, request: pb.ScaleRequest, timeout_s: float, report: Report) -> pb.Scaled:
-        """Change the number of workers. Returns the new counts, the workers that wait for a node, and those with
-        another role, or raises the supervisor's error."""
+    return _call(socket, ask)
 
-        def ask(stub: Any) -> pb.Scaled:
-            for event in stub.Scale(request, timeout=timeout_s):
-                match event.WhichOneof("event"):
-                    case "stage":
-                        report(event.stage)
-                    case "scaled":
-                        return cast("pb.Scaled", event.scaled)
-                    case _:
-                        raise from_wire(event.failure.kind, event.failure.message)
-            raise LaunchError("the service's supervisor ended while it was scaling")
 
-        return self._call(ask)
+def request_stop(socket: str, drain_s: float, timeout_s: float, report: Report) -> None:
+    """Shut the service down. Returns when it has ended, or is about to."""
 
-    def stop(self, drain_s: float, timeout_s: float, report: Report) -> None:
-        """Shut the service down. Returns when it has ended, or is about to."""
+    def ask(stub: Any) -> None:
+        for event in stub.Stop(pb.StopRequest(drain_s=drain_s), timeout=timeout_s):
+            report(event.stage)
 
-        def ask(stub: Any) -> None:
-            for event in stub.Stop(pb.StopRequest(drain_s=drain_s), timeout=timeout_s):
-                report(event.stage)
+    _call(socket, ask)
 
-        self._call(ask)
 
-    def logs(self) -> list[pb.Log]:
-        """All logs. The path is empty for a log on a terminal."""
-        return list(self._call(lambda stub: stub.ListLogs(pb.ListLogsRequest(), timeout=CALL_TIMEOUT_S)).logs)
+def list_logs(socket: str) -> list[pb.Log]:
+    """All logs. The path is empty for a log on a terminal."""
+    return list(_call(socket, lambda stub: stub.ListLogs(pb.ListLogsRequest(), timeout=CALL_TIMEOUT_S)).logs)
 
-    def read_log(self, name: str, path: str = "", offset: int = 0) -> pb.ReadLogResponse:
-        """The part of a log that begins at ``offset``."""
-        request = pb.ReadLogRequest(name=name, path=path, offset=offset)
-        part: pb.ReadLogResponse = self._call(lambda stub: stub.ReadLog(request, timeout=CALL_TIMEOUT_S))
-        if part.error:
-            raise LaunchError(part.error)
-        return part
 
-    def _call(self, ask: Callable[[Any], T]) -> T:
-        if not os.path.exists(self._socket):
-            raise LaunchError(f"the service's supervisor does not listen at {self._socket}; it may have been killed")
-        with grpc.insecure_channel(f"unix:{self._socket}") as channel:
-            try:
-                grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
-                return ask(operator_pb2_grpc.OperatorStub(channel))
-            except grpc.FutureTimeoutError:
-                raise LaunchError(f"the service's supervisor does not answer at {self._socket}") from None
-            except grpc.RpcError as error:
-                details = getattr(error, "details", None)  # errors of calls have it
-                why = details() if callable(details) else error
-                raise LaunchError(f"the service's supervisor gave no answer: {why}") from None
+def read_log_of(socket: str, name: str, path: str, offset: int) -> pb.ReadLogResponse:
+    """The part of a log that begins at ``offset``, or its first part if the log is not at ``path`` (any more)."""
+    request = pb.ReadLogRequest(name=name, path=path, offset=offset)
+    part: pb.ReadLogResponse = _call(socket, lambda stub: stub.ReadLog(request, timeout=CALL_TIMEOUT_S))
+    if part.error:
+        raise LaunchError(part.error)
+    return part
+
+
+def _call(socket: str, ask: Callable[[Any], T]) -> T:
+    if not os.path.exists(socket):
+        raise LaunchError(f"the service's supervisor does not listen at {socket}; it may have been killed")
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        try:
+            grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
+            return ask(operator_pb2_grpc.OperatorStub(channel))
+        except grpc.FutureTimeoutError:
+            raise LaunchError(f"the service's supervisor does not answer at {socket}") from None
+        except grpc.RpcError as error:
+            details = getattr(error, "details", None)  # errors of calls have it
+            why = details() if callable(details) else error
+            raise LaunchError(f"the service's supervisor gave no answer: {why}") from None

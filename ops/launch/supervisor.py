@@ -62,7 +62,7 @@ class Restart:
         value = os.environ.pop(RESTART_VARIABLE, "")
         return cls(**json.loads(value)) if value else cls()
 
-    def after(self, lost: LaunchError, service: Service) -> Restart | None:
+    def after(self, service: Service) -> Restart | None:
         """The restart to make after Ray was lost. None if there is none to make: the Ray was joined, or is lost too
         often."""
         now_s = time.time()
@@ -163,7 +163,7 @@ class _Supervisor:
             self._note(phase="ready", ray_address=self._service.session.address)
             on_ready(self._service.port)
             if (lost := self._serve()) is not None:
-                again = self._restart.after(lost, self._service)
+                again = self._restart.after(self._service)
                 # Reported first, because the next steps may end this process (see `RaySession.stop`).
                 self._shutdown.report(f"{lost}; {'starting it again' if again else 'ending the service'}")
                 self._note(phase="restarting" if again else "stopping")
