@@ -201,24 +201,29 @@ def _obstacle(connection: socket.socket, host: str, target: Target) -> str:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     uses_tls = f"the server at {target} uses TLS: name it as https://{target.address}; --ca names its CA's certificate"
+    refuses = (
+        f"the server at {target} refuses the client's certificate: name one with its key (cert, key; --cert, --key)"
+    )
     try:
-        with context.wrap_socket(connection, server_hostname=host) as secured:
-            if not target.tls:
-                return uses_tls
-            secured.recv(1)  # the server may refuse the client's certificate after the handshake
-            return ""
+        secured = context.wrap_socket(connection, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
         return (
             f"the certificate of the server at {target} is not trusted ({error.verify_message}): name the certificate "
             "of its CA (ca, --ca), and the host as the certificate does"
         )
-    except ssl.SSLError as error:
-        if "ALERT" in (error.reason or ""):
-            refused = f"the server at {target} refuses the client's certificate: name one with its key (--cert, --key)"
-            return refused if target.tls else uses_tls
-    except OSError:
-        pass
-    return f"the server at {target} does not use TLS: leave out https://, --ca and --cert" if target.tls else ""
+    except OSError as error:
+        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+            return refuses if target.tls else uses_tls
+        return f"the server at {target} does not use TLS: leave out https://, --ca and --cert" if target.tls else ""
+    with secured:
+        if not target.tls:
+            return uses_tls
+        try:
+            return "" if secured.recv(1) else refuses  # a server of gRPC speaks first
+        except TimeoutError:
+            return ""
+        except OSError:
+            return refuses
 
 
 def client_closed(target: str) -> RequestAborted:

@@ -6,9 +6,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
@@ -158,6 +160,13 @@ def test_what_is_wrong_with_a_connection_is_told_apart(
     assert f"the server at {encrypted} uses TLS: name it as https://{encrypted}" in said(encrypted)
     assert "does not use TLS: leave out https://" in said(f"https://{service.target}", *ca)
     assert "is not trusted (unable to get local issuer" in said(secure.target)
+    pair = [(certificates.server.key.read_bytes(), certificates.server.cert.read_bytes())]
+    for_some = grpc.server(futures.ThreadPoolExecutor(1))
+    asks_for_one = grpc.ssl_server_credentials(pair, certificates.ca.read_bytes(), require_client_auth=True)
+    port = for_some.add_secure_port("localhost:0", asks_for_one)
+    for_some.start()
+    assert "refuses the client's certificate: name one with its key" in said(f"https://localhost:{port}", *ca)
+    for_some.stop(0)
     with http1_server() as other:
         assert f"nothing answers at {other} in gRPC (" in said(other)
 
