@@ -381,22 +381,22 @@ class Service:
             return []
         asked = [gateway.call.remote(method, timeout_s, *arguments) for gateway in self._gateways]
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
-        answers: list[Any] = []
+        results: list[Any] = []
         for answer in asked:
             try:
-                answers.append(ray.get(answer, timeout=0))
+                results.append(ray.get(answer, timeout=0))
             except ray.exceptions.RayError as error:
                 log.warning("a gateway did not answer %s within %g s: %s", method, timeout_s, one_line(error))
-                answers.append(error)
-        return answers
+                results.append(error)
+        return results
 
     def _have_gateways(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
         """`_ask` for answers alone. A gateway that has died or hangs is not needed: its requests have ended, or go to
         other workers once it goes on. A call that fails is an error."""
-        answers = self._ask(method, timeout_s, *arguments)
-        for failed in (answer for answer in answers if isinstance(answer, ray.exceptions.RayTaskError)):
+        results = self._ask(method, timeout_s, *arguments)
+        for failed in (answer for answer in results if isinstance(answer, ray.exceptions.RayTaskError)):
             raise failed
-        return [answer for answer in answers if not isinstance(answer, Exception)]
+        return [answer for answer in results if not isinstance(answer, Exception)]
 
     def _start_processes(self) -> None:
         """Start workers and gateways side by side, and wait until they serve."""
