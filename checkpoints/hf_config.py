@@ -200,13 +200,12 @@ def _window(fields: ConfigFields, family: Family) -> int | None:
 
 
 def _sliding_layers(fields: ConfigFields, layer_types: Any, num_layers: int) -> list[bool]:
-    known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise fields.error(f"'layer_types' must be a list of {num_layers}, one for each layer")
     for name in layer_types:
-        if name not in known:
-            raise fields.error(f"'layer_types' names {name!r}; supported: {', '.join(known)}")
-    return [name == "sliding_attention" for name in layer_types]
+        if name not in (_FULL, _SLIDING):
+            raise fields.error(f"'layer_types' names {name!r}; supported: {_FULL}, {_SLIDING}")
+    return [name == _SLIDING for name in layer_types]
 
 
 # --- rope -------------------------------------------------------------------------------------------------------------
@@ -214,8 +213,7 @@ def _sliding_layers(fields: ConfigFields, layer_types: Any, num_layers: int) -> 
 
 def _ropes(fields: ConfigFields, family: Family) -> tuple[Rope, Rope | None]:
     """The rope of the model, and that of its layers with a window if the family has one of its own for them."""
-    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    given = dict(fields.object(key))
+    key, given = _rope_object(fields)
     nested = [name for name, value in given.items() if isinstance(value, Mapping)]
     if family.local_rope_theta is None:
         if nested:
@@ -229,10 +227,15 @@ def _ropes(fields: ConfigFields, family: Family) -> tuple[Rope, Rope | None]:
     )
 
 
+def _rope_object(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
+    """The settings of rope, and the key that has them."""
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    return key, dict(fields.object(key))
+
+
 def _rotary_dim(fields: ConfigFields, family: Family, head_dim: int) -> int | None:
     """The dimensions of each head that rope turns; None: all of them."""
-    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    factor = fields.object(key).get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
+    factor = _rope_object(fields)[1].get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
     if factor in (None, 1):
         return None
     if not family.partial_rope:

@@ -28,7 +28,7 @@ from experiments.statistics import percentile
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import Workload
-from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
+from ops.doctor.handoff_prediction import HandoffPart, LinkRate, Overlap, handoff_parts, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.request import Prompt
 from pdserve.client.status import ServiceStatus
@@ -225,7 +225,7 @@ class LinkModel:
         layout = KVLayout.uniform(
             "", shape["dtype"], self.block_size, shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
         )
-        return HandoffPlan(layout, self.prompt_tokens, self.chunk_tokens, overlap, self.layer_groups).parts()
+        return handoff_parts(layout, self.prompt_tokens, self.chunk_tokens, overlap, self.layer_groups)
 
     def exposed_ms(self, overlap: Overlap, gbs: float, rtt_ms: float = 0.0) -> float:
         """The exposed time on a link of ``gbs`` (10^9 bytes per second), without the fixed cost. Nothing is sent before

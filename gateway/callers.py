@@ -141,6 +141,7 @@ class Callers:
         self._anyone = Caller("", Quota(TokenLimits(min_priority=-MAX_PRIORITY), clock), sees_all=True)
         self._known: list[tuple[TokenEntry, bytes, Caller]] = []
         self._seen: tuple[int, ...] | None = None
+        self._problem = ""
         if path is not None:
             self._seen = _version(path)
             self._read(path)
@@ -161,6 +162,12 @@ class Callers:
             raise Unauthenticated(_UNKNOWN if authorization else _MISSING)
         return found[1]
 
+    def problem(self) -> str:
+        """Why the file as it is now cannot be used; empty if it can."""
+        if self._path is not None:
+            self._read_again(self._path)
+        return self._problem
+
     def _has_expired(self, entry: TokenEntry) -> bool:
         return entry.expires is not None and self._wall_s() >= entry.expires.timestamp()
 
@@ -172,8 +179,10 @@ class Callers:
         try:
             self._read(path)
         except ConfigError as error:
-            log.error("%s; the tokens of before stay valid", error)
+            self._problem = f"{error}; the tokens of before stay valid"
+            log.error("%s", self._problem)
         else:
+            self._problem = ""
             log.info("%s was read again: %d tokens", path, len(self._known))
 
     def _read(self, path: Path) -> None:

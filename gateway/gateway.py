@@ -117,6 +117,7 @@ class Gateway:
             lambda: self.problem is None,
             model.shape.dtype,
             [note] if note else [],
+            security.callers.problem,
         )
         tokenizer = load_tokenizer(model.folder)
         self._context_length = config.engine.max_model_len or model.shape.max_position_embeddings

@@ -19,7 +19,8 @@ from worker.cores import sharing_note
 
 
 class StatusReport:
-    """The answer of `GetStatus`, and the limits that requests are checked against."""
+    """The answer of `GetStatus`, and the limits that requests are checked against. ``problem``: what is wrong with the
+    configuration now, for operators."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class StatusReport:
         ready: Callable[[], bool],
         checkpoint_dtype: str,
         model_notes: Sequence[str],
+        problem: Callable[[], str],
     ) -> None:
         self._registry = registry
         self._router = router
@@ -40,6 +42,7 @@ class StatusReport:
         self._ready = ready
         self._checkpoint_dtype = checkpoint_dtype
         self._model_notes = tuple(model_notes)
+        self._problem = problem
         self._started_s = clock.now()
         self._limits: Limits | None = None
         self._limits_are_old = True
@@ -74,6 +77,8 @@ class StatusReport:
         process ids."""
         status = self.message()
         status.ClearField("pid")
+        if (problem := self._problem()) in status.notes:
+            status.notes.remove(problem)
         for worker in status.workers:
             worker.ClearField("address")
             worker.ClearField("kv_addresses")
@@ -103,7 +108,7 @@ class StatusReport:
             uptime_s=self._clock.now() - self._started_s,
             checkpoint_dtype=self._checkpoint_dtype,
             costs=[*costs.describe(), *([in_words] if in_words else [])],
-            notes=[*self._model_notes, *self.notes, *([shared] if shared else [])],
+            notes=[*self._model_notes, *self.notes, *filter(None, (shared, self._problem()))],
         )
         if self.scaling is not None:
             status.scaling.CopyFrom(self.scaling.message())
@@ -139,6 +144,7 @@ class StatusReport:
             transports=[endpoint.transport for endpoint in info.kv_endpoints],
             heartbeat_age_s=self._registry.age_s(worker),
             engine_restarts=info.engine_restarts,
+            worker_restarts=self._registry.restarts[info.worker_id],
             preemptions=load.preemptions,
             links=[pb.PeerLink(**asdict(link)) for link in self._registry.links(worker)],
             cuda_visible_devices=info.cuda_visible_devices,

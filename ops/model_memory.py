@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from checkpoints.outline import ModelOutline
 from checkpoints.shape import ModelShape
@@ -16,44 +16,23 @@ from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout, probe_area
 from pdserve.core.worker import Role
 
 
-class KVVariant(NamedTuple):
-    """Size of the KV cache with one kind of attention, in bytes per token over all layers."""
-
-    name: str
-    bytes_per_token: int
-    what: str
-
-
-class Fit(NamedTuple):
-    """Memory of a device that is left for KV: in bytes, in ``tokens``, and in ``requests`` of the full context.
-    ``devices`` of this size together hold the weights and one request of the full context; pdserve does not divide a
-    model over devices."""
-
-    memory_bytes: int
-    kv_bytes: int
-    tokens: int
-    requests: int
-    devices: int
-
-
-def kv_variants(shape: ModelShape, dtype: str) -> list[KVVariant]:
-    """KV bytes per token as MHA, as GQA with each group size that divides the heads, as MQA and as MLA.
+def kv_variants(shape: ModelShape, dtype: str) -> list[dict[str, Any]]:
+    """KV bytes per token over all layers as MHA, as GQA with each group size that divides the heads, as MQA and as MLA.
 
     MLA is DeepSeek-V2's: one latent of 4 head dims and one shared rope key of half a head dim per layer (512 + 64
     where the head dim is 128), without the factor 2, as keys and values come from the same latent.
     """
-    heads, head_dim = shape.num_heads, shape.head_dim
-    variants = [KVVariant("MHA", shape.kv_bytes_per_token(dtype, heads), f"{heads} KV heads, one per query head")]
+    heads = shape.num_heads
+    kinds = {"MHA": (heads, f"{heads} KV heads, one per query head")}
     for group in (g for g in range(2, heads) if heads % g == 0):
-        kv_heads = heads // group
-        what = f"{kv_heads} KV heads, each shared by {group} query heads"
-        variants.append(KVVariant(f"GQA-{group}", shape.kv_bytes_per_token(dtype, kv_heads), what))
+        kinds[f"GQA-{group}"] = heads // group, f"{heads // group} KV heads, each shared by {group} query heads"
     if heads > 1:
-        variants.append(KVVariant("MQA", shape.kv_bytes_per_token(dtype, 1), "1 KV head for all query heads"))
+        kinds["MQA"] = 1, "1 KV head for all query heads"
+    sizes = [(name, shape.kv_bytes_per_token(dtype, kv_heads), what) for name, (kv_heads, what) in kinds.items()]
     latent, rope = mla_dims(shape)
-    mla = shape.num_layers * (latent + rope) * DTYPE_BYTES[dtype]
-    what = f"assumed latent {latent} + rope key {rope} (DeepSeek-V2's 4 and 1/2 head dims of {head_dim})"
-    return [*variants, KVVariant("MLA", mla, what)]
+    what = f"assumed latent {latent} + rope key {rope} (DeepSeek-V2's 4 and 1/2 head dims of {shape.head_dim})"
+    sizes.append(("MLA", shape.num_layers * (latent + rope) * DTYPE_BYTES[dtype], what))
+    return [{"name": name, "bytes_per_token": size, "what": what} for name, size, what in sizes]
 
 
 def mla_dims(shape: ModelShape) -> tuple[int, int]:
@@ -80,28 +59,27 @@ def activation_bytes(shape: ModelShape, dtype: str, tokens: int, sampled: int = 
     return tokens * (2 * shape.hidden_size + widest) * DTYPE_BYTES[dtype] + sampled * shape.vocab_size * 4
 
 
-def fit(shape: ModelShape, dtype: str, memory_bytes: int, tokens: int, context: int) -> Fit:
-    """What is left for KV in ``memory_bytes`` after weights and the activations of a ``tokens`` budget; all zero if
-    those alone do not fit."""
-    left = memory_bytes - shape.weight_bytes(dtype) - activation_bytes(shape, dtype, tokens)
-    kv_bytes = max(0, left)
-    kv_tokens = kv_bytes // shape.kv_bytes_per_token(dtype)
-    request_bytes = context * shape.kv_bytes_per_token(dtype)
-    usable = max(1, memory_bytes - activation_bytes(shape, dtype, tokens))
-    devices = -(-(shape.weight_bytes(dtype) + request_bytes) // usable)
-    return Fit(memory_bytes, kv_bytes, kv_tokens, kv_tokens // context, devices)
-
-
-def fit_outline(outline: ModelOutline, dtype: str, memory_bytes: int, context: int) -> Fit:
-    """As `fit`, without activations, of which an outline knows nothing. Without a cache per token, as many tokens fit
-    as the requests have."""
-    kv_bytes = max(0, memory_bytes - outline.weight_bytes(dtype))
-    request_bytes = outline.request_bytes(dtype, context)
+def fit(
+    model: ModelShape | ModelOutline,
+    dtype: str,
+    memory_bytes: int,
+    context: int,
+    request_bytes: int,
+    step_bytes: int = 0,
+) -> dict[str, int]:
+    """What ``memory_bytes`` of a device leave for KV after the weights and ``step_bytes``: in bytes, in ``tokens``, and
+    in ``requests`` of ``context`` tokens, which take ``request_bytes`` each. ``devices`` of this size together hold the
+    weights and one such request; pdserve does not divide a model over devices."""
+    weight_bytes, token_bytes = model.weight_bytes(dtype), model.kv_bytes_per_token(dtype)
+    kv_bytes = max(0, memory_bytes - step_bytes - weight_bytes)
     requests = kv_bytes // request_bytes
-    per_token = outline.kv_bytes_per_token(dtype)
-    kv_tokens = kv_bytes // per_token if per_token else requests * context
-    devices = -(-(outline.weight_bytes(dtype) + request_bytes) // memory_bytes)
-    return Fit(memory_bytes, kv_bytes, kv_tokens, requests, devices)
+    return {
+        "memory_bytes": memory_bytes,
+        "kv_bytes": kv_bytes,
+        "tokens": kv_bytes // token_bytes if token_bytes else requests * context,  # some keep a state per request alone
+        "requests": requests,
+        "devices": -(-(weight_bytes + request_bytes) // max(1, memory_bytes - step_bytes)),
+    }
 
 
 def prefill_flops_per_token(shape: ModelShape, prompt_tokens: int) -> float:
@@ -131,13 +109,39 @@ def phi_gbps_per_tflops(shape: ModelShape, dtype: str, prompt_tokens: int) -> fl
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """Memory of one worker in bytes. ``pool_bytes`` is 0 for a GPU pool without a configured size, which takes the
-    memory that is left."""
+class ServedModel:
+    """What a configuration makes of a model."""
 
+    layout: KVLayout
+    """Of the workers' pools."""
+    context: int
+    """Most tokens of one request: those of the configuration, else of the model."""
+    # of one worker
     weight_bytes: int
     pool_bytes: int
+    """0 for a GPU pool without a configured size, which takes the memory that is left."""
     activation_bytes: int
+    """Of a full step that samples a token for each of its requests."""
+
+    @classmethod
+    def of(cls, source: ModelSource, config: PdserveConfig, device: str) -> ServedModel:
+        """``source`` on ``device`` (``cpu`` or ``cuda``)."""
+        engine, shape = config.engine, source.shape
+        layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
+        tokens = max(engine.max_num_seqs, *(engine.token_budget(device, role) for role in Role))
+        if engine.num_blocks is not None:
+            pool_bytes = engine.num_blocks * layout.block_bytes
+        elif engine.kv_memory_mb is not None:
+            pool_bytes = engine.kv_memory_mb * 2**20
+        else:
+            pool_bytes = DEFAULT_CPU_KV_BYTES if device == "cpu" else 0
+        return cls(
+            layout,
+            engine.max_model_len or shape.max_position_embeddings,
+            shape.weight_bytes(layout.dtype, keep_quantized=device == "cuda"),
+            pool_bytes,
+            activation_bytes(shape, layout.dtype, tokens, engine.max_num_seqs),
+        )
 
     @property
     def blank_bytes(self) -> int:
@@ -146,27 +150,12 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Memory of one worker."""
         return self.weight_bytes + self.pool_bytes + self.blank_bytes + self.activation_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a configuration makes of a model: the layout of the workers' pools, the memory of one worker, and the most
-    tokens of one prompt, which the engine, the model's context and the pool limit."""
-
-    layout: KVLayout
-    need: MemoryNeed
-    longest_prompt: int
-
-    @classmethod
-    def of(cls, source: ModelSource, config: PdserveConfig, device: str) -> ServedModel:
-        """``source`` on ``device`` (``cpu`` or ``cuda``)."""
-        layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
-        need = _need(source, config, layout, device)
-        longest = config.engine.max_model_len or source.shape.max_position_embeddings
-        in_pool = need.pool_bytes // layout.token_bytes
-        return cls(layout, need, min(longest, in_pool) if need.pool_bytes else longest)
+    def pool_tokens(self, left_bytes: int = 0) -> int:
+        """Tokens that the pool holds, or that fit into the memory that is left if it takes all of it."""
+        return (self.pool_bytes or left_bytes) // self.layout.token_bytes
 
 
 def layout_of(source: ModelSource, config: PdserveConfig, model_hash: str) -> KVLayout:
@@ -178,21 +167,4 @@ def layout_of(source: ModelSource, config: PdserveConfig, model_hash: str) -> KV
         num_layers=source.shape.num_layers,
         num_kv_heads=source.shape.num_kv_heads,
         head_dim=source.shape.head_dim,
-    )
-
-
-def _need(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: str) -> MemoryNeed:
-    """Memory for weights, pool, and the activations of a full step that samples a token for each of its requests."""
-    engine, dtype = config.engine, layout.dtype
-    tokens = max(engine.max_num_seqs, *(engine.token_budget(device, role) for role in Role))
-    if engine.num_blocks is not None:
-        pool_bytes = engine.num_blocks * layout.block_bytes
-    elif engine.kv_memory_mb is not None:
-        pool_bytes = engine.kv_memory_mb * 2**20
-    else:
-        pool_bytes = DEFAULT_CPU_KV_BYTES if device == "cpu" else 0
-    return MemoryNeed(
-        source.shape.weight_bytes(dtype, keep_quantized=device == "cuda"),
-        pool_bytes,
-        activation_bytes(source.shape, dtype, tokens, engine.max_num_seqs),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -71,6 +72,8 @@ class WorkerRegistry:
         self._workers: dict[str, RegisteredWorker] = {}
         self._lives: dict[str, str] = {}  # the last life of each worker id, including forgotten workers
         self._superseded: set[str] = set()
+        self.restarts = Counter[str]()
+        """How often a worker of an id came back in another process, as far as this router has seen it."""
         self._listeners: list[Callable[[], None]] = []
         self._worker_listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
@@ -98,6 +101,7 @@ class WorkerRegistry:
             self.prefixes.remove(info.worker_id)
         if last is not None and last != info.life:
             self._superseded.add(last)
+            self.restarts[info.worker_id] += 1
         self._lives[info.worker_id] = info.life
         if replaced is not None:
             worker.last_used = replaced.last_used
@@ -163,6 +167,8 @@ class WorkerRegistry:
         if worker is not None:
             self._lose(worker, "it was retired")
             self._superseded.add(worker.info.life)
+            self._lives.pop(worker_id, None)
+            self.restarts.pop(worker_id, None)
             self._forget(worker)
             self.notify()
         return worker

@@ -28,13 +28,12 @@ import platform
 import random
 import sysconfig
 import textwrap
-import time
 import tokenize
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Annotated
+from statistics import fmean
+from typing import Annotated, Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before tokenizers starts its threads: merges in one order
 
@@ -42,8 +41,6 @@ import tokenizers
 import torch
 import transformers
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -63,17 +60,12 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "msilib/")
 PROMPTS = ("def read_lines(path):\n", "import os\n", "The following example shows", "class Stack:\n")
 
 
-@dataclass(frozen=True)
-class TrainingStage:
-    """A stretch of the training at one sequence length."""
+LR = 6e-3  # at its peak
+SEED = 0  # of the first weights and of the order of the documents
 
-    share: float  # of all steps
-    rows: int
-    length: int
-
-
-# Mostly short rows, because they are fast; then longer ones, so that every position up to the limit has been trained.
-STAGES = (TrainingStage(0.82, 16, 256), TrainingStage(0.11, 4, 1024), TrainingStage(0.07, 2, 2048))
+# Share of all steps, rows, and their length. Mostly short rows, because they are fast; then longer ones, so that every
+# position up to the limit has been trained.
+STAGES = ((0.82, 16, 256), (0.11, 4, 1024), (0.07, 2, 2048))
 
 
 # --- corpus -----------------------------------------------------------------------------------------------------------
@@ -120,23 +112,14 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
                 yield docstring + "\n"
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The training documents and the held-out ones."""
-
-    train: list[str]
-    held_out: list[str]
-
-    def digest(self) -> str:
-        """A fingerprint of the text: another Python release brings another library."""
-        sha = hashlib.sha256()
-        for document in self.train:
-            sha.update(document.encode() + b"\0")
-        return sha.hexdigest()[:16]
+def digest_of(documents: list[str]) -> str:
+    """A fingerprint of the text: another Python release brings another library."""
+    return hashlib.sha256("".join(f"{document}\0" for document in documents).encode()).hexdigest()[:16]
 
 
-def load_corpus() -> Corpus:
-    """Collect the documents. A piece that occurs twice (a copied function, say) is kept once per kind."""
+def load_corpus() -> tuple[list[str], list[str]]:
+    """The documents for the training, and those held out. A piece that occurs twice (a copied function, say) is kept
+    once per kind."""
     files: list[str] = []
     code: dict[str, None] = {}
     prose: dict[str, None] = {}
@@ -150,7 +133,7 @@ def load_corpus() -> Corpus:
         code.update(dict.fromkeys(definitions(text, tree)))
         prose.update(dict.fromkeys(docstrings(tree)))
     reference = [textwrap.dedent(text).strip() + "\n" for _, text in sorted(topics.items())]
-    return Corpus(train=files + list(code) + 2 * (list(prose) + reference), held_out=held_out)
+    return files + list(code) + 2 * (list(prose) + reference), held_out
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------
@@ -190,22 +173,21 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[tor
     ]
 
 
-class TokenStream:
-    """An endless stream of tokens: the documents in a new order each epoch."""
+def token_rows(documents: list[torch.Tensor]) -> Callable[[int, int], torch.Tensor]:
+    """Gives the next tokens as [count, length + 1] for ever, the documents in a new order each epoch. A row's last
+    token is the label of the one before it."""
+    shuffled, order, left = list(documents), random.Random(SEED), torch.empty(0, dtype=torch.int32)
 
-    def __init__(self, documents: list[torch.Tensor], seed: int) -> None:
-        self._documents = list(documents)
-        self._random = random.Random(seed)
-        self._left = torch.empty(0, dtype=torch.int32)
-
-    def rows(self, count: int, length: int) -> torch.Tensor:
-        """The next tokens as [count, length + 1]; a row's last token is the label of the one before it."""
+    def rows(count: int, length: int) -> torch.Tensor:
+        nonlocal left
         need = count * (length + 1)
-        while len(self._left) < need:
-            self._random.shuffle(self._documents)
-            self._left = torch.cat([self._left, *self._documents])
-        taken, self._left = self._left[:need], self._left[need:]
+        while len(left) < need:
+            order.shuffle(shuffled)
+            left = torch.cat([left, *shuffled])
+        taken, left = left[:need], left[need:]
         return taken.view(count, length + 1).long()
+
+    return rows
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -261,28 +243,17 @@ def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-class Optimizer:
-    """Muon for the layers' matrices, AdamW for embeddings and norms, one learning rate for both.
+def optimizers_of(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the layers' matrices, AdamW for embeddings and norms.
 
     Muon gets further in so few steps: in trials of 150, the loss came to 4.6; with AdamW for all, to 5.7.
     """
-
-    def __init__(self, model: LlamaForCausalLM, lr: float) -> None:
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-        self._lr = lr
-        self._parts = (
-            torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        )
-
-    def step(self, factor: float) -> None:
-        """Update with `factor` of the peak learning rate, then drop the gradients."""
-        for part in self._parts:
-            for group in part.param_groups:
-                group["lr"] = self._lr * factor
-            part.step()  # type: ignore[no-untyped-call]
-            part.zero_grad()
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return (
+        torch.optim.Muon(matrices, lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    )
 
 
 def lr_factor(step: int, steps: int) -> float:
@@ -293,32 +264,19 @@ def lr_factor(step: int, steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def step_function(
-    model: LlamaForCausalLM, stage: TrainingStage, compiled: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The loss for a stage's rows, in the form that is fastest on a CPU core.
+def step_function(model: LlamaForCausalLM, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The loss for rows of a length, in the form that is fastest on a CPU core.
 
-    Short rows: plain attention, compiled. Long rows: fused causal attention as it is, since under compilation
-    transformers would hand it a full mask and forfeit the causal half.
+    Short rows: plain attention, compiled, for which torch needs a C++ compiler. Long rows: fused causal attention as it
+    is, since under compilation transformers would hand it a full mask and forfeit the causal half.
     """
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
         return loss_of(model, rows)
 
-    short = stage.length <= 256
+    short = length <= 256
     model.set_attn_implementation("eager" if short else "sdpa")
-    return torch.compile(loss, dynamic=False) if short and compiled else loss
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run (or the run so far) came to."""
-
-    steps: int
-    tokens: int
-    train_loss: float
-    held_out_loss: float
-    seconds: float
+    return torch.compile(loss, dynamic=False) if short else loss
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -333,11 +291,11 @@ else.
 | | |
 |---|---|
 | architecture | `LlamaForCausalLM`, {parameters:,} parameters, bfloat16, tied embeddings |
-| shape | {layers} layers, hidden {hidden}, intermediate {intermediate} |
-| attention | {heads} heads, {kv_heads} KV heads, head_dim {head_dim} |
-| positions | {positions} (trained at 256, 1024 and {positions}), RoPE theta 10000 |
+| shape | {c.num_hidden_layers} layers, hidden {c.hidden_size}, intermediate {c.intermediate_size} |
+| attention | {c.num_attention_heads} heads, {c.num_key_value_heads} KV heads, head_dim {c.head_dim} |
+| positions | {c.max_position_embeddings} (trained at 256, 1024 and {c.max_position_embeddings}), RoPE theta 10000 |
 | KV cache | {kv_bytes:,} bytes per token |
-| tokenizer | byte-level BPE, {vocab} tokens, `{end}` (id {end_id}) ends a text; no beginning-of-text token |
+| tokenizer | byte-level BPE, {c.vocab_size} tokens, `{end}` (id {c.eos_token_id}) ends a text; none begins one |
 | chat template | questions after `Q:`, answers after `A:`; it was not trained on chats |
 | trained on | {tokens:,} tokens, {epochs:.1f} epochs of {corpus_tokens:,} |
 | final loss | train {train_loss:.2f}, held out {held_out_loss:.2f} nats per token (uniform: {uniform:.2f}) |
@@ -372,17 +330,10 @@ SAMPLE_TOKENS = 80
 CHAT_TEMPLATE = Path(__file__).resolve().parents[1] / "models" / "tiny" / "chat_template.jinja"
 
 
-def save_folder(
-    out: Path,
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    corpus: Corpus,
-    corpus_tokens: int,
-    result: Result,
-) -> list[str]:
-    """Write the whole folder, each file complete before it takes its name. Returns the samples."""
+def save_folder(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: dict[str, Any]) -> None:
+    """Write the whole folder, each file complete before it takes its name. ``facts`` are the training's, for the
+    README."""
     model = copy.deepcopy(model).to(torch.bfloat16).eval()
-    model.set_attn_implementation("sdpa")
     samples = [complete(model, tokenizer, prompt, SAMPLE_TOKENS) for prompt in PROMPTS]
 
     partial = out.with_name(out.name + ".partial")
@@ -399,31 +350,18 @@ def save_folder(
 
     config = model.config
     readme = README.format(
+        c=config,
         parameters=sum(p.numel() for p in model.parameters()),
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        positions=config.max_position_embeddings,
         kv_bytes=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2,
-        vocab=config.vocab_size,
         end=END_OF_TEXT,
-        end_id=tokenizer.eos_token_id,
-        tokens=result.tokens,
-        epochs=result.tokens / corpus_tokens,
-        corpus_tokens=corpus_tokens,
-        train_loss=result.train_loss,
-        held_out_loss=result.held_out_loss,
         uniform=math.log(config.vocab_size),
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        digest=corpus.digest(),
         held_out=", ".join(f"`{name}`" for name in HELD_OUT),
         sample_tokens=SAMPLE_TOKENS,
         samples="\n\n".join("```text\n" + sample.rstrip() + "\n```" for sample in samples),
+        **facts,
     )
     (partial / "README.md").write_text(readme, encoding="utf-8")
     out.mkdir(parents=True, exist_ok=True)
@@ -431,79 +369,58 @@ def save_folder(
         path.chmod(0o644)
         path.replace(out / path.name)
     partial.rmdir()
-    return samples
 
 
 def main(
     out: Annotated[Path, typer.Option(help="The folder to write.")] = Path("models/tiny"),
     steps: Annotated[int, typer.Option(help="Optimizer steps of 4096 tokens.")] = 1750,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-3,
-    seed: Annotated[int, typer.Option(help="Decides the weights' start and the documents' order.")] = 0,
-    threads: Annotated[int, typer.Option(help="CPU threads; another number rounds differently.")] = 1,
-    snapshot: Annotated[int, typer.Option(help="Write the folder after this many steps, too (0: no).")] = 0,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Needs a C++ compiler; faster.")] = True,
 ) -> None:
-    """Train the model and write the folder."""
-    console = Console()
-    started = time.monotonic()
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
+    """Train the model on one core and write the folder."""
+    torch.set_num_threads(1)  # another number rounds differently
+    torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
 
-    corpus = load_corpus()
-    tokenizer = train_tokenizer(corpus.train)
-    train, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
+    train_texts, held_out_texts = load_corpus()
+    tokenizer = train_tokenizer(train_texts)
+    train, held_out = encode(tokenizer, train_texts), encode(tokenizer, held_out_texts)
     corpus_tokens = sum(map(len, train))
-    console.log(f"corpus {corpus.digest()}: {len(train):,} documents, {corpus_tokens:,} tokens")
+    typer.echo(f"{len(train):,} documents, {corpus_tokens:,} tokens")
 
     end = int(tokenizer.eos_token_id)
     model = build_model(end)
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
-    optimizer = Optimizer(model, lr)
-    stream = TokenStream(train, seed)
-    console.log(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
-
-    recent: list[float] = []
-    done = tokens = 0
-
-    def result() -> Result:
-        model.set_attn_implementation("sdpa")
-        return Result(done, tokens, sum(recent) / len(recent), held_out_loss(model, held_out), elapsed())
-
-    def elapsed() -> float:
-        return time.monotonic() - started
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=steps)
-        for number, stage in enumerate(STAGES):
-            last = steps if stage is STAGES[-1] else round(steps * sum(s.share for s in STAGES[: number + 1]))
-            loss_function = step_function(model, stage, compiled)
-            while done < last:
-                loss = loss_function(stream.rows(stage.rows, stage.length))
-                loss.backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step(lr_factor(done, steps))
-                done += 1
-                tokens += stage.rows * stage.length
-                recent = [*recent[-49:], loss.item()]
-                progress.update(task, completed=done, description=f"loss {recent[-1]:.3f}")
-                if done % 50 == 0:
-                    mean = sum(recent) / len(recent)
-                    progress.console.log(f"step {done}: length {stage.length}, loss {mean:.3f}, {elapsed():.0f} s")
-                if done == snapshot:
-                    save_folder(out, model, tokenizer, corpus, corpus_tokens, result())
-                    loss_function = step_function(model, stage, compiled)
-    final = result()
-    samples = save_folder(out, model, tokenizer, corpus, corpus_tokens, final)
-    for sample in samples:
-        console.rule()
-        console.print(sample, markup=False, highlight=False)
-    console.rule()
-    console.log(
-        f"train loss {final.train_loss:.3f}, held-out loss {final.held_out_loss:.3f}, "
-        f"{final.tokens:,} tokens in {final.seconds:.0f} s: {out}"
-    )
+    optimizers = optimizers_of(model)
+    rows_of = token_rows(train)
+    losses: list[float] = []
+    share, tokens = 0.0, 0
+    for part, rows, length in STAGES:
+        share += part
+        last = steps if (part, rows, length) == STAGES[-1] else round(steps * share)
+        loss_function = step_function(model, length)
+        while len(losses) < last:
+            loss = loss_function(rows_of(rows, length))
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = LR * lr_factor(len(losses), steps)
+                optimizer.step()  # type: ignore[no-untyped-call]
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            tokens += rows * length
+            if len(losses) % 50 == 0:
+                typer.echo(f"step {len(losses)} of {steps}: length {length}, loss {fmean(losses[-50:]):.3f}")
+    model.set_attn_implementation("sdpa")
+    facts = {
+        "tokens": tokens,
+        "corpus_tokens": corpus_tokens,
+        "epochs": tokens / corpus_tokens,
+        "train_loss": fmean(losses[-50:]),
+        "held_out_loss": held_out_loss(model, held_out),
+        "digest": digest_of(train_texts),
+    }
+    typer.echo(facts)
+    save_folder(out, model, tokenizer, facts)
 
 
 if __name__ == "__main__":

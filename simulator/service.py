@@ -305,7 +305,7 @@ class WorldGateway:
         )
         self.directory = WorkerDirectory(self.registry, self._connect, "world", chance)
         self.directory.expect(self._members, self._version)
-        report = StatusReport(self.registry, self.router, world, "simulated", "0", lambda: True, "", [])
+        report = StatusReport(self.registry, self.router, world, "simulated", "0", lambda: True, "", [], str)
         self.inference = Inference(
             self.router,
             None,

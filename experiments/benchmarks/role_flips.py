@@ -20,11 +20,11 @@ from experiments.load import Outcome
 from experiments.workloads.arrivals import ClosedLoop, Schedule, random_arrivals, timed_arrivals
 from experiments.workloads.conversation import Conversation
 from experiments.workloads.synthetic import Fixed, Synthetic
-from ops.launch.operator import OperatorClient
+from ops.launch.operator import request_scale
 from pdserve import AsyncClient, Generation
 from pdserve.core.errors import PdserveError
 from pdserve.core.request import Mode
-from pdserve.core.worker import Role
+from pdserve.pb import operator_pb2
 
 TTFT_MS = 1500.0
 TIMEOUT_S = 120.0
@@ -101,9 +101,8 @@ async def _bears(served: Service, sizes: Sizes) -> dict[str, dict[str, float]]:
             await closed_loop(client, kind, seconds / 2)  # warm-up
         for prefill, decode in ((1, 2), (2, 1)):
             if prefill == 2:
-                scale = OperatorClient(served.state.socket).scale
-                wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
-                await asyncio.to_thread(scale, wanted, 30.0, 120.0, note)
+                request = operator_pb2.ScaleRequest(prefill=prefill, decode=decode, drain_s=30.0)
+                await asyncio.to_thread(request_scale, served.state.socket, request, 120.0, note)
             prompts = await closed_loop(client, sizes.prompts, seconds)
             outputs = await closed_loop(client, sizes.outputs, seconds)
             found[f"{prefill}P{decode}D"] = {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
-import yaml
 
 from experiments.catalogue import EXPERIMENTS, run_of
 from experiments.cli.progress import RunProgress, link_report
@@ -24,6 +23,7 @@ from ops.cli.options import (
     access_of,
     print_json,
     print_note,
+    settings_of,
     stderr_console,
     stdout_console,
     with_access,
@@ -135,20 +135,6 @@ def redraw_run(folder: Path, as_json: bool) -> None:
     _finish(kind.name, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
 
 
-def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
-    """The ``KEY=VALUE`` of ``--set``; InvalidRequest names one that is wrong."""
-    settings: dict[str, Any] = {}
-    for pair in pairs or ():
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip():
-            raise InvalidRequest(f"--set: {pair!r} is not KEY=VALUE, such as engine.num_blocks=64")
-        try:
-            settings[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InvalidRequest(f"--set: the value of {pair!r} is not valid YAML") from None
-    return settings
-
-
 def _command(
     kind: type[Experiment], own: Mapping[str, tuple[Any, Any]], choose: Callable[[Mapping[str, Any], bool], Options]
 ) -> Callable[..., None]:
@@ -164,7 +150,7 @@ def _command(
             experiment = kind.of(folder)
         else:
             _no_settings_with_target(common["target"], common["config"], common["set_"])
-            experiment, settings = kind(choose(given, common.get("quick", False))), parse_settings(common["set_"])
+            experiment, settings = kind(choose(given, common.get("quick", False))), settings_of(common["set_"])
             folder = new_folder(experiment, common["output"], access=access, settings=settings, **service)
         _measure(experiment, folder, access, common["as_json"])
 
@@ -237,9 +223,7 @@ def run_all(
     else:
         _no_settings_with_target(target, config, set_)
         names = None if only is None else [part.strip() for part in only.split(",") if part.strip()]
-        plan = SeriesPlan(
-            Series.names(names), quick, model, target, str(config) if config else None, parse_settings(set_)
-        )
+        plan = SeriesPlan(Series.names(names), quick, model, target, str(config) if config else None, settings_of(set_))
         series = Series.create(output, plan)
     console = stderr_console()
     interrupted = series.run(lambda name: RunProgress(console, name), access)

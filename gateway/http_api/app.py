@@ -27,6 +27,10 @@ _READING = (400, 404, 408, 413, 415, 429, 503, 504)
 _NO_TEXT = "it is not served: the service generates text, and makes no embeddings, rankings or scores"
 _CONTENT = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Pages load nothing."""
+_NO_REPORT = """<!doctype html><html lang="en"><meta charset="utf-8"><title>pdserve: no report yet</title>
+<h1>No report yet</h1><p>The user who started the service makes one on its host, and it appears here:</p>
+<pre>pdserve experiment added-ttft --quick
+pdserve bench --requests 32 --mode both --output results</pre></html>"""
 _LIVE_CONTENT = f"{_CONTENT}; script-src 'unsafe-inline'; connect-src 'self'"
 """The live page loads nothing but its own data and the pages that it links."""
 
@@ -122,9 +126,12 @@ def make_app(
     @app.get("/report", include_in_schema=False)
     async def last_report(request: Request) -> Response:
         """The report of the last run, for operators."""
-        if report is None or not reported(caller_of(request.scope)):
+        caller, policy = caller_of(request.scope), {"content-security-policy": _CONTENT}
+        if not caller.sees_all:
             raise HTTPException(404)
-        return FileResponse(report, media_type="text/html", headers={"content-security-policy": _CONTENT})
+        if report is None or not reported(caller):
+            return HTMLResponse(_NO_REPORT, 404, headers=policy)
+        return FileResponse(report, media_type="text/html", headers=policy)
 
     @app.get("/live.json", tags=["operations"], response_model=None, responses=answers("Live"))
     async def live_json(request: Request) -> dict[str, Any]:

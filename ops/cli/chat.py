@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import stderr_console, stdout_console, with_access
+from ops.cli.options import stderr_console, stdout_console, target_option, with_access
 from pdserve.client.target import AccessOptions, Target
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ _HELP = (
 def chat(
     access: AccessOptions,
     target: Annotated[
-        str, typer.Option(help="host:port or URL of the service's HTTP API; https:// means TLS")
+        str,
+        target_option("host:port or URL of the service's HTTP API; https:// means TLS", "PDSERVE_HTTP_TARGET"),
     ] = "localhost:8000",
     system: Annotated[str | None, typer.Option(help="a system message, which each conversation begins with")] = None,
     mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode on separate workers) or colocated")] = "auto",
@@ -128,11 +129,12 @@ def _call(
     `NotReady` if there is none, `PdserveError` with the service's message for one that is no success."""
     import http.client
 
+    from pdserve.client.channel import tls_context
     from pdserve.core.errors import NotReady, PdserveError
 
     if service.tls:
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            service.address, timeout=_CONNECT_TIMEOUT_S, context=_tls(service)
+            service.address, timeout=_CONNECT_TIMEOUT_S, context=tls_context(service)
         )
     else:
         connection = http.client.HTTPConnection(service.address, timeout=_CONNECT_TIMEOUT_S)
@@ -154,23 +156,10 @@ def _call(
         except http.client.HTTPException as error:
             raise NotReady(
                 f"the server at {service} does not speak HTTP/1.1 or broke off ({type(error).__name__}): name the port "
-                "of the HTTP API (gateway.http_port, 8000), not that of gRPC"
+                "of the HTTP API (gateway.http_port, 8000), not that of gRPC, with https:// if it uses TLS"
             ) from None
         except OSError as error:
             raise NotReady(
                 f"no answer from {service} ({error}): start the service with `pdserve up`, or name the host:port of "
                 "its HTTP API as --target, with https:// if it uses TLS"
             ) from None
-
-
-def _tls(service: Target) -> Any:
-    import ssl
-
-    from pdserve.core.tls_files import read_certificates, read_key_pair
-
-    roots = None if service.ca is None else read_certificates(service.ca, "ca").decode("ascii")
-    context = ssl.create_default_context(cadata=roots)
-    if service.cert is not None and service.key is not None:
-        read_key_pair(service.cert, service.key, "cert", "key")  # for its error messages
-        context.load_cert_chain(service.cert, service.key, password="")
-    return context

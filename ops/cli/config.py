@@ -48,7 +48,9 @@ def _yaml(value: Any) -> str:
 
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
-    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("...\n").strip()
+    return (
+        str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)).removesuffix("...\n").strip()
+    )
 
 
 token_app = typer.Typer(no_args_is_help=True, help="Tokens for the clients of a service (gateway.tokens).")
@@ -63,14 +65,14 @@ def new_token(
         int | None, typer.Option(min=1, help="limit for tokens of prompts and outputs (default: none)")
     ] = None,
     concurrent: Annotated[int | None, typer.Option(min=1, help="limit for requests at the same time")] = None,
+    min_priority: Annotated[int | None, typer.Option(help="lowest, hence earliest, priority (default: 0)")] = None,
+    operator: Annotated[bool, typer.Option("--operator", help="may see the requests of all on the live page")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a new random token, and the entry for the file that gateway.tokens names.
 
     The token is shown this once: the file has its hash. Send it to its bearer by a safe way. A running service takes
     the entry as soon as the file is saved."""
-    import yaml
-
     from gateway.token_file import digest_of, token_entry
     from gateway.token_file import new_token as draw_token
 
@@ -79,15 +81,20 @@ def new_token(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrent": concurrent,
+        "min_priority": min_priority,
     }
-    entry: dict[str, Any] = {"name": name, "sha256": digest_of(token).hex()}
-    if expires is not None:
-        entry["expires"] = expires
-    if chosen := {key: value for key, value in limits.items() if value is not None}:
-        entry["limits"] = chosen
+    fields = {
+        "name": name,
+        "sha256": digest_of(token).hex(),
+        "expires": expires,
+        "limits": {key: value for key, value in limits.items() if value is not None} or None,
+        "operator": operator or None,
+    }
+    entry = {key: value for key, value in fields.items() if value is not None}
     token_entry(entry)
     if as_json:
         print_json({"token": token, "entry": entry})
         return
-    typer.echo(f"token, shown this once: {token}\n\nentry for `tokens:` in the file of gateway.tokens:\n")
-    typer.echo(yaml.safe_dump([entry], sort_keys=False), nl=False)
+    typer.echo(f"token, shown this once: {token}\n\nentry below `tokens:` in the file of gateway.tokens:\n")
+    lines = [f"{key}: {value if key == 'expires' else _yaml(value)}" for key, value in entry.items()]
+    typer.echo("  - " + "\n    ".join(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ops.cli.options import JsonOption, plain_table, print_json, stderr_console, stdout_console, with_service_options
@@ -41,7 +42,10 @@ def _show(console: Console, report: Report) -> None:
 
         need = f" · {human_bytes(report.need.total_bytes)} a worker"
     running = f" · a service runs on port {', '.join(map(str, report.services))}" if report.services else ""
-    console.print(f"[bold]{report.model}[/] on {report.device} at {report.address}{need}{running}\n", soft_wrap=True)
+    console.print(
+        f"[bold]{report.config.model.path}[/] on {report.device} at {report.config.cluster.address}{need}{running}\n",
+        soft_wrap=True,
+    )
     if report.nodes:
         console.print(_nodes(report.nodes))
         console.print()
@@ -66,7 +70,7 @@ def _grouped(report: Report) -> dict[tuple[str, str, str, str], list[str]]:
     return places
 
 
-def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
+def _nodes(nodes: Sequence[ExaminedNode]) -> Table:
     from ops.waterfall.bars import human_bytes
 
     left = ("node", "workers", "python · torch · ray · pdserve", "model", "devices", "KV over")
@@ -100,7 +104,7 @@ def _clock(clock: ClockReading | None) -> tuple[str, str]:
     return f"{clock.offset_s * 1e3:+.3f} ± {clock.error_s * 1e3:.3f}", f"{clock.wall_s:+.3f}"
 
 
-def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
+def _pairs(pairs: Sequence[ExaminedPair]) -> Table:
     prompts = sorted({tokens for pair in pairs for tokens in pair.predictions})
     right = ("Gbit/s", "RTT ms", *(f"ms for {tokens}" for tokens in prompts), "hides tok/s")
     table = plain_table(("pair", "from → to", "by"), right)

@@ -5,60 +5,61 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import JsonOption, TargetOption, print_json
+from ops.cli.options import HereOption, JsonOption, print_json
 from pdserve.client.target import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from ops.launch.node_tasks import LogPart
+    from pdserve.pb import operator_pb2 as pb
 
 FOLLOW_EVERY_S = 0.5
 
 
 def logs(
     name: Annotated[
-        str, typer.Argument(help="supervisor, gateway (gateway-1, … of several), or a worker such as prefill-0")
+        str,
+        typer.Argument(
+            help="supervisor, gateway (gateway-1, …), a worker such as prefill-0, or a process that has ended: NAME@PID"
+        ),
     ] = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="wait for further output and print it")] = False,
     lines: Annotated[int | None, typer.Option("-n", "--lines", min=1, help="print only the last lines")] = None,
-    target: TargetOption = DEFAULT_TARGET,
+    target: HereOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
     """Print the log of one part of the service, on the host it was started on. Without a name, list the logs and their
-    paths."""
-    from ops.launch.node_tasks import read_part
-    from ops.launch.operator import SUPERVISOR, OperatorClient
+    paths, also those of processes that have ended."""
+    from ops.launch.logs import read_part
+    from ops.launch.operator import SUPERVISOR, list_logs, read_log_of, supervisor_log
     from ops.launch.state import ServiceState, port_of
     from pdserve.core.errors import InvalidRequest
 
     state = ServiceState.read(port_of(target))
-    operator = OperatorClient(state.socket)
     if not name:
-        _show(operator.logs() if state.process() else {SUPERVISOR: ("here", state.log)}, as_json)
+        _show(list_logs(state.socket) if state.process() else [supervisor_log(state.log)], as_json)
         return
     if name == SUPERVISOR:
         if not state.log:
             raise InvalidRequest("the supervisor logs to the terminal it was started in; it has no file")
         _print(lambda _, offset: read_part(state.log, offset), follow, lines)
     else:
-        _print(lambda path, offset: operator.read_log(name, path, offset), follow, lines)
+        _print(lambda path, offset: read_log_of(state.socket, name, path, offset), follow, lines)
 
 
-def _show(found: dict[str, tuple[str, str]], as_json: bool) -> None:
+def _show(found: Sequence[pb.Log], as_json: bool) -> None:
     if as_json:
-        print_json({"logs": [{"name": name, "node": node, "path": path} for name, (node, path) in found.items()]})
+        print_json({"logs": [{"name": log.name, "node": log.node, "path": log.path} for log in found]})
         return
-    rows = [(name, node, path or "on its terminal") for name, (node, path) in found.items()]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for name, node, path in rows:
-        typer.echo(f"{name:<{widths[0]}}  {node:<{widths[1]}}  {path}")
+    widths = [max(map(len, column)) for column in ([log.name for log in found], [log.node for log in found])]
+    for log in found:
+        typer.echo(f"{log.name:<{widths[0]}}  {log.node:<{widths[1]}}  {log.path or 'on its terminal'}")
 
 
-def _print(read: Callable[[str, int], LogPart], follow: bool, lines: int | None) -> None:
+def _print(read: Callable[[str, int], pb.ReadLogResponse], follow: bool, lines: int | None) -> None:
     """Print the log, or its last ``lines``. With ``follow`` go on with new output, also after a change of files."""
     out = sys.stdout.buffer
     part = read("", 0)

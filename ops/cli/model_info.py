@@ -95,6 +95,8 @@ def _facts(
     from pdserve.core.config import CPU_TOKEN_BUDGET
 
     latent, rope = model_memory.mla_dims(shape)
+    context_bytes = context * shape.kv_bytes_per_token(dtype)
+    step_bytes = model_memory.activation_bytes(shape, dtype, CPU_TOKEN_BUDGET)
     windows = shape.layer_windows if window is None else (window,) * shape.num_layers
     return {
         "model": name,
@@ -107,17 +109,17 @@ def _facts(
         "weight_bytes": shape.weight_bytes(dtype),
         "weight_bytes_on_gpus": shape.weight_bytes(dtype, keep_quantized=True),
         "kv_bytes_per_token": shape.kv_bytes_per_token(dtype),
-        "kv_variants": [variant._asdict() for variant in model_memory.kv_variants(shape, dtype)],
+        "kv_variants": model_memory.kv_variants(shape, dtype),
         "mla_assumed": {"latent_dim": latent, "rope_dim": rope},
         "context": context,
-        "kv_bytes_context": context * shape.kv_bytes_per_token(dtype),
+        "kv_bytes_context": context_bytes,
         "window": max(w for w in windows if w is not None),
         "windowed_layers": sum(w is not None for w in windows),
         "kv_bytes_context_windowed": model_memory.window_kv_bytes(shape, dtype, context, windows),
         "activation_tokens": CPU_TOKEN_BUDGET,
-        "activation_bytes": model_memory.activation_bytes(shape, dtype, CPU_TOKEN_BUDGET),
+        "activation_bytes": step_bytes,
         "fits": [
-            model_memory.fit(shape, dtype, int(gb * 1e9), CPU_TOKEN_BUDGET, context)._asdict() for gb in sizes_gb
+            model_memory.fit(shape, dtype, int(gb * 1e9), context, context_bytes, step_bytes) for gb in sizes_gb
         ],
         "prefill_flops_per_token": model_memory.prefill_flops_per_token(shape, context),
         "phi_gbps_per_tflops": model_memory.phi_gbps_per_tflops(shape, dtype, context),
@@ -212,6 +214,7 @@ def _outline_facts(
     from ops import model_memory
 
     context = context or outline.max_position_embeddings or _DEFAULT_CONTEXT
+    context_bytes = outline.request_bytes(dtype, context)
     return {
         "model": name,
         "served": False,
@@ -223,8 +226,8 @@ def _outline_facts(
         "kv_bytes_per_token": outline.kv_bytes_per_token(dtype),
         "state_bytes_per_request": outline.request_bytes(dtype, 0),
         "context": context,
-        "kv_bytes_context": outline.request_bytes(dtype, context),
-        "fits": [model_memory.fit_outline(outline, dtype, int(gb * 1e9), context)._asdict() for gb in sizes_gb],
+        "kv_bytes_context": context_bytes,
+        "fits": [model_memory.fit(outline, dtype, int(gb * 1e9), context, context_bytes) for gb in sizes_gb],
     }
 
 

@@ -18,72 +18,92 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from pdserve.core.config import PdserveConfig
+
 TOKEN_VARIABLE = "PDSERVE_TOKEN"
 _UNBOUNDED = 10_000
 _PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap wide tables
 
 CONNECTION = "Connection"
 """The panel of help for the options that say where a service is and how to reach it."""
-TargetOption = Annotated[
+_TARGET = "host, host:port or URL of the service; https:// means TLS"
+
+
+def target_option(help_text: str, variable: str = "PDSERVE_TARGET") -> Any:
+    """The option ``--target`` of a client, which the environment may give instead."""
+    return typer.Option("--target", help=help_text, envvar=variable, rich_help_panel=CONNECTION)
+
+
+TargetOption = Annotated[str, target_option(_TARGET)]
+TargetsOption = Annotated[str, target_option(f"{_TARGET}; several gateways with commas between")]
+HereOption = Annotated[
     str,
     typer.Option(
+        "--port",
         "--target",
-        help="host, host:port or URL of the service; https:// means TLS",
+        help="gRPC port, or host:port, of the service on this host (see `pdserve list`)",
         rich_help_panel=CONNECTION,
     ),
 ]
-TargetsOption = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        help="host, host:port or URL of the service; https:// means TLS; several gateways with commas between",
-        rich_help_panel=CONNECTION,
-    ),
-]
+
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on one line instead")]
 
-_ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")]
+_ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration (see `pdserve config`)")]
+_SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a key of the configuration; repeatable")
+]
 _SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
-    "model": ("model.path", str, "model folder, org/name on the Hugging Face Hub, 'tiny', or 'dummy:…'"),
+    "model": ("model.path", str, "folder, or org/name on the hub"),
     "prefill": ("cluster.prefill", int, "prefill workers"),
     "decode": ("cluster.decode", int, "decode workers"),
     "device": ("cluster.device", str, "auto, cpu or cuda"),
     "oversubscribe": ("cluster.oversubscribe", bool, "let workers share device slots"),
     "placement": ("cluster.placement", str, "pack, spread or strict_spread"),
-    "nodes": ("cluster.nodes", int, "wait for this many nodes of a Ray that is joined"),
-    "autoscale": ("cluster.autoscale", bool, "ask Ray for nodes that are missing"),
-    "dtype": ("model.dtype", str, "auto, float32, bfloat16 or float16"),
-    "transport": ("transfer.transport", str, "auto, shm, tcp, grpc_stream, torch_dist, nixl, or that of a plug-in"),
-    "host": ("gateway.host", str, "address to listen on; 0.0.0.0: all, which needs TLS and tokens (docs/security.md)"),
-    "port": ("gateway.port", int, "port of the gRPC API; 0 picks a free one"),
-    "gateways": ("gateway.replicas", int, "gateways, on --port and the ports after it"),
-    "http_port": ("gateway.http_port", int, "port of the HTTP API; 0 turns it off; default: 8000 if --port is 50051"),
-    "insecure": ("gateway.insecure", bool, "allow a --host that others can reach without TLS or tokens"),
-    "address": ("cluster.address", str, "'local' starts a Ray; 'auto' or host:port joins one"),
+    "nodes": ("cluster.nodes", int, "wait for so many nodes of a joined Ray"),
+    "host": ("gateway.host", str, "address to listen on; 0.0.0.0: all"),
+    "port": ("gateway.port", int, "port of the gRPC API; 0: a free one"),
+    "gateways": ("gateway.replicas", int, "gateways, on --port and those after it"),
+    "insecure": ("gateway.insecure", bool, "let others call without TLS or tokens"),
+    "address": ("cluster.address", str, "local: own Ray; auto, host:port: join"),
 }
-"""Options of `up` and `doctor`: the key of the configuration that each one overrides, its type, and its help."""
+"""Options of `up` and `doctor`: the key of the configuration that each one overrides, its type, and its help. Rarer
+keys are set with ``--set``."""
+
+
+def settings_of(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """The ``KEY=VALUE`` of ``--set``, whose values are YAML; InvalidRequest names one that is wrong."""
+    import yaml
+
+    from pdserve.core.errors import InvalidRequest
+
+    settings: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise InvalidRequest(f"--set: {pair!r} is not KEY=VALUE, such as engine.num_blocks=64")
+        try:
+            settings[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InvalidRequest(f"--set: the value of {pair!r} is not valid YAML") from None
+    return settings
 
 
 def with_service_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add ``--config`` and `_SERVICE_OPTIONS` to a command. Its first argument becomes the resulting configuration; its
-    other parameters stay options of its own."""
-
-    def run(config: Path | None = None, **given: Any) -> None:
-        from pdserve.core.config import PdserveConfig
-
-        chosen = {key: given.pop(name) for name, (key, _, _) in _SERVICE_OPTIONS.items()}
-        overrides = {key: None if value is False else value for key, value in chosen.items()}
-        command(PdserveConfig.load(config, overrides), **given)
-
-    parameters = [_option("config", _ConfigOption, None)]
+    """Give a command ``--config``, ``--set`` and `_SERVICE_OPTIONS` in the place of its parameter ``settings``, which
+    becomes the resulting configuration."""
+    options: dict[str, tuple[Any, Any]] = {"config": (_ConfigOption, None), "set_": (_SetOption, None)}
     for name, (_, kind, text) in _SERVICE_OPTIONS.items():
-        if kind is bool:
-            parameters.append(_option(name, Annotated[bool, typer.Option(f"--{name}", help=text)], False))
-        else:
-            parameters.append(_option(name, Annotated[kind | None, typer.Option(help=text)], None))
-    lazily_imported = {"PdserveConfig": Any}
-    own = list(inspect.signature(command, eval_str=True, locals=lazily_imported).parameters.values())[1:]
-    return _dressed(run, command, [*parameters, *own])
+        flag = Annotated[bool, typer.Option(f"--{name}", help=text)], False
+        options[name] = flag if kind is bool else (Annotated[kind | None, typer.Option(help=text)], None)
+    return _replaced(command, "settings", options, _settings)
+
+
+def _settings(given: dict[str, Any]) -> PdserveConfig:
+    from pdserve.core.config import PdserveConfig
+
+    chosen = {key: given[name] for name, (key, _, _) in _SERVICE_OPTIONS.items()}
+    overrides = {key: value for key, value in chosen.items() if value is not None and value is not False}
+    return PdserveConfig.load(given["config"], {**settings_of(given["set_"]), **overrides})
 
 
 def _access(name: str, kind: Any, text: str) -> Any:
@@ -144,13 +164,22 @@ def _replaced(
     options: Mapping[str, tuple[Any, Any]],
     value_of: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
+    """``command`` with ``options`` (annotations and defaults by name) in the place of a parameter."""
+
     def run(**given: Any) -> None:
         value = value_of({name: given.pop(name) for name in options})
         command(**{parameter: value}, **given)
 
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    added = [_option(name, *option) for name, option in options.items()]
-    return _dressed(run, command, [*(each for each in own if each.name != parameter), *added])
+    signature = inspect.signature(command, eval_str=True, locals={"PdserveConfig": Any})  # which is imported later
+    own = [each for each in signature.parameters.values() if each.name != parameter]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, default=default)
+        for name, (annotation, default) in options.items()
+    ]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {each.name: each.annotation for each in (*own, *added)}
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    return run
 
 
 def access_of(given: Mapping[str, Any]) -> AccessOptions:
@@ -174,21 +203,6 @@ def access_of(given: Mapping[str, Any]) -> AccessOptions:
         token=token,
         token_in_clear=given["token_in_clear"],
     )
-
-
-def _dressed(
-    run: Callable[..., None], command: Callable[..., None], parameters: Sequence[inspect.Parameter]
-) -> Callable[..., None]:
-    """``run`` with the name and the help of ``command``, and these parameters."""
-    signature = inspect.Signature(parameters)
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    return run
-
-
-def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, default=default)
 
 
 def stdout_console() -> Console:

@@ -38,26 +38,9 @@ def status(access: AccessOptions, target: TargetsOption = DEFAULT_TARGET, as_jso
     if as_json:
         print_json(answer.to_dict())
         return
-    from ops.waterfall.bars import human_bytes
-
     console = stdout_console()
-    ready = colored("ready" if answer.ready else "not ready")
-    console.print(
-        f"{ready} at {target} · pdserve {answer.version} · up {answer.uptime_s:.0f} s · "
-        f"{answer.queued} queued, {answer.running} running"
-    )
-    converted = f" from {answer.checkpoint_dtype}" if answer.checkpoint_dtype not in ("", answer.dtype) else ""
-    console.print(
-        f"model {answer.model} ({answer.dtype}{converted}, context {answer.context_length}) · KV "
-        f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
-    )
-    if len(answer.gateways) > 1:
-        console.print(_gateways(console, answer))
-    if answer.scaling is not None:
-        console.print(scaling_line(answer.scaling))
-    console.print(_workers(console, answer))
-    if any(worker.links for worker in answer.workers):
-        console.print(_pairs(console, answer))
+    for part in _parts(console, target, answer):
+        console.print(part)
     if answer.costs:
         console.print("measured here")
     for line in answer.costs:
@@ -71,6 +54,28 @@ def status(access: AccessOptions, target: TargetsOption = DEFAULT_TARGET, as_jso
         if worker.kv_refused:
             refused = ", ".join(f"{count} {reason}" for reason, count in sorted(worker.kv_refused.items()))
             console.print(f"[yellow]{worker.worker_id} refused KV messages: {refused}[/]")
+
+
+def _parts(console: Console, target: str, answer: ServiceStatus) -> list[RenderableType]:
+    """What `status` and `top` show: lines on the service, then tables that fit the console."""
+    from ops.waterfall.bars import human_bytes
+
+    ready = colored("ready" if answer.ready else "not ready")
+    converted = f" from {answer.checkpoint_dtype}" if answer.checkpoint_dtype not in ("", answer.dtype) else ""
+    parts: list[RenderableType] = [
+        f"{ready} at {target} · pdserve {answer.version} · up {answer.uptime_s:.0f} s · "
+        f"{answer.queued} queued, {answer.running} running",
+        f"model {answer.model} ({answer.dtype}{converted}, context {answer.context_length}) · KV "
+        f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block",
+    ]
+    if len(answer.gateways) > 1:
+        parts.append(_gateways(console, answer))
+    if answer.scaling is not None:
+        parts.append(scaling_line(answer.scaling))
+    parts.append(_workers(console, answer))
+    if any(worker.links for worker in answer.workers):
+        parts.append(_pairs(console, answer))
+    return parts
 
 
 def scaling_line(scaling: ServiceScaling) -> str:
@@ -126,17 +131,20 @@ def _workers(console: Console, answer: ServiceStatus) -> Table:
                 "device": f"{w.device} {cores}".strip(),
                 "free blocks": f"{w.free_blocks}/{w.num_blocks}",
                 "cached": str(w.cached_blocks),
-                "hits": _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
+                "hits": f"{100 * w.prompt_tokens_cached / w.prompt_tokens_looked_up:.0f} %"
+                if w.prompt_tokens_looked_up
+                else "–",
                 "run": str(w.running),
                 "wait": str(w.waiting),
+                "tokens to do": str(w.outstanding_tokens),
                 "preempted": str(w.preemptions),
-                "restarts": str(w.engine_restarts),
+                "restarts": str(w.engine_restarts + w.worker_restarts),
                 "heard": f"{w.heartbeat_age_s:.1f} s",
             }
         rows.append(row)
     text = ("worker", *(("role",) if others else ()), "state", where, "device")
-    numbers = ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard")
-    less = ("heard", "restarts", "preempted", "cached", "device", "hits", "address", "node", "wait", "run")
+    numbers = ("free blocks", "cached", "hits", "run", "wait", "tokens to do", "preempted", "restarts", "heard")
+    less = ("heard", "restarts", "preempted", "cached", "device", "tokens to do", "hits", where, "wait", "run")
     return fitted(console, rows, text, numbers, less)
 
 
@@ -153,7 +161,7 @@ def _pairs(console: Console, answer: ServiceStatus) -> Table:
                     "to": f"{link.worker_id} on {peer.node}" if peer else link.worker_id,
                     "transport": link.transport or "–",
                     "address": "within the host" if "/" in address else address,  # a socket's name has no port
-                    "link": _rate(link.ceiling_gbs),
+                    "link": f"{link.ceiling_gbs:.3g} GB/s" if link.ceiling_gbs else "not measured",
                     "why this one": link.reason or "connected just now",
                 }
             )
@@ -163,25 +171,16 @@ def _pairs(console: Console, answer: ServiceStatus) -> Table:
     return fitted(console, rows, left, ("link",), ("why this one", "address"), ("why this one",))
 
 
-def _rate(gbs: float) -> str:
-    return f"{gbs:.3g} GB/s" if gbs else "not measured"
-
-
 def _where(worker: ServiceWorker) -> str:
     if not worker.address:
         return worker.node
     return worker.address if worker.address.startswith(worker.node) else f"{worker.address} ({worker.node})"
 
 
-def _hits(cached: int, looked_up: int) -> str:
-    return f"{100 * cached / looked_up:.0f} %" if looked_up else "–"
-
-
 LOOK_EVERY_S = 1.0
 HISTORY = 60
 """Statuses that the curves show."""
 _LEVELS = "▁▂▃▄▅▆▇█"
-_BAR_CELLS = 12
 
 
 @with_access
@@ -190,8 +189,8 @@ def top(
     target: TargetsOption = DEFAULT_TARGET,
     count: Annotated[int, typer.Option("--count", min=0, help="end after this many looks; 0: with Ctrl-C")] = 0,
 ) -> None:
-    """Watch a service: its queue, its workers, their KV blocks and links. Ctrl-C ends it. Where the output is no
-    terminal, every look is printed below the one before."""
+    """Watch a service: what `status` shows, and curves of its requests. Ctrl-C ends it. Without a terminal,
+    every look is printed below the one before."""
     from rich.live import Live
 
     from pdserve.client.sync_client import Client
@@ -215,20 +214,10 @@ def top(
 
 
 def view(console: Console, target: str, history: Sequence[ServiceStatus]) -> Group:
-    """The last status of ``history``, with curves over all of it, as wide as the console."""
+    """The last status of ``history``, and curves over all of it."""
     from rich.console import Group
-    from rich.text import Text
 
-    now = history[-1]
-    state = Text.from_markup(colored("ready" if now.ready else "not ready"))
-    title = Text.assemble(state, f" at {target} · {now.model} · pdserve {now.version} · up {now.uptime_s:.0f} s")
-    workers = _loads(console, history)
-    parts: list[RenderableType] = [title, Text(), _curves(history), Text(), workers]
-    if now.scaling is not None:
-        parts.insert(1, Text(scaling_line(now.scaling)))
-    if any(worker.links for worker in now.workers):
-        parts += [Text(), _links(console, now)]
-    return Group(*parts)
+    return Group(*_parts(console, target, history[-1]), _curves(history))
 
 
 def curve(values: Sequence[float]) -> str:
@@ -246,50 +235,3 @@ def _curves(history: Sequence[ServiceStatus]) -> Table:
         values = [float(getattr(status, name)) for status in history]
         table.add_row(name, f"{values[-1]:.0f}", f"{max(values):.0f}", curve(values))
     return table
-
-
-def _loads(console: Console, history: Sequence[ServiceStatus]) -> Table:
-    rows = []
-    before = {worker.worker_id: worker for worker in history[0].workers}
-    for worker in history[-1].workers:
-        used = 1 - worker.free_blocks / worker.num_blocks if worker.num_blocks else 0.0
-        full = round(used * _BAR_CELLS)
-        rows.append(
-            {
-                "worker": worker.worker_id,
-                "role": worker.role,
-                "state": colored(worker.state),
-                "KV blocks": "█" * full + "░" * (_BAR_CELLS - full),
-                "used": f"{100 * used:.0f} %",
-                "run": str(worker.running),
-                "wait": str(worker.waiting),
-                "tokens to do": str(worker.outstanding_tokens),
-                "hits": _hits_since(worker, before.get(worker.worker_id)),
-                "preempted": str(worker.preemptions),
-            }
-        )
-    numbers = ("used", "run", "wait", "tokens to do", "hits", "preempted")
-    less = ("preempted", "tokens to do", "hits", "KV blocks", "wait", "role")
-    return fitted(console, rows, ("worker", "role", "state", "KV blocks"), numbers, less)
-
-
-def _hits_since(now: ServiceWorker, before: ServiceWorker | None) -> str:
-    """The share of prompt tokens found in the prefix cache since ``before``."""
-    cached, looked_up = now.prompt_tokens_cached, now.prompt_tokens_looked_up
-    if before is not None and before is not now and before.prompt_tokens_looked_up <= looked_up:  # else it restarted
-        cached, looked_up = cached - before.prompt_tokens_cached, looked_up - before.prompt_tokens_looked_up
-    return _hits(cached, looked_up)
-
-
-def _links(console: Console, now: ServiceStatus) -> Table:
-    rows = [
-        {
-            "KV from": worker.worker_id,
-            "to": link.worker_id,
-            "transport": link.transport,
-            "link": _rate(link.ceiling_gbs),
-        }
-        for worker in now.workers
-        for link in worker.links
-    ]
-    return fitted(console, rows, ("KV from", "to", "transport"), ("link",))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ops.cli.options import (
+    HereOption,
     JsonOption,
-    TargetOption,
     colored,
     fitted,
     print_json,
@@ -81,7 +81,7 @@ def up(
 
 
 def down(
-    target: Annotated[str, typer.Option(help="host:port of the service (see `pdserve list`)")] = DEFAULT_TARGET,
+    target: HereOption = DEFAULT_TARGET,
     drain: Annotated[
         float | None, typer.Option(min=0, max=86_400, help="seconds for requests in progress to finish [default: 30]")
     ] = None,
@@ -90,6 +90,8 @@ def down(
 ) -> None:
     """Take down a service that was started on this host. New requests are refused at once; requests in progress may
     finish. Nothing of the service is left afterwards."""
+    from rich.markup import escape
+
     from ops.launch.detach import stop_detached
     from ops.launch.shutdown import DRAIN_S
     from ops.launch.state import ServiceState, port_of
@@ -103,13 +105,13 @@ def down(
     for port in ports:
         try:
             with progress(console, "stopping") as report:
-                stop_detached(port, drain_s, report)
+                ended = stop_detached(port, drain_s, report)
         except LaunchError as error:
             if not every:
                 raise
             console.print(str(error))
             continue
-        console.print(f"the service on port {port} is down")
+        console.print(f"{escape(ended.model)} on {ended.workers} at {','.join(ended.targets)} is down", soft_wrap=True)
     if not ports:
         console.print("no service of yours runs on this host")
 
@@ -124,26 +126,26 @@ def scale(
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="share device slots if none is free (CPUs only)")
     ] = False,
-    target: TargetOption = DEFAULT_TARGET,
+    target: HereOption = DEFAULT_TARGET,
 ) -> None:
     """Add or remove workers of a running service, on the host it was started on. Where one role shrinks and the other
     grows, workers take the other role instead, at once and with the requests that they have. If no device slot is free,
     new workers wait for a node, which Ray is asked for. On a Ray that the service started itself this is an error,
     unless workers may share slots."""
-    from ops.launch.operator import OperatorClient
+    from ops.launch.operator import request_scale
     from ops.launch.state import ServiceState, port_of
     from pdserve.core.errors import LaunchError
-    from pdserve.core.worker import Role
+    from pdserve.pb import operator_pb2 as pb
 
-    wanted = {role: count for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if count is not None}
-    if not wanted:
+    if prefill is None and decode is None:
         raise LaunchError("give the new number of workers: --prefill N, --decode N, or both")
     state = ServiceState.read(port_of(target))
     console = stderr_console()
+    request = pb.ScaleRequest(prefill=prefill, decode=decode, drain_s=drain, oversubscribe=oversubscribe)
     timeout_s = drain + state.start_timeout_s + MARGIN_S
     with progress(console, "scaling") as report:
-        scaled = OperatorClient(state.socket).scale(wanted, drain, timeout_s, report, oversubscribe)
-    console.print(f"[green]scaled[/]: {scaled.prefill}P{scaled.decode}D at {target}")
+        scaled = request_scale(state.socket, request, timeout_s, report)
+    console.print(f"[green]scaled[/]: {scaled.prefill}P{scaled.decode}D at {','.join(state.targets)}")
     for worker_id, role in sorted(scaled.flipped.items()):
         console.print(f"{worker_id} is a {role} worker now")
     if scaled.waiting:
@@ -173,7 +175,7 @@ def list_services(as_json: JsonOption = False) -> None:
     columns, less = ("target", "pid", "workers", "ray", "since"), ("ray", "since", "pid", "workers")
     console.print(fitted(console, rows, columns, (), less, ("model", "state")))
     if any(service["state"] == "killed" for service in services):
-        console.print("[yellow]killed: `pdserve down --target …`, or the next `pdserve up`, removes the remains[/]")
+        console.print("[yellow]killed: `pdserve down --port …`, or the next `pdserve up`, removes the remains[/]")
 
 
 def _describe(state: ServiceState) -> dict[str, Any]:

@@ -11,17 +11,8 @@ import statistics
 import string
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 MARGIN = 0.85  # share of the context; characters per token vary between texts
-
-
-@dataclass(frozen=True, slots=True)
-class DemoPrompt:
-    """A prompt's text and the name of its source."""
-
-    name: str
-    text: str
 
 
 _SOURCES: Sequence[tuple[str, int, Callable[[], str]]] = (
@@ -42,14 +33,13 @@ _SOURCES: Sequence[tuple[str, int, Callable[[], str]]] = (
 CALIBRATION = inspect.getsource(json.decoder)[:600]
 
 
-def demo_prompts(chars_per_token: float, context_length: int, max_tokens: int) -> list[DemoPrompt]:
-    """Eight prompts from a few tokens to about 1500 (fewer in a shorter context), cut at the end of a line if
-    possible."""
+def demo_prompts(chars_per_token: float, context_length: int, max_tokens: int) -> dict[str, str]:
+    """Eight prompts, by the names of their sources, from a few tokens to about 1500 (fewer in a shorter context), cut
+    at the end of a line if possible."""
     longest = max(8, int((context_length - max_tokens) * MARGIN))
-    return [
-        DemoPrompt(name, _cut(source(), max(4, int(min(tokens, longest) * chars_per_token))))
-        for name, tokens, source in _SOURCES
-    ]
+    return {
+        name: _cut(source(), max(4, int(min(tokens, longest) * chars_per_token))) for name, tokens, source in _SOURCES
+    }
 
 
 def _cut(text: str, chars: int) -> str:

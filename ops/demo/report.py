@@ -34,11 +34,11 @@ class PairedRound:
 
 @dataclass(slots=True)
 class DemoReport:
-    """``live`` are the concurrent requests in the order of the prompts, ``pairs`` the paired rounds."""
+    """What the demo found."""
 
     requests: int
-    live: list[Generation] = field(default_factory=list)
-    pairs: list[PairedRound] = field(default_factory=list)
+    live: list[Generation] = field(default_factory=list)  # the concurrent requests, in the order of the prompts
+    pairs: list[PairedRound] = field(default_factory=list)  # of all rounds
     errors: list[PdserveError] = field(default_factory=list)
     leaked_blocks: int = 0
     rounds: int = 0

@@ -1,32 +1,28 @@
-"""The demo against a running service: concurrent prompts with live text, waterfalls, and the paired comparison.
+"""The demo against a running service: concurrent prompts, waterfalls, and the paired comparison.
 
 Each request has its own salt, because a prefix cache would make later rounds incomparable with the first one."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
-from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
-from ops.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
+from ops.demo.prompts import CALIBRATION, demo_prompts
 from ops.demo.report import DemoReport, PairedRound
 from ops.settled import leaked_blocks, settled
 from ops.waterfall.bars import longest, proof
 from ops.waterfall.picture import save_waterfalls
 from ops.waterfall.terminal import overview
 from pdserve.client.async_client import AsyncClient
-from pdserve.client.generation import Generation, Token
+from pdserve.client.generation import Generation
 from pdserve.client.target import Target
 from pdserve.core.errors import PdserveError
 from pdserve.core.interval import CONFIDENCE
@@ -36,7 +32,6 @@ from pdserve.core.timeline import Figure
 MAX_TOKENS = 32
 LATER_ROUNDS_MAX_TOKENS = 4  # enough for both figures; the first round compares the whole text
 ROUNDS = 5
-_TAIL = 400
 ROUNDS_BUDGET_S = 25.0  # unless rounds are asked for, none starts after this time
 
 
@@ -64,7 +59,7 @@ async def run_demo(target: str | Target, png: Path, console: Console, rounds: in
     return report
 
 
-async def _prepare(client: AsyncClient) -> list[DemoPrompt]:
+async def _prepare(client: AsyncClient) -> dict[str, str]:
     """Warm up both modes, so that no first request is measured, and estimate the characters per token."""
     status = await client.status()
     for mode in (Mode.PD, Mode.COLOCATED):
@@ -72,31 +67,32 @@ async def _prepare(client: AsyncClient) -> list[DemoPrompt]:
     return demo_prompts(len(CALIBRATION) / warm.prompt_tokens, status.context_length, MAX_TOKENS)
 
 
-async def _at_once(client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, console: Console) -> None:
-    texts = LiveTexts(console, prompts)
-    with texts.live:
+async def _at_once(client: AsyncClient, prompts: Mapping[str, str], report: DemoReport, console: Console) -> None:
+    async def one(number: int, name: str, prompt: str) -> Generation | None:
+        try:
+            done = await _generate(client, prompt, MAX_TOKENS, Mode.PD)
+        except PdserveError as error:
+            report.errors.append(error)
+            console.print(f"#{number} {name:12} [red]failed: {escape(str(error))}[/]")
+            return None
+        told = f"{done.prompt_tokens} + {len(done.token_ids)}, ttft {done.ttft_ms:.0f} ms"
+        text = escape(" ".join(done.text.split()))
+        console.print(f"#{number} {name:12} [green]{told}[/]  {text}", no_wrap=True, overflow="ellipsis")
+        return done
 
-        async def one(index: int, prompt: DemoPrompt) -> Generation | None:
-            try:
-                stream = client.generate(
-                    prompt.text, max_tokens=MAX_TOKENS, ignore_eos=True, mode=Mode.PD, salt=secrets.token_hex(8)
-                )
-                async for token in stream:
-                    texts.token(index, token)
-                generation = await stream.result()
-            except PdserveError as error:
-                report.errors.append(error)
-                texts.end(index, error)
-                return None
-            texts.end(index, generation)
-            return generation
-
-        generations = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+    texts = enumerate(prompts.items(), 1)
+    generations = await asyncio.gather(*(one(number, name, text) for number, (name, text) in texts))
     report.live = [generation for generation in generations if generation is not None]
 
 
+async def _generate(client: AsyncClient, prompt: str, max_tokens: int, mode: Mode) -> Generation:
+    """The answer to a prompt whose KV is in no cache."""
+    salt = secrets.token_hex(8)
+    return await client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, mode=mode, salt=salt).result()
+
+
 async def _rounds(
-    client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, rounds: int | None, console: Console
+    client: AsyncClient, prompts: Mapping[str, str], report: DemoReport, rounds: int | None, console: Console
 ) -> None:
     end_s = time.monotonic() + (ROUNDS_BUDGET_S if rounds is None else math.inf)
     for round_index in range(ROUNDS if rounds is None else rounds):
@@ -107,16 +103,13 @@ async def _rounds(
             )
             break
         max_tokens = LATER_ROUNDS_MAX_TOKENS if round_index else MAX_TOKENS
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts.values()):
             # The first mode alternates, so that neither benefits from a warm machine.
             order = (Mode.PD, Mode.COLOCATED) if (round_index + index) % 2 else (Mode.COLOCATED, Mode.PD)
             done: dict[Mode, Generation] = {}
             for mode in order:
                 try:
-                    stream = client.generate(
-                        prompt.text, max_tokens=max_tokens, ignore_eos=True, mode=mode, salt=secrets.token_hex(8)
-                    )
-                    done[mode] = await stream.result()
+                    done[mode] = await _generate(client, prompt, max_tokens, mode)
                 except PdserveError as error:
                     report.errors.append(error)
                     console.print(f"[red]#{index + 1} {mode}: {error}[/]")
@@ -167,52 +160,3 @@ def _paired_table(report: DemoReport) -> Table:
 
 def _cell(value: float | None, sign: str = "") -> str:
     return "–" if value is None else f"{value:{sign}.2f}"
-
-
-class LiveTexts:
-    """The prompts' texts while they stream: rows of `live` on a terminal, else a line for each finished request."""
-
-    def __init__(self, console: Console, prompts: Sequence[DemoPrompt]) -> None:
-        self._console = console
-        self._prompts = prompts
-        self._texts = [""] * len(prompts)
-        self._counts = [0] * len(prompts)
-        self._ends: list[Generation | PdserveError | None] = [None] * len(prompts)
-        self.live: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if console.is_terminal:
-            self.live = Live(get_renderable=self._render, console=console, refresh_per_second=10)
-
-    def token(self, index: int, token: Token) -> None:
-        """Add a token of request ``index``."""
-        self._texts[index] = (self._texts[index] + token.text)[-_TAIL:]
-        self._counts[index] += 1
-
-    def end(self, index: int, end: Generation | PdserveError) -> None:
-        """Mark request ``index`` as finished or failed."""
-        self._ends[index] = end
-        if not self._console.is_terminal:
-            name = f"#{index + 1} {self._prompts[index].name:12} "
-            line = Text.assemble(name, self._state(index), "  ", self._tail(index))
-            self._console.print(line, no_wrap=True, overflow="ellipsis")
-
-    def _render(self) -> Panel:
-        table = Table(box=None, padding=(0, 1), show_header=False, expand=True)
-        table.add_column(width=2)
-        table.add_column(width=11, no_wrap=True)
-        table.add_column(width=24, no_wrap=True)
-        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        for index, prompt in enumerate(self._prompts):
-            table.add_row(f"#{index + 1}", prompt.name, self._state(index), self._tail(index))
-        return Panel(table, title=f"{len(self._prompts)} requests at once", title_align="left", border_style="dim")
-
-    def _state(self, index: int) -> Text:
-        match self._ends[index]:
-            case Generation() as done:
-                return Text(f"{done.prompt_tokens} + {len(done.token_ids)}, ttft {done.ttft_ms:.0f} ms", style="green")
-            case PdserveError() as error:
-                return Text(f"failed: {error}", style="red")
-        return Text(f"{self._counts[index]} tokens" if self._counts[index] else "waiting", style="dim")
-
-    def _tail(self, index: int) -> Text:
-        width = max(20, self._console.width - 54)
-        return Text(" ".join(self._texts[index].split())[-width:])

@@ -1,15 +1,12 @@
-"""Checks of the examined nodes, of the gateway's host, and of pairs of workers. Those of nodes and pairs are pure
-functions: they read reports and yield findings.
-
-``own_port`` is the public port of the examined service if it is running, else 0."""
+"""Checks of the examined nodes, of the gateway's host, and of pairs of workers. `CHECKS` read what was found out;
+`check_registry` and `check_control` also connect."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from pathlib import Path
 
 from checkpoints.folder import tokenizer_note
 from checkpoints.hub import HubId
@@ -17,11 +14,9 @@ from gateway.security import security_of
 from gateway.tokenizer import load_tokenizer
 from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, read_clock
 from ops.doctor.node_report import NodeReport
-from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, fail, ok, port_taken, warn
-from ops.launch.ports import free_ports
-from ops.model_memory import MemoryNeed
+from ops.doctor.report import Endpoints, ExaminedNode, Finding, Report, fail, ok, port_taken, warn
+from ops.launch.ports import free_ports, port_base
 from pdserve.core.clock import MonotonicClock, clock_id
-from pdserve.core.config import GatewayConfig, PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
 from runtime.dtypes import DtypeChoice
 from runtime.plane_tls import plane_tls
@@ -37,12 +32,14 @@ _ANSWER_S = 5.0
 _GATEWAY = "the gateway"
 _HERE = "the gateway's host"
 _SERVICE = "the service"
+Check = Callable[[Report], Iterator[Finding]]
 _SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` does), then restart Ray there"
 
 
-def check_versions(here: NodeReport, nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
-    """Versions have to be those of ``here``, the gateway's host."""
-    for node, report in _reported(nodes):
+def check_versions(seen: Report) -> Iterator[Finding]:
+    """Versions have to be those of the gateway's host."""
+    here = seen.gateway_host
+    for node, report in _reported(seen):
         for name, ours, theirs in (
             ("python", _minor(here.python), _minor(report.python)),
             ("pdserve", here.pdserve, report.pdserve),
@@ -60,18 +57,19 @@ def check_versions(here: NodeReport, nodes: Sequence[ExaminedNode]) -> Iterator[
             yield warn("version", node.name, what, "install the same: results and speed may differ between workers")
 
 
-def check_models(here: NodeReport, here_id: str, nodes: Sequence[ExaminedNode], model: str) -> Iterator[Finding]:
-    """The gateway (``here``, on the node ``here_id``) needs the tokenizer, and every worker the same weights."""
+def check_models(seen: Report) -> Iterator[Finding]:
+    """The gateway needs the tokenizer, and every worker the same weights."""
+    here, model = seen.gateway_host, seen.config.model.path
     if here.model_error:
         yield fail("model", _HERE, here.model_error, "put the model there: the gateway reads its tokenizer")
     remedy = f"copy the model to the same path on every host, or name a path that all share (model.path: {model})"
     known = here.model_hash
-    for node, report in _reported(nodes):
+    for node, report in _reported(seen):
         if report.model_error:
             if HubId.of(model) is not None and not here.model_error:
                 later = "none needed if that host reaches the hub: `up` downloads it there before it starts workers"
                 yield warn("model", node.name, report.model_error, later)
-            elif not here.model_error or node.node.node_id != here_id:
+            elif not here.model_error or node.node.node_id != seen.gateway_node:
                 yield fail("model", node.name, report.model_error, remedy)
         elif not known:
             known = report.model_hash
@@ -93,17 +91,17 @@ def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:
     yield warn("dtype", _SERVICE, choice.note, remedy)
 
 
-def check_cores(
-    nodes: Sequence[ExaminedNode], device: str, width: int, own_port: int, oversubscribed: bool
-) -> Iterator[Finding]:
-    """Engines on CPUs need cores of their own: ``width`` cores per worker that no other service has claimed."""
-    if device != "cpu":
+def check_cores(seen: Report) -> Iterator[Finding]:
+    """Engines on CPUs need cores of their own, which no other service has claimed."""
+    cluster = seen.config.cluster
+    if seen.device != "cpu" or cluster.oversubscribe:
         return
-    for node, report in _reported(nodes):
-        others = [each for each in report.held_cores if each.core in report.allowed_cores and each.port != own_port]
-        wanted = min(len(node.seats) * width, len(report.allowed_cores))
-        free = len(set(report.allowed_cores) - {each.core for each in others})
-        if oversubscribed or wanted <= free or not others:
+    for node, report in _reported(seen):
+        allowed = set(report.allowed_cores)
+        others = [each for each in report.held_cores if each.core in allowed and each.port != seen.own_port]
+        wanted = min(len(node.seats) * cluster.cores_per_worker, len(allowed))
+        free = len(allowed - {each.core for each in others})
+        if wanted <= free or not others:
             continue
         holders = "; ".join(f"core {each.core}: {each}" for each in others)
         what = f"its workers need {wanted} cores, and {free} are not claimed by another service ({holders})"
@@ -111,15 +109,13 @@ def check_cores(
         yield warn("cores", node.name, what, remedy)
 
 
-def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Finding]:
+def check_devices(seen: Report) -> Iterator[Finding]:
     """torch has to be able to use the GPUs that Ray assigns."""
-    if device != "cuda":
-        return
-    for node, report in _reported(nodes):
-        claimed, seen = int(node.node.num_gpus), len(report.devices)
-        if seen >= max(claimed, 1):
+    for node, report in _reported(seen) if seen.device == "cuda" else ():
+        claimed, usable = int(node.node.num_gpus), len(report.devices)
+        if usable >= max(claimed, 1):
             continue
-        what = f"Ray has {claimed} GPU(s) there, but torch sees {seen or 'none'}"
+        what = f"Ray has {claimed} GPU(s) there, but torch sees {usable or 'none'}"
         if report.torch_error:
             remedy = f"torch says: {report.torch_error}"
         elif not report.cuda:
@@ -131,35 +127,29 @@ def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Findin
         yield fail("device", node.name, what, remedy)
 
 
-def check_mps(nodes: Sequence[ExaminedNode], device: str, setting: str) -> Iterator[Finding]:
+def check_mps(seen: Report) -> Iterator[Finding]:
     """Without MPS, the transfers and the steps of a GPU take turns."""
-    if device != "cuda" or setting == "off":
+    if seen.device != "cuda" or seen.config.cluster.mps == "off":
         return
-    for node, report in _reported(nodes):
+    for node, report in _reported(seen):
         if report.mps and report.devices:
             what = f"transfers and steps will take turns on its GPUs, without MPS: {report.mps}"
             yield warn("mps", node.name, what, "see docs/gpu.md; or accept that with cluster.mps: off")
 
 
-def check_memory(nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, own_port: int) -> Iterator[Finding]:
+def check_memory(seen: Report) -> Iterator[Finding]:
     """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
-    for node, report in _reported(nodes):
-        workers = len(node.seats)
-        if not workers or (device == "cuda" and not report.devices):
-            continue
-        if device == "cuda":
-            free = min(each.free_bytes for each in report.devices)
-            sharing = -(-workers // len(report.devices))
-            needed, where = need.total_bytes * sharing, "free on a GPU"
-        else:
-            free, needed, where = report.memory_bytes, need.total_bytes * workers, "available"
+    if (need := seen.need) is None:
+        return
+    for node, free, workers in _memories(seen):
+        needed, where = need.total_bytes * workers, "free on a GPU" if seen.device == "cuda" else "available"
         parts = (
             f"{workers} × ({_mb(need.weight_bytes)} weights + {_mb(need.pool_bytes + need.blank_bytes)} KV pool + "
             f"{_mb(need.activation_bytes)} activations)"
         )
         what = f"needs {_mb(needed)} = {parts}; {_mb(free)} {where}"
         remedy = "lower engine.kv_memory_mb (or num_blocks), place fewer workers there, or free memory"
-        if own_port:
+        if seen.own_port:
             yield ok("memory", node.name, f"{what}, besides the memory of the service that is running")
         elif needed > free:
             yield fail("memory", node.name, what, remedy)
@@ -167,9 +157,42 @@ def check_memory(nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, o
             yield warn("memory", node.name, f"{what}: little is left for other processes", remedy)
 
 
-def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Finding]:
+def check_context(seen: Report) -> Iterator[Finding]:
+    """Requests as long as the context have to be what the model was made for, and to fit a worker's KV pool."""
+    need, source = seen.need, seen.source
+    if need is None or source is None:
+        return
+    try:
+        source.shape.check_context(seen.config.engine.max_model_len)
+    except ConfigError as error:
+        yield fail("context", _SERVICE, str(error), "lower it")
+        return
+    held = need.pool_tokens()
+    if not held and not seen.own_port:  # a pool takes what is left of a GPU
+        left = [free // workers - need.total_bytes for _, free, workers in _memories(seen)]
+        held = max(0, need.pool_tokens(min(left, default=0)))
+    if 0 < held < need.context:
+        what = f"a request may have {need.context} tokens, and a KV pool holds {held}: longer requests are refused"
+        yield warn(
+            "context", _SERVICE, what, "raise engine.kv_memory_mb (or num_blocks), or lower engine.max_model_len"
+        )
+
+
+def _memories(seen: Report) -> Iterator[tuple[ExaminedNode, int, int]]:
+    """The nodes with workers, and the bytes that are free for how many of them: on a host, or on its fullest GPU."""
+    for node, report in _reported(seen):
+        if not node.seats or (seen.device == "cuda" and not report.devices):
+            continue
+        if seen.device == "cuda":
+            free = min(each.free_bytes for each in report.devices)
+            yield node, free, -(-len(node.seats) // len(report.devices))
+        else:
+            yield node, report.memory_bytes, len(node.seats)
+
+
+def check_clocks(seen: Report) -> Iterator[Finding]:
     """Breakdowns are corrected by the offsets of monotonic clocks; wall clocks matter only for reading logs."""
-    for node, report in _reported(nodes):
+    for node, report in _reported(seen):
         clock = node.clock
         if clock is None:
             continue
@@ -180,7 +203,7 @@ def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Fi
         if abs(clock.wall_s) > _WALL_S:
             what = f"its wall clock is {clock.wall_s:+.1f} s off that of {_HERE}"
             yield warn("clock", node.name, what, "run chrony or ntpd, so that the logs of both hosts can be compared")
-        same_machine = _boot(report.clock_id) and _boot(report.clock_id) == _boot(here.clock_id)
+        same_machine = _boot(report.clock_id) and _boot(report.clock_id) == _boot(seen.gateway_host.clock_id)
         if same_machine and abs(clock.offset_s) > clock.error_s + _CLOCK_ERROR_S:
             what = (
                 f"its monotonic clock is {clock.offset_s:+.3f} s (± {clock.error_s * 1e3:.3f} ms) off that of {_HERE}, "
@@ -193,12 +216,13 @@ def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Fi
             yield warn("clock", node.name, what, remedy)
 
 
-def check_endpoints(nodes: Sequence[ExaminedNode], device: str, own_port: int) -> Iterator[Finding]:
+def check_endpoints(seen: Report) -> Iterator[Finding]:
     """Probes have to be able to listen as the workers would, on interfaces that connect the hosts."""
-    for node in nodes:
+    own_port = seen.own_port
+    for node in seen.nodes:
         report = node.report
         # Without model or GPU there are no KV ends, which other checks report.
-        is_known = report is not None and (bool(report.model_error) or (device == "cuda" and not report.devices))
+        is_known = report is not None and (bool(report.model_error) or (seen.device == "cuda" and not report.devices))
         found = [finding for each in node.endpoints.values() for finding in each.findings]
         if own_port and any(finding.check == "port" for finding in found):
             what = f"the service on port {own_port} uses its workers' ports, so measurements use others"
@@ -210,13 +234,9 @@ def check_endpoints(nodes: Sequence[ExaminedNode], device: str, own_port: int) -
             if each.interface is not None and not each.interface.is_up:
                 what = f"{each.interface.device} ({each.interface.address}) has no carrier"
                 yield fail("interface", node.name, what, "connect it, or name another with transfer.interface")
-    yield from _check_shared(nodes)
-
-
-def _check_shared(nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
-    """Each node needs an address of its own: a shared one (of a bridge, or loopback) leads every node to itself."""
+    # Each node needs an address of its own: a shared one (of a bridge, or loopback) leads every node to itself.
     owners: dict[str, ExaminedNode] = {}
-    for node in nodes:
+    for node in seen.nodes:
         for interface in node.interfaces:
             other = owners.setdefault(interface.address, node)
             if other.node.ip != node.node.ip:  # else both are one host
@@ -225,8 +245,8 @@ def _check_shared(nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
                 yield fail("interface", node.name, what, remedy)
 
 
-def _reported(nodes: Sequence[ExaminedNode]) -> Iterator[tuple[ExaminedNode, NodeReport]]:
-    return ((node, node.report) for node in nodes if node.report is not None)
+def _reported(seen: Report) -> Iterator[tuple[ExaminedNode, NodeReport]]:
+    return ((node, node.report) for node in seen.nodes if node.report is not None)
 
 
 def _minor(version: str) -> str:
@@ -245,25 +265,24 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB"
 
 
-def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Finding]:
-    """The public ports have to be free, unless the examined service itself, on ``own_port``, runs (0: it does not)."""
-    if gateway.port == own_port and own_port:
+def check_gateway_port(seen: Report) -> Iterator[Finding]:
+    """The public ports have to be free, unless the examined service itself runs."""
+    gateway = seen.config.gateway
+    if seen.own_port:
         yield ok("port", _GATEWAY, f"the service on port {gateway.port} runs; a second one needs other ports")
         return
     ports = {"gateway.port": gateway.port, "gateway.http_port": gateway.served_http_port}
     for key, port in ports.items():
-        option = f"--{key.removeprefix('gateway.').replace('_', '-')}"
         try:
             if port:
                 free_ports(gateway.host, port, gateway.replicas, key)
         except LaunchError as error:
-            remedy = f"end the process that holds it, or choose another with {option} ({key})"
-            yield fail("port", _GATEWAY, str(error), remedy)
+            yield fail("port", _GATEWAY, str(error), f"end the process that holds it, or choose another {key}")
 
 
-def check_access(config: PdserveConfig) -> Iterator[Finding]:
+def check_access(seen: Report) -> Iterator[Finding]:
     """The files for TLS and tokens have to be there, and others must not reach the service unprotected."""
-    checks = partial(security_of, config.gateway, MonotonicClock()), partial(plane_tls, config.cluster)
+    checks = partial(security_of, seen.config.gateway, MonotonicClock()), partial(plane_tls, seen.config.cluster)
     for check in checks:
         try:
             check()
@@ -271,8 +290,9 @@ def check_access(config: PdserveConfig) -> Iterator[Finding]:
             yield fail("access", _GATEWAY, str(error), "see docs/security.md")
 
 
-def check_tokenizer(folder: Path | None) -> Iterator[Finding]:
+def check_tokenizer(seen: Report) -> Iterator[Finding]:
     """The gateway needs the ``tokenizer.json`` of the model's folder to accept text."""
+    folder = None if seen.source is None else seen.source.folder
     try:
         if note := tokenizer_note(folder):
             yield warn("tokenizer", _GATEWAY, note, "convert the tokenizer, or have clients send token ids")
@@ -282,14 +302,13 @@ def check_tokenizer(folder: Path | None) -> Iterator[Finding]:
         yield fail("tokenizer", _GATEWAY, str(error), "download the file again")
 
 
-def check_registry(
-    host: str, port: int, nodes: Sequence[ExaminedNode], own_port: int, timeout_s: float, pool: Executor
-) -> Iterator[Finding]:
-    """Every node has to reach the workers' registry at ``host`` and ``port`` (0: any): all of them dial a listener."""
+def check_registry(seen: Report, host: str, timeout_s: float, pool: Executor) -> Iterator[Finding]:
+    """Every node has to reach the workers' registry on the gateway's ``host``: all of them dial a listener."""
+    port = port_base(seen.config.cluster)
     try:
         server = PingServer(host, port)
     except OSError as error:
-        if not own_port:  # else the examined service listens there
+        if not seen.own_port:  # else the examined service listens there
             yield port_taken(_GATEWAY, f"cannot listen on {host}:{port} (registry): {error.strerror}", port)
         return
     answers: dict[str, Obstacle] = {}
@@ -300,19 +319,19 @@ def check_registry(
             answers[node.node.node_id] = node.any_probe.call("dial", arguments, timeout_s + _ANSWER_S, Obstacle)
 
     with contextlib.closing(server):
-        list(pool.map(reach, [node for node in nodes if node.report is not None]))
+        list(pool.map(reach, [node for node, _ in _reported(seen)]))
         address = server.address
-    for node in nodes:
+    for node in seen.nodes:
         found = answers.get(node.node.node_id, Obstacle.NONE)
         if found is not Obstacle.NONE:
             what = f"cannot reach the gateway's registry at {address}: {found}"
             yield fail("control", node.name, what, REMEDIES[found])
 
 
-def check_control(nodes: Sequence[ExaminedNode], timeout_s: float, pool: Executor) -> Iterator[Finding]:
+def check_control(seen: Report, timeout_s: float, pool: Executor) -> Iterator[Finding]:
     """The gateway has to reach every worker's control port. Sets the nodes' clocks, which are compared one after the
     other, because concurrent work in this process would increase the error."""
-    ends = [(node, each) for node in nodes for each in node.endpoints.values() if each.control]
+    ends = [(node, each) for node in seen.nodes for each in node.endpoints.values() if each.control]
     dialled = pool.map(lambda end: dial(end[1].control, timeout_s), ends)
     open_by_node: dict[str, str] = {}
     for (node, each), found in zip(ends, dialled, strict=True):
@@ -321,7 +340,7 @@ def check_control(nodes: Sequence[ExaminedNode], timeout_s: float, pool: Executo
         else:
             what = f"the gateway cannot reach it at {each.control} (control): {found}"
             yield fail("control", f"{each.worker_id} on {node.name}", what, REMEDIES[found])
-    for node in nodes:
+    for node in seen.nodes:
         address = open_by_node.get(node.node.node_id)
         if address is None:
             continue
@@ -332,9 +351,9 @@ def check_control(nodes: Sequence[ExaminedNode], timeout_s: float, pool: Executo
             node.clock = read_clock(address, timeout_s)
 
 
-def check_reach(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
+def check_reach(seen: Report) -> Iterator[Finding]:
     """Pairs that cannot connect. An end that could not listen has a finding of its own."""
-    for pair in pairs:
+    for pair in seen.pairs:
         meeting = pair.meeting
         if meeting.figures is not None or meeting.obstacle is Obstacle.NOT_TRIED:
             continue
@@ -343,14 +362,14 @@ def check_reach(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
         yield fail("reach", pair.name, what, REMEDIES[meeting.obstacle])
 
 
-def check_speed(pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
+def check_speed(seen: Report) -> Iterator[Finding]:
     """Links that are much slower than others of their kind, or too slow for this model."""
-    endpoints = {worker_id: each for node in nodes for worker_id, each in node.endpoints.items()}
+    endpoints = {worker_id: each for node in seen.nodes for worker_id, each in node.endpoints.items()}
     best: dict[tuple[str, bool], float] = {}
-    for pair in pairs:
+    for pair in seen.pairs:
         kind = (pair.meeting.transport, pair.across)
         best[kind] = max(best.get(kind, 0.0), pair.gbs)
-    for pair in pairs:
+    for pair in seen.pairs:
         if not pair.gbs:
             continue
         fastest = best[pair.meeting.transport, pair.across]
@@ -367,11 +386,11 @@ def check_speed(pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) ->
         yield warn("link", pair.name, what, remedy)
 
 
-def check_measured(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
+def check_measured(seen: Report) -> Iterator[Finding]:
     """Pairs beyond `MOST_MEASURED`."""
-    left = sum(pair.meeting.figures is not None and not pair.gbs for pair in pairs)
+    left = sum(pair.meeting.figures is not None and not pair.gbs for pair in seen.pairs)
     if left:
-        what = f"{left} of {len(pairs)} pairs were tried but not measured: at most {MOST_MEASURED} are"
+        what = f"{left} of {len(seen.pairs)} pairs were tried but not measured: at most {MOST_MEASURED} are"
         yield ok("link", _SERVICE, what)
 
 
@@ -381,3 +400,10 @@ def _claim(worker_id: str, ends: Endpoints | None) -> str:
         return f"an unknown interface ({worker_id})"
     speed = f"claims {interface.mbits} Mbit/s" if interface.mbits else "states no speed"
     return f"{interface.device} {interface.address} ({worker_id}; {speed})"
+
+
+AT_GATEWAY: Sequence[Check] = (check_gateway_port, check_access, check_tokenizer)
+CHECKS: Sequence[Check] = (
+    check_versions, check_models, check_devices, check_mps, check_cores, check_endpoints, check_memory, check_context,
+    check_clocks, check_reach, check_speed, check_measured,
+)  # fmt: skip

@@ -11,15 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from checkpoints.source import ModelSource, resolve_model
 from ops.doctor import checks
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, hidden_tokens_per_s, predict
+from ops.doctor.handoff_prediction import LinkRate, handoff_parts, hidden_tokens_per_s, predict
 from ops.doctor.network import REMEDIES, Obstacle, dial
 from ops.doctor.node_report import NodeReport, report_versions
 from ops.doctor.probes import Site, local_site
-from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, Meeting, Report, Seat, fail, warn
+from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Meeting, Report, Seat, fail, warn
 from ops.launch.discovery import prepare_environment
 from ops.launch.plan import Node, plan, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import first_port, port_base
@@ -77,11 +76,7 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
 
 def _not_joined(config: PdserveConfig, why: str, remedy: str) -> Report:
     finding = fail("join", config.cluster.address, " ".join(why.split()), remedy)
-    return _report(config, config.cluster.device, (finding,))
-
-
-def _report(config: PdserveConfig, device: str, findings: tuple[Finding, ...], **found: Any) -> Report:
-    return Report(config.model.path, device, config.cluster.address, config.transfer.transport, findings, **found)
+    return Report(config, config.cluster.device, findings=[finding])
 
 
 def seats_of(
@@ -114,12 +109,11 @@ class Examination:
     """One examination of the nodes of ``site``. Call `run` once."""
 
     def __init__(self, config: PdserveConfig, site: Site, progress: Progress = lambda stage: None) -> None:
-        self._config, self._site, self._say = config, site, progress
-        self._findings: list[Finding] = []
+        self._site, self._say = site, progress
+        # Any service but the examined one is an obstacle.
+        own_port = config.gateway.port if config.gateway.port in site.services else 0
+        self._seen = Report(config, "cpu", site.services, own_port, site.node_id)
         self._secret = ServiceSecret.new()  # of the probes
-        # The public port of the examined service if it is running. Any other service is an obstacle.
-        self._own_port = config.gateway.port if config.gateway.port in site.services else 0
-        self._device = "cpu"
         self._nodes: dict[str, ExaminedNode] = {}
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
@@ -134,64 +128,57 @@ class Examination:
                 list(pool.map(lambda probe: probe.close(), probes))
 
     def _examine(self, pool: ThreadPoolExecutor) -> Report:
+        seen = self._seen
         seats = self._seat(list(self._site.nodes))
-        nodes = [*self._nodes.values()]
-        source, model_bytes = None, _UNKNOWN_MODEL_BYTES
+        seen.nodes = [*self._nodes.values()]
+        model_bytes = _UNKNOWN_MODEL_BYTES
         with contextlib.suppress(ModelError, OSError):  # a finding of check_models
-            source = resolve_model(self._config.model.path, self._say)
-            self._set_model(path=source.path)
+            seen.source = source = resolve_model(seen.config.model.path, self._say)
+            seen.set_model(path=source.path)
             model_bytes = sum(path.stat().st_size for path in source.weight_files())
-        self._say(f"starting probes for {len(seats)} workers on {len(nodes)} nodes, which read the model's files")
+        self._say(f"starting probes for {len(seats)} workers on {len(seen.nodes)} nodes, which read the model's files")
         report_s = _REPORT_S + model_bytes / _READ_BYTES_PER_S
-        list(pool.map(lambda node: self._start_probes(node, report_s), nodes))
-        if source is not None:
-            self._decide_dtype(source, nodes)
+        list(pool.map(lambda node: self._start_probes(node, report_s), seen.nodes))
+        if seen.source is not None:
+            self._decide_dtype(seen.source)
+            seen.need = ServedModel.of(seen.source, seen.config, seen.device)
         self._say("opening the workers' ports and KV ends")
-        list(pool.map(self._open, nodes))
+        list(pool.map(self._open, seen.nodes))
         self._say("connecting to workers, comparing clocks")
-        self._findings += self._check_gateway(source, nodes, pool)
-        model = None if source is None else ServedModel.of(source, self._config, self._device)
-        pairs = [*self._pairs(seats, model, pool)]
-        self._findings += self._check_nodes(nodes, model)
-        self._findings += checks.check_reach(pairs)
-        self._findings += checks.check_speed(pairs, nodes)
-        self._findings += checks.check_measured(pairs)
-        return _report(
-            self._config,
-            self._device,
-            (*(each for node in nodes for each in node.findings), *self._findings),
-            services=tuple(self._site.services),
-            need=None if model is None else model.need,
-            nodes=tuple(nodes),
-            pairs=tuple(pairs),
-        )
-
-    def _set_model(self, **changes: str) -> None:
-        model = self._config.model.model_copy(update=changes)
-        self._config = self._config.model_copy(update={"model": model})
+        for check in checks.AT_GATEWAY:
+            seen.findings += check(seen)
+        seen.findings += checks.check_control(seen, self._timeout_s, pool)
+        seen.findings += checks.check_registry(seen, self._site.host, self._timeout_s, pool)
+        seen.pairs = [*self._pairs(seats, pool)]
+        self._say("reading the model's files here")
+        seen.here = report_versions(seen.config.model.path)
+        for check in checks.CHECKS:
+            seen.findings += check(seen)
+        seen.findings[:0] = [each for node in seen.nodes for each in node.findings]
+        return seen
 
     def _seat(self, nodes: list[Node]) -> tuple[Seat, ...]:
         """The workers' seats. Nodes with a seat are examined, or all of them if the workers cannot be placed."""
         seats: tuple[Seat, ...] = ()
-        cluster = self._config.cluster
+        seen, cluster = self._seen, self._seen.config.cluster
         if not self._site.local and len(nodes) < (cluster.nodes or 0):
             what = f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}: `up` would wait for them"
             remedy = "start Ray on the others (`ray status` lists the present ones), and examine again"
-            self._findings.append(warn("slots", _SERVICE, what, remedy))
+            self._seen.findings.append(warn("slots", _SERVICE, what, remedy))
         check, remedy = (
             "device",
             "see `nvidia-smi` and torch's build (a CPU build sees no GPU) there; restart Ray; or --device cpu",
         )
         try:
-            self._device = resolve_device(cluster, nodes)
+            seen.device = resolve_device(cluster, nodes)
             check, remedy = (
                 "slots",
                 "change the options that it names; `ray status` shows what nodes have and what is used",
             )
             # The resources of the service itself, if it is running, count as free.
-            seats, unplaced = seats_of(self._config, self._device, nodes, idle=bool(self._own_port))
+            seats, unplaced = seats_of(seen.config, seen.device, nodes, idle=bool(seen.own_port))
         except LaunchError as error:
-            self._findings.append(fail(check, _SERVICE, str(error), remedy))
+            self._seen.findings.append(fail(check, _SERVICE, str(error), remedy))
         else:
             self._report_unplaced(unplaced)
         for node in nodes:
@@ -204,52 +191,50 @@ class Examination:
         if not names:
             return
         what = f"no node has room for {', '.join(names)} now"
-        if self._config.cluster.autoscale:
+        if self._seen.config.cluster.autoscale:
             remedy = "Ray's autoscaler, if there is one, adds a node; examine again when it has joined"
-            self._findings.append(warn("slots", _SERVICE, f"{what}: they would wait for one", remedy))
+            self._seen.findings.append(warn("slots", _SERVICE, f"{what}: they would wait for one", remedy))
         else:
             remedy = "free what is used (`ray status`), add nodes, or ask for fewer workers"
-            self._findings.append(fail("slots", _SERVICE, what, remedy))
+            self._seen.findings.append(fail("slots", _SERVICE, what, remedy))
 
     def _start_probes(self, node: ExaminedNode, report_s: float) -> None:
         """Start a probe per worker, and have the first one report on the node within ``report_s`` seconds."""
         for name in [seat.worker_id for seat in node.seats] or ["no worker"]:
             node.probes[name] = self._site.start(node.node, f"the probe of {name}")
         with node.noting(node.name, _NO_PROBE):
-            node.report = node.any_probe.call("report", {"model": self._config.model.path}, report_s, NodeReport)
+            node.report = node.any_probe.call("report", {"model": self._seen.config.model.path}, report_s, NodeReport)
 
-    def _decide_dtype(self, source: ModelSource, nodes: Sequence[ExaminedNode]) -> None:
+    def _decide_dtype(self, source: ModelSource) -> None:
         """Choose one dtype for all workers, as `up` would."""
         places: dict[str, list[NativeDtypes]] = {}
-        for node in nodes:
+        for node in self._seen.nodes:
             if node.report is not None and node.seats:
-                places.setdefault(node.name, []).extend(node.report.native.get(self._device, ()))
-        asked = self._config.model.dtype
+                places.setdefault(node.name, []).extend(node.report.native.get(self._seen.device, ()))
+        asked = self._seen.config.model.dtype
         choice = choose_dtype(asked, source.shape.dtype, places)
-        self._findings += checks.check_dtype(asked, choice)
-        self._set_model(dtype=choice.dtype)
+        self._seen.findings += checks.check_dtype(asked, choice)
+        self._seen.set_model(dtype=choice.dtype)
 
     def _open(self, node: ExaminedNode) -> None:
         if node.report is None:
             return
         host = self._site.host if self._site.local else node.node.ip
         for seat in node.seats:
-            device = self._device
+            device = self._seen.device
             if device == "cuda":
                 device = f"cuda:{seat.index_on_node % max(1, len(node.report.devices))}"
-            spec = seat.spec(self._config, self._device, host).to_wire()
+            spec = seat.spec(self._seen.config, self._seen.device, host).to_wire()
             model_hash = node.report.model_hash  # the files are read once on each node
             arguments = {"spec": spec, "device": device, "secret": self._secret.hex(), "model_hash": model_hash}
             with node.noting(f"{seat.worker_id} on {node.name}"):
                 probe = node.probes[seat.worker_id]
                 node.endpoints[seat.worker_id] = probe.call("open", arguments, _OPEN_S, Endpoints)
 
-    def _pairs(
-        self, seats: Sequence[Seat], model: ServedModel | None, pool: ThreadPoolExecutor
-    ) -> Iterator[ExaminedPair]:
+    def _pairs(self, seats: Sequence[Seat], pool: ThreadPoolExecutor) -> Iterator[ExaminedPair]:
         """Connect every prefill worker among ``seats`` to every decode worker, all at once, then measure the links one
-        by one. Hand-offs are predicted only if the ``model`` is known."""
-        transfer = self._config.transfer
+        by one. Hand-offs are predicted only if the model is known."""
+        transfer, model = self._seen.config.transfer, self._seen.need
         decodes = [seat for seat in seats if seat.role is Role.DECODE]
         pairs = [(prefill, decode) for prefill in seats if prefill.role is Role.PREFILL for decode in decodes]
         self._say(f"trying {len(pairs)} pairs")
@@ -266,8 +251,10 @@ class Examination:
             if figures is not None and figures.gbs and model is not None:
                 link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
                 predictions = {
-                    tokens: predict(HandoffPlan(model.layout, tokens, tokens, "none", 0).parts(), link, 0.0)
-                    for tokens in sorted({min(tokens, model.longest_prompt) for tokens in PROMPTS})
+                    tokens: predict(handoff_parts(model.layout, tokens, tokens, "none", 0), link, 0.0)
+                    for tokens in sorted(
+                        {min(tokens, model.context, model.pool_tokens() or tokens) for tokens in PROMPTS}
+                    )
                 }
                 hidden = hidden_tokens_per_s(model.layout, link)
                 pair = replace(pair, predictions=predictions, hidden_tokens_per_s=hidden)
@@ -280,36 +267,9 @@ class Examination:
             if end is None or not end.kv:
                 return Meeting(obstacle=Obstacle.NOT_TRIED, what=f"{seat.worker_id} has no KV end")
         assert end is not None
-        timeout_s = self._config.transfer.connect_timeout_s
+        timeout_s = self._seen.config.transfer.connect_timeout_s
         arguments = {"worker_id": decode.worker_id, "endpoints": end.kv, "for_s": for_s, "timeout_s": timeout_s}
         try:
             return nodes[0].probes[prefill.worker_id].call("meet", arguments, 4 * timeout_s + _MEET_S, Meeting)
         except PdserveError as error:
             return Meeting(obstacle=Obstacle.TIMED_OUT, what=str(error))
-
-    def _check_gateway(
-        self, source: ModelSource | None, nodes: Sequence[ExaminedNode], pool: ThreadPoolExecutor
-    ) -> Iterator[Finding]:
-        config, own_port, timeout_s = self._config, self._own_port, self._timeout_s
-        yield from checks.check_gateway_port(config.gateway, own_port)
-        yield from checks.check_access(config)
-        if source is not None:
-            yield from checks.check_tokenizer(source.folder)
-        yield from checks.check_control(nodes, timeout_s, pool)
-        base = port_base(config.cluster)
-        yield from checks.check_registry(self._site.host, base, nodes, own_port, timeout_s, pool)
-
-    def _check_nodes(self, nodes: Sequence[ExaminedNode], model: ServedModel | None) -> Iterator[Finding]:
-        cluster, path, device, own_port = self._config.cluster, self._config.model.path, self._device, self._own_port
-        self._say("reading the model's files here")
-        here = report_versions(path)
-        yield from checks.check_versions(here, nodes)
-        yield from checks.check_models(here, self._site.node_id, nodes, path)
-        yield from checks.check_devices(nodes, device)
-        yield from checks.check_mps(nodes, device, cluster.mps)
-        oversubscribed = cluster.oversubscribe
-        yield from checks.check_cores(nodes, device, cluster.cores_per_worker, own_port, oversubscribed=oversubscribed)
-        yield from checks.check_endpoints(nodes, device, own_port)
-        if model is not None:
-            yield from checks.check_memory(nodes, model.need, device, own_port)
-        yield from checks.check_clocks(nodes, here)

@@ -24,6 +24,7 @@ leaves out checksums and the gathering of scattered blocks (they overlap with th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,45 +62,30 @@ class HandoffPart(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffPlan:
-    """How a prompt's blocks are divided into parts. ``chunk_tokens`` is the most that one step computes of it."""
-
-    layout: KVLayout
-    prompt_tokens: int
-    chunk_tokens: int
-    overlap: Overlap
-    layer_groups: int
-
-    def parts(self) -> tuple[HandoffPart, ...]:
-        """The parts in sending order; their bytes sum to `KVLayout.expected_bytes` of the prompt."""
-        if self.overlap == "none":
-            return (HandoffPart(1.0, self.layout.expected_bytes(self.prompt_tokens)),)
-        parts: list[HandoffPart] = []
-        queued = start = 0
-        while start < self.prompt_tokens:
-            end = min(start + self.chunk_tokens, self.prompt_tokens)
-            # The last block is complete with the prompt, however many tokens are in it.
-            full = self.layout.blocks_for(end) if end == self.prompt_tokens else end // self.layout.block_size
-            if full > queued:
-                parts += self._chunk_parts(start, end, full - queued)
-            queued, start = full, end
-        return tuple(parts)
-
-    def _chunk_parts(self, start: int, end: int, num_blocks: int) -> list[HandoffPart]:
-        layers = self.layout.num_layers
-        ends: tuple[int, ...] = (layers,)
-        if self.overlap == "layer":
-            touched = self.layout.blocks_for(end) - start // self.layout.block_size
-            ends = (*group_ends(self.layout, self.layer_groups, touched), layers)
-        first, last = start / self.prompt_tokens, end / self.prompt_tokens
-        before = (0, *ends[:-1])
-        return [
-            HandoffPart(
-                first + (last - first) * stop / layers, num_blocks * self.layout.layer_bytes(range(begin, stop))
-            )
-            for begin, stop in zip(before, ends, strict=True)
-        ]
+def handoff_parts(
+    layout: KVLayout, prompt_tokens: int, chunk_tokens: int, overlap: Overlap, layer_groups: int
+) -> tuple[HandoffPart, ...]:
+    """The parts of a prompt in sending order; their bytes sum to `KVLayout.expected_bytes` of it. ``chunk_tokens`` is
+    the most that one step computes of it."""
+    if overlap == "none":
+        return (HandoffPart(1.0, layout.expected_bytes(prompt_tokens)),)
+    parts: list[HandoffPart] = []
+    queued = start = 0
+    while start < prompt_tokens:
+        end = min(start + chunk_tokens, prompt_tokens)
+        # The last block is complete with the prompt, however many tokens are in it.
+        full = layout.blocks_for(end) if end == prompt_tokens else end // layout.block_size
+        if full > queued:
+            layers = layout.num_layers
+            ends: tuple[int, ...] = (layers,)
+            if overlap == "layer":
+                touched = layout.blocks_for(end) - start // layout.block_size
+                ends = (*group_ends(layout, layer_groups, touched), layers)
+            for begin, stop in itertools.pairwise((0, *ends)):
+                ready = (start + (end - start) * stop / layers) / prompt_tokens
+                parts.append(HandoffPart(ready, (full - queued) * layout.layer_bytes(range(begin, stop))))
+        queued, start = full, end
+    return tuple(parts)
 
 
 class HandoffPrediction(NamedTuple):

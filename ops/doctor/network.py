@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import socketserver
 import struct
 import threading
 import time
@@ -23,7 +22,6 @@ from pdserve.core.address import join_address, split_address
 PING = b"pdsvping"
 _PONG = struct.Struct("<ddd")
 _IDLE_S = 5.0
-_CLOSE_POLL_S = 0.1
 _PINGS = 200
 _PING_FOR_S = 1.0
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.EADDRNOTAVAIL, errno.ENETDOWN}
@@ -89,34 +87,35 @@ class ClockReading:
 SAME = ClockReading(0.0, 0.0, 0.0)
 
 
-class PingServer(socketserver.TCPServer):
-    """Answers `read_clock` on ``host`` and ``port`` (0: any free port) until `close`. OSError if it cannot listen."""
-
-    allow_reuse_address = True
-    request_queue_size = 64
+class PingServer:
+    """Answers `read_clock` on ``host`` and ``port`` (0: any free port), one client after the other, until `close`.
+    OSError if it cannot listen."""
 
     def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _PingHandler)
-        self.address = join_address(host, self.socket.getsockname()[1])
-        threading.Thread(target=self.serve_forever, args=(_CLOSE_POLL_S,), name="doctor-ping", daemon=True).start()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=64)
+        self.address = join_address(host, self._socket.getsockname()[1])
+        threading.Thread(target=self._serve, name="doctor-ping", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening. Further calls have no effect."""
-        self.shutdown()
-        self.server_close()
+        with contextlib.suppress(OSError):  # it was closed before
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
-
-class _PingHandler(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        connection: socket.socket = self.request
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(_IDLE_S)
-            while len(connection.recv(len(PING), socket.MSG_WAITALL)) == len(PING):
-                received_s = time.monotonic()
-                wall_s = time.time() - time.monotonic()
-                connection.sendall(_PONG.pack(received_s, time.monotonic(), wall_s))
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(_IDLE_S)
+                while len(connection.recv(len(PING), socket.MSG_WAITALL)) == len(PING):
+                    received_s = time.monotonic()
+                    wall_s = time.time() - time.monotonic()
+                    connection.sendall(_PONG.pack(received_s, time.monotonic(), wall_s))
 
 
 def read_clock(address: str, timeout_s: float = 5.0) -> ClockReading:

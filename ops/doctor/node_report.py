@@ -49,34 +49,27 @@ class Device:
     free_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What a probe reports about its node.
-
-    ``cuda`` is the CUDA version of torch's build (empty: a CPU build), ``source`` the hash of pdserve's modules,
-    ``model_hash`` the hash of the weights (empty if they cannot be read). ``model_error`` says why the model cannot be
-    loaded, ``torch_error`` why torch or its GPUs cannot be used. ``memory_bytes`` is the memory available to a process
-    now. ``native`` lists the dtypes that the devices compute natively, by kind (``cpu``, ``cuda``). ``allowed_cores``
-    are the cores that processes may use, ``held_cores`` the claims of running workers. ``mps`` says why workers on GPUs
-    cannot use MPS there (empty: they can, or there is no GPU)."""
+    """What a probe reports about its node."""
 
     host: str
     python: str
     torch: str
-    cuda: str
+    cuda: str = ""  # the CUDA version of torch's build; empty: a CPU build
     ray: str
     pdserve: str
-    source: str
-    model_hash: str
-    model_error: str
-    torch_error: str
-    devices: tuple[Device, ...]
-    memory_bytes: int
+    source: str  # the hash of pdserve's modules
+    model_hash: str  # of the weights; empty if they cannot be read
+    model_error: str  # why the model cannot be loaded
+    torch_error: str = ""  # why torch or its GPUs cannot be used
+    devices: tuple[Device, ...] = ()
+    memory_bytes: int  # available to a process now
     clock_id: str
-    native: Mapping[str, tuple[NativeDtypes, ...]]
-    allowed_cores: tuple[int, ...]
-    held_cores: tuple[CoreHolder, ...]
-    mps: str = ""
+    native: Mapping[str, tuple[NativeDtypes, ...]]  # dtypes that devices compute natively, by kind (``cpu``, ``cuda``)
+    allowed_cores: tuple[int, ...]  # that processes may use
+    held_cores: tuple[CoreHolder, ...]  # the claims of running workers
+    mps: str = ""  # why workers on GPUs cannot use MPS there; empty: they can, or there is no GPU
 
 
 def report_versions(model: str) -> NodeReport:
@@ -90,14 +83,11 @@ def report_versions(model: str) -> NodeReport:
         host=socket.gethostname(),
         python=platform.python_version(),
         torch=_version("torch"),
-        cuda="",
         ray=_version("ray"),
         pdserve=VERSION,
         source=source_hash(),
         model_hash=model_hash,
         model_error=model_error,
-        torch_error="",
-        devices=(),
         memory_bytes=available_bytes(),
         clock_id=clock_id(),
         native={"cpu": tuple(native_dtypes("cpu"))},
@@ -108,41 +98,31 @@ def report_versions(model: str) -> NodeReport:
 
 def report_node(model: str) -> NodeReport:
     """The whole report of this node. Imports torch."""
-    versions = report_versions(model)
+    report = report_versions(model)
     try:
         import torch
     except (ImportError, OSError) as error:
-        return replace(versions, torch_error=f"torch cannot be imported: {_one_line(error)}")
-    if not versions.model_error:
-        versions = replace(versions, model_error=_weights_error(model))
-    cuda = torch.version.cuda or ""
+        return replace(report, torch_error=f"torch cannot be imported: {_one_line(error)}")
+    from engine.model.loader import check_weights
+
+    report = replace(report, torch=str(torch.__version__), cuda=torch.version.cuda or "")
+    if not report.model_error:
+        try:
+            check_weights(resolve_model(model))
+        except ModelError as error:
+            report = replace(report, model_error=str(error))
+    devices = []
     try:
-        devices = tuple(_device(index) for index in range(torch.cuda.device_count()))
-        native = {**versions.native, "cuda": tuple(native_dtypes("cuda"))}
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            devices.append(Device(torch.cuda.get_device_name(index), total, free))
+        native = {**report.native, "cuda": tuple(native_dtypes("cuda"))}
     except RuntimeError as error:
-        return replace(versions, torch=str(torch.__version__), cuda=cuda, torch_error=_one_line(error))
+        return replace(report, torch_error=_one_line(error))
     mps = ""
     if devices and foreign_daemon(os.environ) is None:
         mps = mps_obstacle(os.environ, gpu_modes(os.environ)) or ""
-    return replace(versions, torch=str(torch.__version__), cuda=cuda, devices=devices, native=native, mps=mps)
-
-
-def _weights_error(model: str) -> str:
-    """Why the engine could not load ``model``, as far as this is known without loading it; empty if it could."""
-    from engine.model.loader import check_weights
-
-    try:
-        check_weights(resolve_model(model))
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-def _device(index: int) -> Device:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(index)
-    return Device(torch.cuda.get_device_name(index), total, free)
+    return replace(report, devices=tuple(devices), native=native, mps=mps)
 
 
 def _version(package: str) -> str:

@@ -25,6 +25,7 @@ from kv_transfer.transports.shaped import Shape
 from ops.doctor.network import Obstacle, PingServer, dial
 from ops.doctor.node_report import report_node
 from ops.doctor.report import Endpoints, Finding, Meeting, fail, port_taken
+from ops.launch.node_tasks import show_gpus
 from ops.launch.state import listeners
 from ops.model_memory import layout_of
 from pdserve.core.clock import MonotonicClock
@@ -56,9 +57,12 @@ T = TypeVar("T")
 
 
 class WorkerProbe:
-    """The probe of one worker. Executes one `call` at a time, until `close`."""
+    """The probe of one worker. Executes one `call` at a time, until `close`. ``hidden_gpus``: Ray hides the GPUs from
+    this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden_gpus: bool = False) -> None:
+        if hidden_gpus:
+            show_gpus()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="doctor-kv", daemon=True)
         self._thread.start()

@@ -24,12 +24,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ops.doctor.node_report import ROOT, NodeReport
+from ops.doctor.node_report import ROOT
 from ops.launch.plan import Node
 from ops.launch.state import ServiceState
 from pdserve.core.errors import DeadlineExceeded, WorkerLost, from_wire
 
-_REPORT_S = 120.0
 _END_S = 15.0
 T = TypeVar("T")
 
@@ -77,20 +76,13 @@ class Site:
 def local_site(device: str) -> Site:
     """This host as the only node, with the cores that this process may use. GPUs are counted unless the configured
     ``device`` is cpu."""
-    present = device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
-    resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(_count_gpus() if present else 0)}
+    gpus = [] if device == "cpu" else [*Path("/dev").glob("nvidia[0-9]*")]
+    if gpus and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = gpus[: len([each for each in visible.split(",") if each.strip()])]
+    resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(len(gpus))}
     node = Node("local", "127.0.0.1", resources, resources)
     running = [state.port for state in ServiceState.all() if state.process() is not None]
     return Site([node], running, lambda _, name: ProbeProcess(name), True, node.ip, node.node_id)
-
-
-def _count_gpus() -> int:
-    with contextlib.closing(ProbeProcess("the probe that counts GPUs")) as probe:
-        try:
-            report = probe.call("report", {"model": "dummy:135m"}, _REPORT_S, NodeReport)  # which has no files to read
-            return len(report.devices)
-        except (WorkerLost, DeadlineExceeded):  # the node's own probe reports what is wrong
-            return 0
 
 
 class ProbeProcess(ProbeHandle):

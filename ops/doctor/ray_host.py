@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from ops.doctor.probe import WorkerProbe
 from ops.doctor.probes import ProbeHandle, Site
-from ops.launch.node_tasks import on_node, one_line, show_gpus
+from ops.launch.node_tasks import on_node, one_line
 from ops.launch.plan import Node
 from ops.launch.ray_session import RaySession
 from pdserve.core.errors import DeadlineExceeded, LaunchError, WorkerLost
@@ -41,25 +41,12 @@ def ray_site(address: str, timeout_s: float) -> Iterator[Site]:
         session.stop()
 
 
-@ray.remote
-class ProbeActor:
-    """A `WorkerProbe` in an actor without resources, so that it fits beside anything that runs on the node."""
-
-    def __init__(self) -> None:
-        show_gpus()
-        self._probe = WorkerProbe()
-
-    def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """See `WorkerProbe.call`."""
-        return self._probe.call(what, arguments)
-
-
 class _RayProbe(ProbeHandle):
     def __init__(self, node: Node, name: str) -> None:
         super().__init__(f"{name} on {node.ip}")
-        actor: Any = ProbeActor
-        where = on_node(node.node_id)
-        self._actor = actor.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=where).remote()
+        # Without resources, so that it fits beside anything that runs on the node.
+        actor: Any = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0)(WorkerProbe)
+        self._actor = actor.options(scheduling_strategy=on_node(node.node_id)).remote(hidden_gpus=True)
 
     def close(self) -> None:
         with contextlib.suppress(RayError):

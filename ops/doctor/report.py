@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import psutil
 
+from checkpoints.source import ModelSource
 from kv_transfer.handshake import LinkFigures
 from ops.doctor.handoff_prediction import HandoffPrediction
 from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_report import NodeReport
 from ops.launch.plan import Bundle, Node
 from ops.launch.state import listeners
-from ops.model_memory import MemoryNeed
+from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVEndpoint
@@ -29,41 +29,37 @@ if TYPE_CHECKING:
     from ops.doctor.probes import ProbeHandle
 
 _COMMAND_CHARS = 80
+_NEED = ("weight_bytes", "pool_bytes", "activation_bytes", "total_bytes")
 
 
-class Level(StrEnum):
-    """FAIL: a service would not start or not serve. WARN: it would, but worse than it could."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
+Level = Literal["ok", "warn", "fail"]
+"""fail: a service would not start or not serve. warn: it would, but worse than it could."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. ``check`` is a name from the table in docs/doctor.md, ``where`` a node, worker, pair, or
-    the service. Only a finding of level OK has no ``remedy``."""
+    """The result of one check."""
 
     level: Level
-    check: str
-    where: str
+    check: str  # a name from the table in docs/doctor.md
+    where: str  # a node, worker, pair, or the service
     what: str
-    remedy: str = ""
+    remedy: str = ""  # only a finding of level ok has none
 
 
 def ok(check: str, where: str, what: str) -> Finding:
     """A remark that needs no action."""
-    return Finding(Level.OK, check, where, what)
+    return Finding("ok", check, where, what)
 
 
 def warn(check: str, where: str, what: str, remedy: str) -> Finding:
     """A problem that a service can run with."""
-    return Finding(Level.WARN, check, where, what, remedy)
+    return Finding("warn", check, where, what, remedy)
 
 
 def fail(check: str, where: str, what: str, remedy: str) -> Finding:
     """A problem that keeps a service from running."""
-    return Finding(Level.FAIL, check, where, what, remedy)
+    return Finding("fail", check, where, what, remedy)
 
 
 def port_taken(where: str, what: str, port: int) -> Finding:
@@ -78,15 +74,14 @@ def port_taken(where: str, what: str, port: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of one worker: its node, its index among the workers of that node, its first port (0: chosen by the
-    system), and the resources that it asks Ray for."""
+    """The place of one worker."""
 
     worker_id: str
     role: Role
     node: Node
-    index_on_node: int
-    port: int
-    bundle: Bundle
+    index_on_node: int  # among the workers of that node
+    port: int  # its first one; 0: chosen by the system
+    bundle: Bundle  # the resources that it asks Ray for
 
     def spec(self, config: PdserveConfig, device: str, host: str) -> WorkerSpec:
         """The worker's specification, listening on ``host``."""
@@ -106,28 +101,25 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a probe listens in place of a worker. ``control`` is the ``host:port`` of its ping server (empty if it has
-    none), ``interface`` the resolved ``transfer.interface``, ``kv`` the transports' endpoints (empty if they could not
-    be opened). ``findings`` say why it could not listen as the worker would."""
+    """Where a probe listens in place of a worker."""
 
     worker_id: str
-    control: str
-    interface: Interface | None
-    kv: tuple[KVEndpoint, ...]
-    findings: tuple[Finding, ...]
+    control: str  # ``host:port`` of its ping server; empty if it has none
+    interface: Interface | None  # the resolved ``transfer.interface``
+    kv: tuple[KVEndpoint, ...]  # of the transports; empty if they could not be opened
+    findings: tuple[Finding, ...]  # why it could not listen as the worker would
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Result of connecting a prefill worker's probe to a decode worker's, which listens at ``address`` with
-    ``transport``. ``figures`` is None if they could not connect, ``what`` then says why."""
+    """Result of connecting a prefill worker's probe to a decode worker's."""
 
     transport: str = ""
-    address: str = ""
+    address: str = ""  # where the decode worker's probe listens
     reason: str = ""
-    figures: LinkFigures | None = None
+    figures: LinkFigures | None = None  # None if they could not connect
     obstacle: Obstacle = Obstacle.NONE
-    what: str = ""
+    what: str = ""  # why they could not
 
 
 PROBE_HANGS = "the node, or a process on it, hangs: see its load and Ray's logs"
@@ -136,17 +128,15 @@ PROBE_HANGS = "the node, or a process on it, hangs: see its load and Ray's logs"
 
 @dataclass(slots=True)
 class ExaminedNode:
-    """A node, filled in while it is examined. ``seats`` are the workers it would get. ``probes`` and ``endpoints`` are
-    by worker id; a node without workers has one probe. ``report`` stays None if no probe starts, ``clock`` if none can
-    be pinged. ``findings`` are about its probes."""
+    """A node, filled in while it is examined. ``probes`` and ``endpoints`` are by worker id."""
 
     node: Node
-    seats: tuple[Seat, ...]
-    report: NodeReport | None = None
-    clock: ClockReading | None = None
+    seats: tuple[Seat, ...]  # the workers that it would get
+    report: NodeReport | None = None  # None if no probe starts
+    clock: ClockReading | None = None  # None if no probe can be pinged
     endpoints: dict[str, Endpoints] = field(default_factory=dict)
-    probes: dict[str, ProbeHandle] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    probes: dict[str, ProbeHandle] = field(default_factory=dict)  # one without a worker, where no worker would be
+    findings: list[Finding] = field(default_factory=list)  # about its probes
 
     @property
     def name(self) -> str:
@@ -191,14 +181,15 @@ class ExaminedNode:
 
 @dataclass(frozen=True, slots=True)
 class ExaminedPair:
-    """A prefill and a decode worker. ``predictions`` are hand-offs without overlap, by the tokens of the prompt.
-    ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None:
-    the link was not measured, or the model is unknown)."""
+    """A prefill and a decode worker."""
 
     prefill: Seat
     decode: Seat
     meeting: Meeting
-    predictions: Mapping[int, HandoffPrediction] = field(default_factory=dict)
+    predictions: Mapping[int, HandoffPrediction] = field(
+        default_factory=dict
+    )  # without overlap, by tokens of the prompt
+    # The prefill rate up to which the link keeps up (None: the link was not measured, or the model is unknown).
     hidden_tokens_per_s: float | None = None
 
     @property
@@ -248,37 +239,51 @@ class ExaminedPair:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
-    """The whole examination, empty if Ray cannot be joined. ``services`` are the ports of services that were running,
-    ``need`` is the memory of one worker (None if the model cannot be read)."""
+    """The examination of the hosts that a service of ``config`` would run on, filled in as it goes on. It stays empty
+    if Ray cannot be joined."""
 
-    model: str
+    config: PdserveConfig  # with the model's path and dtype, once they are known
     device: str
-    address: str
-    transport: str
-    findings: tuple[Finding, ...]
-    services: tuple[int, ...] = ()
-    need: MemoryNeed | None = None
-    nodes: tuple[ExaminedNode, ...] = ()
-    pairs: tuple[ExaminedPair, ...] = ()
+    services: Sequence[int] = ()  # ports of services that were running
+    own_port: int = 0  # the public port of the examined service, if it is running
+    gateway_node: str = ""  # the id of the gateway's node
+    here: NodeReport | None = None  # see `gateway_host`
+    source: ModelSource | None = None  # None if the model cannot be read; so with ``need``
+    need: ServedModel | None = None  # with the memory of one worker
+    nodes: list[ExaminedNode] = field(default_factory=list)
+    pairs: list[ExaminedPair] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def gateway_host(self) -> NodeReport:
+        """The report of the host that the gateway would run on."""
+        assert self.here is not None, "read before the checks"
+        return self.here
 
     @property
     def failed(self) -> bool:
         """Whether a service would not start or not serve."""
-        return any(finding.level is Level.FAIL for finding in self.findings)
+        return any(finding.level == "fail" for finding in self.findings)
+
+    def set_model(self, **changes: str) -> None:
+        """Note what was found out of the model."""
+        model = self.config.model.model_copy(update=changes)
+        self.config = self.config.model_copy(update={"model": model})
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `--json`."""
+        need = self.need
         return {
             "ok": not self.failed,
-            "model": self.model,
+            "model": self.config.model.path,
             "device": self.device,
-            "address": self.address,
-            "transport": self.transport,
+            "address": self.config.cluster.address,
+            "transport": self.config.transfer.transport,
             "services": list(self.services),
-            "need_bytes": None if self.need is None else {**asdict(self.need), "total_bytes": self.need.total_bytes},
+            "need_bytes": None if need is None else {name: getattr(need, name) for name in _NEED},
             "nodes": [node.to_dict() for node in self.nodes],
             "pairs": [pair.to_dict() for pair in self.pairs],
-            "findings": [{**asdict(finding), "level": str(finding.level)} for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }

@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from ops.launch.leftovers import GRACE_S, end_processes, wait_ended
-from ops.launch.operator import OperatorClient
+from ops.launch.operator import request_stop
 from ops.launch.shutdown import DRAIN_S
 from ops.launch.state import ServiceState, clear_dead_services, private, writable_state
 from pdserve.core.config import PdserveConfig
@@ -76,10 +76,12 @@ def start_detached(
     raise LaunchError(f"the service ended while starting (exit code {code}); see {log_path}")
 
 
-def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], None] = lambda stage: None) -> None:
-    """Take down the service that was started on this host with ``port``, and wait until it has ended. Requests in
-    progress may go on for ``drain_s``; new ones are refused. LaunchError if there is no such service; the remains of
-    one that was killed are removed in any case."""
+def stop_detached(
+    port: int, drain_s: float = DRAIN_S, report: Callable[[str], None] = lambda stage: None
+) -> ServiceState:
+    """Take down the service that was started on this host with ``port``, wait until it has ended, and return what it
+    was. Requests in progress may go on for ``drain_s``; new ones are refused. LaunchError if there is no such service;
+    the remains of one that was killed are removed in any case."""
     state = ServiceState.read(port)
     supervisor = state.process()
     if supervisor is None:
@@ -89,12 +91,13 @@ def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], N
 
     def stop(supervisor: psutil.Process) -> None:
         try:
-            OperatorClient(state.socket).stop(drain_s, drain_s + STOP_TIMEOUT_S, report)
+            request_stop(state.socket, drain_s, drain_s + STOP_TIMEOUT_S, report)
         except LaunchError:  # it is ending already, or does not answer
             supervisor.terminate()
 
     _end(supervisor, drain_s + STOP_TIMEOUT_S, stop)
     state.clear()  # nothing is left unless it was killed
+    return state
 
 
 def _end(supervisor: psutil.Process, timeout_s: float, stop: Callable[[psutil.Process], None]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import operator
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,7 @@ from runtime.logs import set_up_logging
 from runtime.secret import ServiceSecret
 
 if TYPE_CHECKING:
-    from gateway.scaling_report import GatewayLoad, ScalingReport
-    from pdserve.core.worker import Role
-    from pdserve.pb import inference_pb2 as pb
+    from gateway.gateway import Gateway
 
 RESTART_PAUSE_S = 1.0
 
@@ -67,34 +67,16 @@ class GatewayActor:
             return {"error": to_wire(error)}
         return {}
 
-    def expect(self, roles: dict[str, Role], notes: list[str], version: int, scaling: ScalingReport | None) -> None:
-        """See `Gateway.expect`. Of concurrent calls, the latest version counts."""
-        self._gateway.ask(lambda gateway: gateway.expect(roles, notes, version, scaling))
+    def call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
+        """The result of a method of `Gateway` (or of its directory: ``directory.retire``), which has so many
+        seconds."""
 
-    def load(self) -> GatewayLoad:
-        """See `Gateway.load`."""
-        return self._gateway.ask(lambda gateway: gateway.load())
+        async def result(gateway: Gateway) -> Any:
+            value = operator.attrgetter(method)(gateway)(*arguments)
+            return await value if inspect.isawaitable(value) else value
 
-    def wait_roles(self, worker_ids: list[str], timeout_s: float) -> list[str]:
-        """See `WorkerDirectory.wait_roles`."""
-        return self._gateway.run(lambda gateway: gateway.directory.wait_roles(worker_ids, timeout_s), timeout_s)
-
-    def retire(self, worker_ids: list[str], drain_s: float) -> None:
-        """See `WorkerDirectory.retire`."""
-        self._gateway.run(lambda gateway: gateway.directory.retire(worker_ids, drain_s), drain_s)
-
-    def dismiss(self, worker_ids: list[str]) -> None:
-        """Remove these workers, which end."""
-        self._gateway.run(lambda gateway: gateway.dismiss(worker_ids))
-
-    def status(self) -> pb.GetStatusResponse:
-        """The status for operators."""
-        return self._gateway.ask(lambda gateway: gateway.status())
-
-    def drain(self) -> int:
-        """Refuse new requests; returns the number of requests in progress."""
-        return self._gateway.ask(lambda gateway: gateway.drain())
+        return self._gateway.run(result, timeout_s)
 
     def stop(self) -> None:
-        """Close everything. Requests in progress end with UNAVAILABLE; call `drain` first."""
+        """Close everything. Requests in progress end with UNAVAILABLE; have the gateway `drain` first."""
         self._gateway.stop(0.0)

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from decode_worker.actor import DecodeWorkerActor
-from ops.launch.node_tasks import CHECK_EVERY_S, Check, one_line
+from ops.launch.node_tasks import Check, Report, answers, one_line
 from ops.launch.plan import Bundle, Node, plan, shared_bundles
 from ops.launch.ports import first_port
 from ops.launch.worker import HANDLERS
@@ -66,23 +66,20 @@ def wait_placed(groups: Sequence[PlacementGroup], timeout_s: float) -> list[Plac
 
 STOP_TIMEOUT_S = 10.0
 ACTORS: dict[Role, Any] = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One worker. It keeps its name if its ``role`` changes; ``born`` is the role that it started with. ``ordinal`` is
-    its number among all workers of the service, from which its ports follow. ``asked_s``: when Ray was asked for it, by
-    `time.monotonic`."""
+    """One worker. It keeps its name if its role changes."""
 
     worker_id: str
     role: Role
-    born: Role
-    ordinal: int
+    born: Role  # the role that it started with
+    ordinal: int  # its number among all workers of the service, from which its ports follow
     group: PlacementGroup
     actor: Any
     bundle: Bundle
-    asked_s: float
+    asked_s: float  # when Ray was asked for it, by `time.monotonic`
 
     @property
     def node_id(self) -> str:
@@ -195,23 +192,18 @@ class Members:
         result is what users have to know of each, by worker id. ``report`` gets each worker that is ready, with the
         seconds since Ray was asked for it. ``check`` is called every moment and may raise, which ends the wait."""
         notes: dict[str, list[str]] = {}
-        waiting = {member.actor.wait_ready.remote(): member for member in members}
         deadline_s = time.monotonic() + timeout_s
-        while waiting:
+
+        def waiting(late: list[Member]) -> None:
             check()
-            left_s = deadline_s - time.monotonic()
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, min(CHECK_EVERY_S, left_s)))
-            if not done:
-                if left_s > 0:
-                    continue
-                late = sorted(member.worker_id for member in waiting.values())
-                raise LaunchError(f"{', '.join(late)}: not ready within {timeout_s:.0f} s")
-            member = waiting.pop(done[0])
+            if time.monotonic() > deadline_s:
+                names = ", ".join(sorted(member.worker_id for member in late))
+                raise LaunchError(f"{names}: not ready within {timeout_s:.0f} s")
+
+        for member, answer in answers({member.actor.wait_ready.remote(): member for member in members}, waiting):
             name = member.worker_id
-            try:
-                answer = ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                raise LaunchError(f"{name} did not start: {one_line(error)}") from None
+            if isinstance(answer, Exception):
+                raise LaunchError(f"{name} did not start: {one_line(answer)}")
             if "error" in answer:
                 raise from_wire(*answer["error"])
             notes[name] = answer["notes"]

@@ -8,14 +8,14 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
-from ops.launch.node_tasks import LogPart
+from ops.launch.node_tasks import Report
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from pdserve.core.worker import Role
 from pdserve.pb import operator_pb2 as pb
@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 60.0
 SUPERVISOR = "supervisor"
-Report = Callable[[str], None]
 T = TypeVar("T")
+
+
+def supervisor_log(path: str) -> pb.Log:
+    """The log of the supervisor itself."""
+    return pb.Log(name=SUPERVISOR, node="here", path=path)
 
 
 class OperatorServer(operator_pb2_grpc.OperatorServicer):
@@ -68,17 +72,14 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
 
     def ListLogs(self, request: pb.ListLogsRequest, context: grpc.ServicerContext) -> pb.ListLogsResponse:
         """The logs of supervisor, gateway, and workers."""
-        logs = [pb.Log(name=SUPERVISOR, node="here", path=self._log)]
-        logs += [pb.Log(name=name, node=node, path=path) for name, (node, path) in self._service.logs().items()]
-        return pb.ListLogsResponse(logs=logs)
+        return pb.ListLogsResponse(logs=[supervisor_log(self._log), *self._service.logs()])
 
     def ReadLog(self, request: pb.ReadLogRequest, context: grpc.ServicerContext) -> pb.ReadLogResponse:
         """A part of the log of the gateway or a worker."""
         try:
-            part = self._service.read_log(request.name, request.path, request.offset)
+            return self._service.read_log(request.name, request.path, request.offset)
         except PdserveError as error:
             return pb.ReadLogResponse(error=str(error))
-        return pb.ReadLogResponse(data=part.data, path=part.path, offset=part.offset)
 
     def Scale(self, request: pb.ScaleRequest, context: grpc.ServicerContext) -> Iterator[pb.ScaleEvent]:
         """Add or remove workers. Runs on a thread of its own, so that it completes even if the caller disconnects."""
@@ -91,22 +92,14 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
                 return
 
     def _scale(self, request: pb.ScaleRequest, send: Callable[[pb.ScaleEvent], None]) -> None:
-        wanted = {}
-        if request.HasField("prefill"):
-            wanted[Role.PREFILL] = request.prefill
-        if request.HasField("decode"):
-            wanted[Role.DECODE] = request.decode
+        wanted = {role: getattr(request, role.value) for role in Role if request.HasField(role.value)}
         try:
             try:
-                done = self._service.scale(
+                scaled = self._service.scale(
                     wanted, request.drain_s, lambda stage: send(pb.ScaleEvent(stage=stage)), request.oversubscribe
                 )
             finally:
                 self._on_scaled()
-            counts = self._service.counts
-            scaled = pb.Scaled(
-                prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], waiting=done.waiting, flipped=done.flipped
-            )
             send(pb.ScaleEvent(scaled=scaled))
         except Exception as error:  # the caller waits for an answer in any case
             kind, message = to_wire(error)
@@ -115,73 +108,59 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
                 raise
 
 
-class OperatorClient:
-    """A client of the supervisor at ``socket``. Every call raises LaunchError if the supervisor does not answer."""
+def request_scale(socket: str, request: pb.ScaleRequest, timeout_s: float, report: Report) -> pb.Scaled:
+    """Have the supervisor at ``socket`` change the number of workers. Returns the new counts, the workers that wait for
+    a node, and those with another role, or raises the supervisor's error. This and the functions below raise
+    LaunchError if the supervisor does not answer."""
 
-    def __init__(self, socket: str) -> None:
-        self._socket = socket
+    def ask(stub: Any) -> pb.Scaled:
+        for event in stub.Scale(request, timeout=timeout_s):
+            match event.WhichOneof("event"):
+                case "stage":
+                    report(event.stage)
+                case "scaled":
+                    return cast("pb.Scaled", event.scaled)
+                case _:
+                    raise from_wire(event.failure.kind, event.failure.message)
+        raise LaunchError("the service's supervisor ended while it was scaling")
 
-    def scale(
-        self,
-        wanted: Mapping[Role, int],
-        drain_s: float,
-        timeout_s: float,
-        report: Report,
-        oversubscribe: bool = False,
-    ) -> pb.Scaled:
-        """Ask for ``wanted`` workers of each role. Returns the new counts, the workers that wait for a node, and those
-        with another role, or raises the supervisor's error."""
-        request = pb.ScaleRequest(drain_s=drain_s, oversubscribe=oversubscribe)
-        if Role.PREFILL in wanted:
-            request.prefill = wanted[Role.PREFILL]
-        if Role.DECODE in wanted:
-            request.decode = wanted[Role.DECODE]
+    return _call(socket, ask)
 
-        def ask(stub: Any) -> pb.Scaled:
-            for event in stub.Scale(request, timeout=timeout_s):
-                match event.WhichOneof("event"):
-                    case "stage":
-                        report(event.stage)
-                    case "scaled":
-                        return cast("pb.Scaled", event.scaled)
-                    case _:
-                        raise from_wire(event.failure.kind, event.failure.message)
-            raise LaunchError("the service's supervisor ended while it was scaling")
 
-        return self._call(ask)
+def request_stop(socket: str, drain_s: float, timeout_s: float, report: Report) -> None:
+    """Shut the service down. Returns when it has ended, or is about to."""
 
-    def stop(self, drain_s: float, timeout_s: float, report: Report) -> None:
-        """Shut the service down. Returns when it has ended, or is about to."""
+    def ask(stub: Any) -> None:
+        for event in stub.Stop(pb.StopRequest(drain_s=drain_s), timeout=timeout_s):
+            report(event.stage)
 
-        def ask(stub: Any) -> None:
-            for event in stub.Stop(pb.StopRequest(drain_s=drain_s), timeout=timeout_s):
-                report(event.stage)
+    _call(socket, ask)
 
-        self._call(ask)
 
-    def logs(self) -> dict[str, tuple[str, str]]:
-        """Node and path of every log, by name. The path is empty for a log on a terminal."""
-        answer = self._call(lambda stub: stub.ListLogs(pb.ListLogsRequest(), timeout=CALL_TIMEOUT_S))
-        return {log.name: (log.node, log.path) for log in answer.logs}
+def list_logs(socket: str) -> list[pb.Log]:
+    """All logs. The path is empty for a log on a terminal."""
+    return list(_call(socket, lambda stub: stub.ListLogs(pb.ListLogsRequest(), timeout=CALL_TIMEOUT_S)).logs)
 
-    def read_log(self, name: str, path: str = "", offset: int = 0) -> LogPart:
-        """The part of a log that begins at ``offset``."""
-        request = pb.ReadLogRequest(name=name, path=path, offset=offset)
-        part = self._call(lambda stub: stub.ReadLog(request, timeout=CALL_TIMEOUT_S))
-        if part.error:
-            raise LaunchError(part.error)
-        return LogPart(part.data, part.path, part.offset)
 
-    def _call(self, ask: Callable[[Any], T]) -> T:
-        if not os.path.exists(self._socket):
-            raise LaunchError(f"the service's supervisor does not listen at {self._socket}; it may have been killed")
-        with grpc.insecure_channel(f"unix:{self._socket}") as channel:
-            try:
-                grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
-                return ask(operator_pb2_grpc.OperatorStub(channel))
-            except grpc.FutureTimeoutError:
-                raise LaunchError(f"the service's supervisor does not answer at {self._socket}") from None
-            except grpc.RpcError as error:
-                details = getattr(error, "details", None)  # errors of calls have it
-                why = details() if callable(details) else error
-                raise LaunchError(f"the service's supervisor gave no answer: {why}") from None
+def read_log_of(socket: str, name: str, path: str, offset: int) -> pb.ReadLogResponse:
+    """The part of a log that begins at ``offset``, or its first part if the log is not at ``path`` (any more)."""
+    request = pb.ReadLogRequest(name=name, path=path, offset=offset)
+    part: pb.ReadLogResponse = _call(socket, lambda stub: stub.ReadLog(request, timeout=CALL_TIMEOUT_S))
+    if part.error:
+        raise LaunchError(part.error)
+    return part
+
+
+def _call(socket: str, ask: Callable[[Any], T]) -> T:
+    if not os.path.exists(socket):
+        raise LaunchError(f"the service's supervisor does not listen at {socket}; it may have been killed")
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        try:
+            grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
+            return ask(operator_pb2_grpc.OperatorStub(channel))
+        except grpc.FutureTimeoutError:
+            raise LaunchError(f"the service's supervisor does not answer at {socket}") from None
+        except grpc.RpcError as error:
+            details = getattr(error, "details", None)  # errors of calls have it
+            why = details() if callable(details) else error
+            raise LaunchError(f"the service's supervisor gave no answer: {why}") from None

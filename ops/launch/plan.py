@@ -41,24 +41,6 @@ class Node:
         return self.resources.get("GPU", 0.0)
 
 
-@dataclass(slots=True)
-class _Room:
-    node: Node
-    free: dict[str, float]
-    roles: Counter[Role]
-
-    def fits(self, *bundles: Bundle) -> bool:
-        needed: Counter[str] = Counter()
-        for bundle in bundles:
-            needed.update(bundle)
-        return all(self.free.get(name, 0.0) + _SLACK >= amount for name, amount in needed.items())
-
-    def take(self, role: Role, bundle: Bundle) -> None:
-        for name, amount in bundle.items():
-            self.free[name] = self.free.get(name, 0.0) - amount
-        self.roles[role] += 1
-
-
 def plan(
     roles: Sequence[Role],
     bundles: Mapping[Role, Bundle],
@@ -72,22 +54,36 @@ def plan(
     ``pack`` fills few nodes and completes pairs first. ``spread`` prefers the node with the fewest workers of the same
     role, so that the loss of one node does not take all of them, then the fewest of the other role. ``strict_spread``
     takes only nodes without a worker."""
-    rooms = [_Room(node, dict(node.available), Counter()) for node in nodes]
-    by_id = {room.node.node_id: room for room in rooms}
+    free = {node.node_id: dict(node.available) for node in nodes}
+    workers: dict[str, Counter[Role]] = {node.node_id: Counter() for node in nodes}
     for node_id, role in present:
-        if node_id in by_id:
-            by_id[node_id].roles[role] += 1
+        if node_id in workers:
+            workers[node_id][role] += 1
+
+    def fits(node: Node, *wanted: Bundle) -> bool:
+        names = {name for bundle in wanted for name in bundle}
+        has = free[node.node_id]
+        return all(has.get(name, 0.0) + _SLACK >= sum(each.get(name, 0.0) for each in wanted) for name in names)
+
+    def order(node: Node) -> tuple[int, ...]:
+        """Of nodes that the next worker fits onto: the first one is taken."""
+        there = workers[node.node_id]
+        if policy != "pack":
+            return there[role], there[role.other]
+        begins_pair = fits(node, bundles[role], bundles.get(role.other, {}))
+        return there[role.other] <= there[role], not begins_pair, -there.total()
+
     chosen: list[Node | None] = [None] * len(roles)
     for index in _in_pairs(roles):
         role = roles[index]
-        fitting = [room for room in rooms if room.fits(bundles[role])]
+        fitting = [node for node in nodes if fits(node, bundles[role])]
         if policy == "strict_spread":
-            fitting = [room for room in fitting if not room.roles]
-        if not fitting:
-            continue
-        room = _tightest(fitting, role, bundles) if policy == "pack" else _emptiest(fitting, role)
-        room.take(role, bundles[role])
-        chosen[index] = room.node
+            fitting = [node for node in fitting if not workers[node.node_id]]
+        if fitting:
+            node = chosen[index] = min(fitting, key=order)
+            workers[node.node_id][role] += 1
+            for name, amount in bundles[role].items():
+                free[node.node_id][name] = free[node.node_id].get(name, 0.0) - amount
     return chosen
 
 
@@ -96,21 +92,6 @@ def _in_pairs(roles: Sequence[Role]) -> list[int]:
     of_role = {role: [index for index, each in enumerate(roles) if each is role] for role in Role}
     longest = max((len(indexes) for indexes in of_role.values()), default=0)
     return [indexes[turn] for turn in range(longest) for indexes in of_role.values() if turn < len(indexes)]
-
-
-def _tightest(rooms: Sequence[_Room], role: Role, bundles: Mapping[Role, Bundle]) -> _Room:
-    other = role.other
-
-    def order(room: _Room) -> tuple[bool, bool, int]:
-        completes = room.roles[other] > room.roles[role]
-        begins = room.fits(bundles[role], bundles.get(other, {}))
-        return (not completes, not begins, -room.roles.total())
-
-    return min(rooms, key=order)
-
-
-def _emptiest(rooms: Sequence[_Room], role: Role) -> _Room:
-    return min(rooms, key=lambda room: (room.roles[role], room.roles[role.other]))
 
 
 SHARED_MEMORY_BYTES = 1 << 20
@@ -213,7 +194,7 @@ def _why_not(config: ClusterConfig, device: str, bundles: dict[Role, Bundle], no
         unit = "GPUs" if device == "cuda" else f"slots of {config.cores_per_worker} core(s)"
         return (
             f"cluster.prefill + cluster.decode: {workers} workers, but the cluster has {slots} {unit}; "
-            "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with --autoscale"
+            "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with cluster.autoscale"
         )
     if config.placement == "strict_spread" and workers > len(nodes):
         return (

@@ -42,7 +42,10 @@ def first_port(base: int, ordinal: int, gateways: int = 1) -> int:
 _PROPOSALS = 20
 """How many ports of the system are tried until those after one are free, too."""
 
-_HINTS = {"gateway.port": " with --port", "gateway.http_port": " with --http-port, or turn HTTP off with 0"}
+_HINTS = {
+    "gateway.port": " with --port",
+    "gateway.http_port": " with --set gateway.http_port=PORT, or turn HTTP off with 0",
+}
 
 
 def free_port(host: str, port: int, key: str = "gateway.port") -> int:

@@ -20,16 +20,13 @@ from runtime.plane_tls import plane_tls
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A service that can be started: its configuration with the ``gateway.port`` and ``gateway.report`` that were
-    chosen and a ``model.path`` that all processes understand alike, and its model.
-    ``head`` is the Ray of its own that is to be started (None: it joins one). ``cache_key`` is the key of the KV that
-    is kept in `engine.offload_folder` (None: none is). ``notes`` are for the user."""
+    """A service that can be started."""
 
-    config: PdserveConfig
+    config: PdserveConfig  # with the ports and the report that were chosen, and a model path that all hosts understand
     source: ModelSource
-    head: RayHead | None
-    cache_key: bytes | None
-    notes: tuple[str, ...]
+    head: RayHead | None  # the Ray of its own that is to be started; None: it joins one
+    cache_key: bytes | None  # of the KV that is kept in `engine.offload_folder`; None: none is
+    notes: tuple[str, ...]  # for the user
 
 
 def prepare(

@@ -122,76 +122,66 @@ def main() -> None:
     supervisor, reports = os.dup(0), os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # Ray's processes inherit these
     os.dup2(2, 1)
-    try:
-        _Process(folder, supervisor, reports.write).run()
-    except SystemExit:
-        os._exit(0)  # the interpreter's clean-up takes 0.3 s with Ray, and frees only what the kernel frees anyway
 
+    def report(**what: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone
+            reports.write(json.dumps(what) + "\n")
 
-class _Process:
-    def __init__(self, folder: str, supervisor_fd: int, send: Callable[[str], object]) -> None:
-        self._folder, self._supervisor_fd, self._send = folder, supervisor_fd, send
-        self._node: Any = None
-
-    def run(self) -> None:
-        signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-        threading.Thread(target=self._follow_supervisor, daemon=True).start()
-        try:
-            self._report(address=self._start())
-            threading.Event().wait()
-        except Exception as error:  # noqa: BLE001 - Ray raises a plain Exception if its processes start too slowly
-            self._report(error=" ".join(str(error).split()) or type(error).__name__)
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if self._node is not None:
-                self._node.kill_all_processes(check_alive=False, allow_graceful=True)
-            end_children()
-
-    def _follow_supervisor(self) -> None:
-        os.read(self._supervisor_fd, 1)  # it writes nothing, and closes the pipe when it ends
+    def follow_supervisor() -> None:
+        os.read(supervisor, 1)  # it writes nothing, and closes the pipe when it ends
         os.kill(os.getpid(), signal.SIGTERM)  # also ends a start
 
-    def _report(self, **what: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone
-            self._send(json.dumps(what) + "\n")
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    threading.Thread(target=follow_supervisor, daemon=True).start()
+    node = None
+    try:
+        node = _started(folder)
+        report(address=node.address)
+        threading.Event().wait()
+    except SystemExit:
+        pass
+    except Exception as error:  # noqa: BLE001 - Ray raises a plain Exception if its processes start too slowly
+        report(error=" ".join(str(error).split()) or type(error).__name__)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+        end_children()
+    os._exit(0)  # the interpreter's clean-up takes 0.3 s with Ray, and frees only what the kernel frees anyway
 
-    def _start(self) -> str:
-        from ray._private.node import Node
-        from ray._private.parameter import RayParams
 
-        class Head(Node):  # type: ignore[misc]  # it has no types
-            """Without a dashboard. Knows at once when the raylet has registered; `Node` looks once a second."""
+def _started(folder: str) -> Any:
+    """Ray's node, whose processes run."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
 
-            def start_api_server(self, **options: Any) -> None:
-                pass
+    class Head(Node):  # type: ignore[misc]  # it has no types
+        """Without a dashboard. Knows at once when the raylet has registered; `Node` looks once a second."""
 
-            def start_ray_processes(self) -> None:
-                super().start_ray_processes()
-                (raylet,) = self.all_processes["raylet"]
-                while not self.get_gcs_client().get_all_node_info(timeout=_START_TIMEOUT_S):
-                    if (code := raylet.process.poll()) is not None:
-                        raise RuntimeError(f"its raylet ended (exit code {code}){_kept(self)}")
-                    time.sleep(_POLL_S)
+        def start_api_server(self, **options: Any) -> None:
+            pass
 
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _MAX_OPEN_FILES), most))  # as `ray.init` does
-        self._node = Head(
-            RayParams(
-                num_cpus=len(os.sched_getaffinity(0)),
-                object_store_memory=OBJECT_STORE_BYTES,
-                temp_dir=f"{self._folder}/ray",
-                dashboard_agent_listen_port=0,  # any: two services may run on a host
-                include_dashboard=False,
-                include_log_monitor=False,
-                no_monitor=True,
-            ),
-            head=True,
-            shutdown_at_exit=False,
-            ray_init_cluster=True,
-        )
-        address: str = self._node.address
-        return address
+        def start_ray_processes(self) -> None:
+            super().start_ray_processes()
+            (raylet,) = self.all_processes["raylet"]
+            while not self.get_gcs_client().get_all_node_info(timeout=_START_TIMEOUT_S):
+                if (code := raylet.process.poll()) is not None:
+                    raise RuntimeError(f"its raylet ended (exit code {code}){_kept(self)}")
+                time.sleep(_POLL_S)
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _MAX_OPEN_FILES), most))  # as `ray.init` does
+    options = RayParams(
+        num_cpus=len(os.sched_getaffinity(0)),
+        object_store_memory=OBJECT_STORE_BYTES,
+        temp_dir=f"{folder}/ray",
+        dashboard_agent_listen_port=0,  # any: two services may run on a host
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+    )
+    return Head(options, head=True, shutdown_at_exit=False, ray_init_cluster=True)
 
 
 def _kept(node: Any) -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import ray
@@ -17,19 +17,17 @@ from checkpoints.hub import HubId
 from gateway.scaling_report import GatewayLoad, ScalingReport
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, identify
-from ops.launch.members import STOP_TIMEOUT_S, Member, Members, Report
+from ops.launch.logs import ProcessPlace, locate, log_path, read_log
+from ops.launch.members import STOP_TIMEOUT_S, Member, Members
 from ops.launch.node_tasks import (
     CHECK_EVERY_S,
     Check,
-    LogPart,
-    ProcessPlace,
+    Report,
+    answers,
     fetch_model,
     hosts_of,
-    locate,
-    log_path,
     on_node,
     one_line,
-    read_log,
     service_dtype,
 )
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
@@ -43,6 +41,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import operator_pb2
 from runtime.secret import ServiceSecret
 
 MISSED_CHECKS = 3
@@ -59,6 +58,8 @@ PLACE_TIMEOUT_S = 5.0
 PLACE_REPORT_S = 2.0
 """After this time a worker without a node is reported, with the resources it waits for."""
 DRAIN_ANSWER_S = 10.0
+KEPT_LOGS = 20
+"""Processes that have ended whose logs are listed."""
 STATUS_ANSWER_S = 5.0
 
 OPEN_RAY = (
@@ -67,18 +68,6 @@ OPEN_RAY = (
 )
 
 log = logging.getLogger(__name__)
-
-
-class Scaled(NamedTuple):
-    """What came of scaling: the workers that wait for a node which Ray was asked for, and those that took
-    another role."""
-
-    waiting: list[str]
-    flipped: dict[str, Role]
-
-
-class RayLost(LaunchError):
-    """The Ray that the service runs on is gone, or cannot start workers any more."""
 
 
 class Service:
@@ -94,7 +83,7 @@ class Service:
         self._report, self._note = report, note
         self._notes: dict[str, list[str]] = {}  # by worker id; notes on the whole service are under the service's id
         self._told = set(prepared.notes)
-        self._session = RaySession(self.config.cluster.address, prepared.head)
+        self.session = RaySession(self.config.cluster.address, prepared.head)
         self._members: Members | None = None
         self._gateways: list[Any] = []
         self._id = uuid.uuid4().hex
@@ -107,21 +96,12 @@ class Service:
         self._scaling: ScalingReport | None = None
         self._processes: tuple[ProcessId, ...] = ()
         self._waiting = ""  # what was last reported to be waited for
-
-    @property
-    def owns_ray(self) -> bool:
-        """Whether the service starts its own Ray."""
-        return self._session.owned
+        self._seen: dict[ProcessPlace, str] = {}  # the processes of gateways and workers so far, by name
 
     @property
     def port(self) -> int:
         """The port of the first gateway."""
         return self.config.gateway.port
-
-    @property
-    def ray_address(self) -> str:
-        """The address of the service's Ray, once it is running."""
-        return self._session.address
 
     @property
     def counts(self) -> dict[Role, int]:
@@ -139,7 +119,7 @@ class Service:
         with self._changing:
             try:
                 self._check()
-                self._session.start(check=self._check, report=self._report)
+                self.session.start(check=self._check, report=self._report)
                 self._start_processes()
                 self._check()
             except ray.exceptions.RayError as error:
@@ -189,8 +169,8 @@ class Service:
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
         """End workers, gateway, placement groups, and a Ray of our own. Gateway and workers are asked to stop, and
         killed after ``patience_s`` each (0, or after a failure of Ray: at once)."""
-        patience_s = 0.0 if self._session.trouble() else patience_s
-        if ray.is_initialized() and self._session.is_alive():
+        patience_s = 0.0 if self.session.trouble() else patience_s
+        if ray.is_initialized() and self.session.is_alive():
             gateways, self._gateways = self._gateways, []
             with contextlib.suppress(ray.exceptions.RayError):
                 if gateways and patience_s > 0:
@@ -202,10 +182,12 @@ class Service:
             if self._members is not None:
                 self._members.remove(self._members.all, patience_s)
         self._gateways, self._members = [], None
-        self._session.stop()
+        self.session.stop()
         clear_leftovers("", self._processes)  # a Ray that was joined does not wait for them
 
-    def scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False) -> Scaled:
+    def scale(
+        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False
+    ) -> operator_pb2.Scaled:
         """Bring the service to ``wanted`` workers of each role; other roles stay as they are. Where one role shrinks
         and the other grows, workers take the other role. Removed workers finish their requests first, for at most
         ``drain_s``. Added workers serve when this returns, except those that wait for a node. With ``oversubscribe``,
@@ -237,50 +219,65 @@ class Service:
         self._send_members()
 
     def check_ray(self) -> None:
-        """RayLost if Ray's control service or this node's raylet is gone. Calls nothing of Ray, which may hang then."""
-        trouble = self._session.trouble()
+        """LaunchError if Ray's control service or this node's raylet is gone. Calls nothing of Ray, which may hang
+        then."""
+        trouble = self.session.trouble()
         self._missed = self._missed + 1 if trouble else 0
         if self._missed >= MISSED_CHECKS:
-            raise RayLost(f"{trouble}: the service cannot go on without it")
+            raise LaunchError(f"{trouble}: the service cannot go on without it")
 
     def tend(self) -> None:
-        """Periodic maintenance: send the service's members to the gateways, which may have been restarted."""
+        """Periodic maintenance: send the service's members to the gateways, which may have been restarted, and look at
+        the processes, whose logs are shown after their end."""
         if not self._missed and not self._changing.locked():
             self._send_members()
+            self._places()
 
     def processes(self) -> tuple[ProcessId, ...]:
         """Gateway, workers, and engines on this host of a service that joined a Ray, where nothing else identifies
         them. While Ray does not answer, the last known ones."""
-        if self.owns_ray or not self._gateways or self._session.trouble():
+        if self.session.owned or not self._gateways or self.session.trouble():
             return self._processes
         found = []
-        for actor in self._actors().values():
-            place = locate(actor)
-            if place is not None and place.node_id == ray.get_runtime_context().get_node_id():
+        for place in self._places().values():
+            if place.node_id == ray.get_runtime_context().get_node_id():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(place.pid)
                     found += [identify(each) for each in (process, *process.children(recursive=True))]
         self._processes = tuple(sorted(found))
         return self._processes
 
-    def logs(self) -> dict[str, tuple[str, str]]:
-        """Node and path of the logs of gateway and workers, without those that have no process yet."""
-        return {name: (place.node, log_path(place)) for name, place in self._places().items()}
+    def logs(self) -> list[operator_pb2.Log]:
+        """The logs of gateways and workers; NAME@PID is that of a process that has ended."""
+        return [
+            operator_pb2.Log(name=name, node=place.node, path=log_path(place)) for name, place in self._logged().items()
+        ]
 
-    def read_log(self, name: str, path: str, offset: int) -> LogPart:
-        """The part of the log of the gateway or a worker at ``offset``, or its first part if the log is not at ``path``
-        (any more). LaunchError if there is none."""
-        place = self._places().get(name)
+    def read_log(self, name: str, path: str, offset: int) -> operator_pb2.ReadLogResponse:
+        """The part of a log at ``offset``, or its first part if the log is not at ``path`` (any more). LaunchError if
+        there is none."""
+        place = self._logged().get(name)
         if place is None:
             raise LaunchError(f"{name} has no log: it does not exist, or has no process yet")
         return read_log(place, path, offset)
 
     def _places(self) -> dict[str, ProcessPlace]:
-        """The processes of gateway and workers, without those that have none yet; empty while Ray does not answer."""
-        if not self._gateways or self._session.trouble():
+        """The processes of gateways and workers, without those that have none yet; empty while Ray does not answer."""
+        if not self._gateways or self.session.trouble():
             return {}
         located = {name: locate(actor) for name, actor in self._actors().items()}
-        return {name: place for name, place in located.items() if place is not None}
+        places = {name: place for name, place in located.items() if place is not None}
+        self._seen.update({place: name for name, place in places.items()})
+        return places
+
+    def _logged(self) -> dict[str, ProcessPlace]:
+        """`_places`, and as NAME@PID the last processes that have ended, on nodes that are still there."""
+        places = self._places()
+        if not places:
+            return {}
+        nodes = {node.node_id for node in self.session.nodes()}
+        ended = [(place, name) for place, name in self._seen.copy().items() if place not in places.values()]
+        return places | {f"{name}@{place.pid}": place for place, name in ended[-KEPT_LOGS:] if place.node_id in nodes}
 
     def _actors(self) -> dict[str, Any]:
         members = self._members.all if self._members else ()
@@ -291,7 +288,9 @@ class Service:
         if self._cancelled.is_set():
             raise StartCancelled("the service was asked to stop while it was starting")
 
-    def _scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool) -> Scaled:
+    def _scale(
+        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool
+    ) -> operator_pb2.Scaled:
         members = self._members
         if members is None:
             raise LaunchError("the service is not running")
@@ -306,18 +305,18 @@ class Service:
             report(f"{_names(leaving)}: finishing requests")
             names = [member.worker_id for member in leaving]
             # None may dismiss a worker while another one still uses it.
-            self._have_gateways("retire", drain_s + STOP_TIMEOUT_S, names, drain_s)
+            self._have_gateways("directory.retire", drain_s + STOP_TIMEOUT_S, names, drain_s)
             self._have_gateways("dismiss", STOP_TIMEOUT_S, names)
             members.remove(leaving)
             for member in leaving:
                 self._notes.pop(member.worker_id, None)
         waiting: list[Member] = []
         if coming:
-            self._fetch_model(hosts_of(self._session.nodes(), members.bundles), report)
-            added = members.add(coming, self._session.nodes(), share=oversubscribe)
+            self._fetch_model(hosts_of(self.session.nodes(), members.bundles), report)
+            added = members.add(coming, self.session.nodes(), share=oversubscribe)
             try:
                 waiting = members.unplaced(added, PLACE_TIMEOUT_S)
-                if waiting and self.owns_ray:
+                if waiting and self.session.owned:
                     hint = (
                         "a GPU's memory is divided when the service starts, so restart it with that many workers"
                         if members.device == "cuda" or oversubscribe
@@ -335,7 +334,12 @@ class Service:
                 members.remove(added)
                 raise
         self._send_members()
-        return Scaled([member.worker_id for member in waiting], {member.worker_id: member.role for member in flipped})
+        return operator_pb2.Scaled(
+            prefill=len(members.of(Role.PREFILL)),
+            decode=len(members.of(Role.DECODE)),
+            waiting=[member.worker_id for member in waiting],
+            flipped={member.worker_id: member.role for member in flipped},
+        )
 
     def _flip(self, members: Members, wanted: Mapping[Role, int], report: Report) -> list[Member]:
         """Where one role is to shrink and the other to grow, give workers the other role. Returns when all gateways
@@ -357,7 +361,7 @@ class Service:
             report(f"{member.worker_id} becomes a {taking} worker")
         self._send_members()
         names = [member.worker_id for member in flipped]
-        answers = self._have_gateways("wait_roles", FLIP_TIMEOUT_S + STOP_TIMEOUT_S, names, FLIP_TIMEOUT_S)
+        answers = self._have_gateways("directory.wait_roles", FLIP_TIMEOUT_S + STOP_TIMEOUT_S, names, FLIP_TIMEOUT_S)
         for name in sorted({name for late in answers for name in late}):
             report(f"{name} takes its role as soon as it is there")
         return flipped
@@ -371,40 +375,41 @@ class Service:
             return {}
 
     def _ask(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
-        """Call ``method`` of all gateways at once. Returns an answer for each, or the RayError instead of one."""
-        if not self._gateways or not self._session.is_alive():
+        """Call the ``method`` (see `GatewayActor.call`) of all gateways at once. Returns an answer for each, or the
+        RayError instead of one."""
+        if not self._gateways or not self.session.is_alive():
             return []
-        asked = [getattr(gateway, method).remote(*arguments) for gateway in self._gateways]
+        asked = [gateway.call.remote(method, timeout_s, *arguments) for gateway in self._gateways]
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
-        answers: list[Any] = []
+        results: list[Any] = []
         for answer in asked:
             try:
-                answers.append(ray.get(answer, timeout=0))
+                results.append(ray.get(answer, timeout=0))
             except ray.exceptions.RayError as error:
                 log.warning("a gateway did not answer %s within %g s: %s", method, timeout_s, one_line(error))
-                answers.append(error)
-        return answers
+                results.append(error)
+        return results
 
     def _have_gateways(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
         """`_ask` for answers alone. A gateway that has died or hangs is not needed: its requests have ended, or go to
         other workers once it goes on. A call that fails is an error."""
-        answers = self._ask(method, timeout_s, *arguments)
-        for failed in (answer for answer in answers if isinstance(answer, ray.exceptions.RayTaskError)):
+        results = self._ask(method, timeout_s, *arguments)
+        for failed in (answer for answer in results if isinstance(answer, ray.exceptions.RayTaskError)):
             raise failed
-        return [answer for answer in answers if not isinstance(answer, Exception)]
+        return [answer for answer in results if not isinstance(answer, Exception)]
 
     def _start_processes(self) -> None:
         """Start workers and gateways side by side, and wait until they serve."""
         cluster, gateway, host = self.config.cluster, self.config.gateway, "127.0.0.1"
-        if not self.owns_ray:
+        if not self.session.owned:
             host = ray.util.get_node_ip_address()
         nodes, device, bundles = self._await_nodes()
         self._fetch_model(hosts_of(nodes, bundles), self._report, self._check)
         shape = self._source.shape
-        choice = service_dtype(self.config, shape.dtype, device, hosts_of(nodes, bundles), self._session.owned)
+        choice = service_dtype(self.config, shape.dtype, device, hosts_of(nodes, bundles), self.session.owned)
         notes = [choice.note] if choice.note else []
-        if not self.owns_ray and self._session.is_open():
-            notes.append(f"Ray at {self.ray_address} {OPEN_RAY}")
+        if not self.session.owned and self.session.is_open():
+            notes.append(f"Ray at {self.session.address} {OPEN_RAY}")
         self._take_notes({self._id: notes})
         model_config = self.config.model.model_copy(update={"dtype": choice.dtype})
         config = self.config.model_copy(update={"model": model_config})
@@ -419,7 +424,7 @@ class Service:
             service=self._id,
             secret=self._secret,
             port_base=port_base(cluster),
-            host=host if self.owns_ray else "",
+            host=host if self.session.owned else "",
         )
         gateways, ports = ("the gateway", f"port {self.port}")
         if count > 1:
@@ -433,13 +438,11 @@ class Service:
         self._start_gateways(config, registries)
         timeout_s = cluster.start_timeout_s
         self._await_placed(members, added, timeout_s)
-        for started in [each.wait.remote() for each in self._gateways]:
-            self._await_gateway(started, timeout_s)
+        self._await_gateways(timeout_s)
         self._report(f"{gateways} listen{'' if count > 1 else 's'} ({_since(began_s)})")
         self._take_notes(members.wait_ready(added, timeout_s, self._report, self._check))
         ready_s = time.monotonic()
-        for serving in [each.wait.remote(timeout_s) for each in self._gateways]:
-            self._await_gateway(serving, timeout_s)
+        self._await_gateways(timeout_s, timeout_s)
         self._report(f"connected ({_since(ready_s)})")
         with contextlib.suppress(LaunchError):  # a gateway that is slow to answer serves all the same
             self._tell(self.status().notes)  # of what the workers have reported
@@ -447,7 +450,7 @@ class Service:
 
     def _fetch_model(self, nodes: Sequence[Node], report: Report, check: Check = lambda: None) -> None:
         """Have the model's files on these nodes before workers start there, whose start has a time limit."""
-        if HubId.of(self._source.path) is not None and not self.owns_ray:  # its own Ray has no other hosts
+        if HubId.of(self._source.path) is not None and not self.session.owned:  # its own Ray has no other hosts
             fetch_model(self._source.path, nodes, report, check)
 
     def _start_gateways(self, config: PdserveConfig, registries: Sequence[str]) -> None:
@@ -477,7 +480,7 @@ class Service:
                     "`ray status` shows what is taken"
                 )
             if waited_s > PLACE_REPORT_S:
-                free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self._session.nodes())
+                free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self.session.nodes())
                 self._report_waiting(f"waiting for room: {wants}; now free: {free}")
 
     def _report_waiting(self, what: str) -> None:
@@ -485,15 +488,21 @@ class Service:
             self._waiting = what
             self._report(what)
 
-    def _await_gateway(self, answer: Any, timeout_s: float) -> None:
+    def _await_gateways(self, timeout_s: float, *serving_s: float) -> None:
+        """Wait for all gateways; see `GatewayActor.wait`."""
         deadline_s = time.monotonic() + timeout_s + STOP_TIMEOUT_S
-        while not ray.wait([answer], timeout=CHECK_EVERY_S)[0]:
+
+        def waiting(numbers: list[int]) -> None:
             self._check()
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"the gateway did not answer within {timeout_s:.0f} s")
-        result = ray.get(answer)
-        if "error" in result:
-            raise from_wire(*result["error"])
+
+        asked = {gateway.wait.remote(*serving_s): number for number, gateway in enumerate(self._gateways)}
+        for _, answer in answers(asked, waiting):
+            if isinstance(answer, Exception):
+                raise answer
+            if "error" in answer:
+                raise from_wire(*answer["error"])
 
     def _await_nodes(self) -> tuple[list[Node], str, dict[Role, Bundle]]:
         """The nodes, the device, and the workers' bundles. Waits for missing nodes of a Ray that was joined, because
@@ -502,14 +511,14 @@ class Service:
         deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
         while True:
             self._check()
-            nodes = self._session.nodes()
+            nodes = self.session.nodes()
             try:
-                if len(nodes) < (cluster.nodes or 0) and not self.owns_ray:
+                if len(nodes) < (cluster.nodes or 0) and not self.session.owned:
                     raise LaunchError(f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}")
                 device = resolve_device(cluster, nodes)
                 return nodes, device, worker_bundles(cluster, device, nodes)
             except LaunchError as error:
-                if self.owns_ray or time.monotonic() > deadline_s:
+                if self.session.owned or time.monotonic() > deadline_s:
                     raise
                 self._report_waiting(f"waiting for nodes: {error}")
                 time.sleep(NODES_POLL_S)
@@ -532,7 +541,7 @@ class Service:
         notes = list(dict.fromkeys(text for texts in self._notes.values() for text in texts))
         roles = {member.worker_id: member.role for member in members}
         for gateway in self._gateways:
-            gateway.expect.remote(roles, notes, version, self._scaling)
+            gateway.call.remote("expect", 0.0, roles, notes, version, self._scaling)
 
 
 def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:

@@ -98,31 +98,30 @@ def new_socket() -> str:
 
 
 def port_of(target: str) -> int:
-    """The port of a target; `InvalidRequest` if it is none."""
+    """The port that a user means by a target, or by a port alone; `InvalidRequest` if it is none."""
+    if target.strip().isdecimal():
+        return int(target)
     return split_address(target_of(target)[0])[1]
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """A service, identified by its supervisor (``pid`` and ``create_time``). ``ray_folder`` is the folder of its own
-    Ray (empty: it joined one), ``socket`` the operator's, ``start_timeout_s`` how long workers may take to start.
-    ``processes`` are those on this host that are not found by Ray's folder. ``since_s`` is in seconds since 1970.
-    ``gateways`` is the number of gateways, which use ``port`` and the ports after it."""
+    """A service, identified by its supervisor (``pid`` and ``create_time``)."""
 
     pid: int
     create_time: float
-    port: int
+    port: int  # of the first gateway; the others use those after it
     log: str
-    ray_folder: str = ""
-    socket: str = ""
-    start_timeout_s: float = 180.0
+    ray_folder: str = ""  # of its own Ray; empty: it joined one
+    socket: str = ""  # the operator's
+    start_timeout_s: float = 180.0  # how long workers may take to start
     target: str = ""
     model: str = ""
     workers: str = ""
     phase: Phase = "ready"
     ray_address: str = ""
-    since_s: float = 0.0
-    processes: tuple[ProcessId, ...] = ()
+    since_s: float = 0.0  # since 1970
+    processes: tuple[ProcessId, ...] = ()  # those on this host that are not found by Ray's folder
     gateways: int = 1
 
     @property

@@ -50,14 +50,11 @@ RESTART_VARIABLE = "PDSERVE_RESTART"
 class Restart:
     """Passed from a supervisor to its successor over exec. A process that has lost its Ray cannot start another one,
     because Ray's library may end the process at any call. The supervisor therefore replaces itself, and keeps its
-    process id and port.
+    process id and port."""
 
-    ``port`` is the port to reuse (None: this is the first start), ``count`` the number of recent losses of Ray,
-    ``last_s`` the time of the last one in seconds since 1970."""
-
-    port: int | None = None
-    count: int = 0
-    last_s: float = 0.0
+    port: int | None = None  # to reuse; None: this is the first start
+    count: int = 0  # recent losses of Ray
+    last_s: float = 0.0  # the last one, in seconds since 1970
 
     @classmethod
     def from_environment(cls) -> Restart:
@@ -65,12 +62,12 @@ class Restart:
         value = os.environ.pop(RESTART_VARIABLE, "")
         return cls(**json.loads(value)) if value else cls()
 
-    def after(self, lost: LaunchError, service: Service) -> Restart | None:
+    def after(self, service: Service) -> Restart | None:
         """The restart to make after Ray was lost. None if there is none to make: the Ray was joined, or is lost too
         often."""
         now_s = time.time()
         count = self.count + 1 if now_s - self.last_s < RESTART_FORGET_S else 1
-        return Restart(service.port, count, now_s) if service.owns_ray and count <= MAX_RESTARTS else None
+        return Restart(service.port, count, now_s) if service.session.owned and count <= MAX_RESTARTS else None
 
     def execute(self) -> None:
         """Replace this process with a new one that has the same arguments. Does not return."""
@@ -163,10 +160,10 @@ class _Supervisor:
         again: Restart | None = None
         try:
             self._start()
-            self._note(phase="ready", ray_address=self._service.ray_address)
+            self._note(phase="ready", ray_address=self._service.session.address)
             on_ready(self._service.port)
             if (lost := self._serve()) is not None:
-                again = self._restart.after(lost, self._service)
+                again = self._restart.after(self._service)
                 # Reported first, because the next steps may end this process (see `RaySession.stop`).
                 self._shutdown.report(f"{lost}; {'starting it again' if again else 'ending the service'}")
                 self._note(phase="restarting" if again else "stopping")
@@ -214,8 +211,6 @@ class _Supervisor:
     def _serve(self) -> LaunchError | None:
         """Wait for the shutdown, or return the error if Ray is lost. Calls into Ray may hang, until Ray's library ends
         this process after a minute. So they run on a thread of their own, and another one checks that Ray is there."""
-        from ops.launch.service import RayLost
-
         lost: list[LaunchError] = []
         ending = threading.Event()
 
@@ -223,7 +218,7 @@ class _Supervisor:
             while not ending.is_set():
                 try:
                     self._service.check_ray()
-                except RayLost as error:
+                except LaunchError as error:
                     lost.append(error)
                     return
                 ending.wait(TEND_EVERY_S)

@@ -35,37 +35,30 @@ Counts = tuple[int, int]
 
 
 class RoleLoad(NamedTuple):
-    """The workers of a role that are ready, and those that are ``coming``: started, or waiting for a node. ``load``:
-    the share of their capacity in use. ``running``: requests in a batch. ``short``: the share of the time during which
-    the next request waited for one of them."""
+    """The workers of a role."""
 
-    workers: int
-    coming: int = 0
-    load: float = 0.0
-    running: float = 0.0
-    short: float = 0.0
+    workers: int  # ready
+    coming: int = 0  # started, or waiting for a node
+    load: float = 0.0  # share of their capacity in use
+    running: float = 0.0  # requests in a batch
+    short: float = 0.0  # share of the time during which the next request waited for one of them
 
 
 class Observation(NamedTuple):
-    """What the gateways saw from ``begin_s`` to ``end_s``.
-
-    ``ttft``, ``itl``: counts as `gateway.scaling_report.GatewayLoad` has them. ``overdue``: requests that have waited
-    for their first token for longer than its objective, at the end. ``requests``: those that came; ``prompt_tokens``
-    and ``output_tokens``: of those that got their first token, and of all. ``in_flight``: requests in progress.
-    """
+    """What the gateways saw from ``begin_s`` to ``end_s``."""
 
     begin_s: float
     end_s: float
     prefill: RoleLoad
     decode: RoleLoad
-    ttft: tuple[int, ...] = ()
+    ttft: tuple[int, ...] = ()  # counts as `gateway.scaling_report.GatewayLoad` has them
     itl: tuple[int, ...] = ()
-    overdue: int = 0
-    requests: int = 0
+    overdue: int = 0  # requests whose first token is later than its objective, at the end
+    requests: int = 0  # those that came
     first_tokens: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    in_flight: float = 0.0
+    prompt_tokens: int = 0  # of the requests that got their first token
+    output_tokens: int = 0  # of all requests
+    in_flight: float = 0.0  # requests in progress
 
     def of(self, role: Role) -> RoleLoad:
         """The load of a role."""
@@ -78,27 +71,12 @@ class Observation(NamedTuple):
 
 
 class Action(NamedTuple):
-    """``flip``: a worker of the other role becomes one of ``role``. ``add``, ``remove``: one of ``role``. ``reason``
-    says why, in words."""
+    """What to do, and why."""
 
+    # flip: a worker of the other role becomes one of ``role``; add, remove: one of ``role``
     kind: Literal["flip", "add", "remove"]
     role: Role
     reason: str
-
-
-class _Demand(NamedTuple):
-    """A load as it is independent of the workers that bear it: tokens of a prompt and of an output, and requests per
-    second or in progress. Where clients wait for answers their number stays, elsewhere their rate does."""
-
-    prompt_tokens: float
-    output_tokens: float
-    rate: float
-    in_flight: float
-
-    def is_like(self, other: _Demand) -> bool:
-        prompts = _alike(self.prompt_tokens, other.prompt_tokens)
-        mix = prompts and _alike(self.output_tokens, other.output_tokens)
-        return mix and (_alike(self.rate, other.rate) or _alike(self.in_flight, other.in_flight))
 
 
 class ScalingController:
@@ -123,7 +101,7 @@ class ScalingController:
         self.verdict = ""
         """What it saw at the last `observe`, and why it did nothing; empty after an action."""
         self._tried: set[tuple[Counts, str, Role]] = set()
-        self._tried_under: _Demand | None = None
+        self._tried_under: Observation | None = None
 
     def observe(self, seen: Observation) -> Action | None:
         """Take in the last interval, and return what to do now. The figures of before a change of workers no longer
@@ -147,23 +125,20 @@ class ScalingController:
         action, self.verdict = self._decide(lately)
         if action is None:
             return None
-        demand = _demand(lately[len(lately) // 2 :])  # the load may have changed before
-        if self._tried_under is None or not demand.is_like(self._tried_under):
+        load = _sum(lately[len(lately) // 2 :])  # the load may have changed before
+        if self._tried_under is None or not _is_same_load(load, self._tried_under):
             self._tried.clear()
         tried = (seen.counts, action.kind, action.role)
         if tried in self._tried:
             self.verdict = f"{action.reason}; the action was taken before with these workers under this load"
             return None
         self._tried.add(tried)
-        self._tried_under = demand
-        self._settle(seen.end_s)
+        self._tried_under = load
+        self.acted(seen.end_s)
         return action
 
     def acted(self, now_s: float) -> None:
         """Note that the last action has been carried out, which may have taken a while, or has failed."""
-        self._settle(now_s)
-
-    def _settle(self, now_s: float) -> None:
         self._settled_s = now_s + self._config.hold_s
         self._window.clear()
 
@@ -321,11 +296,17 @@ def _columns(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*[row for row in rows if row], strict=True))
 
 
-def _demand(observations: Sequence[Observation]) -> _Demand:
-    seen = _sum(observations)
-    first = max(1, seen.first_tokens)
-    seconds = max(1e-6, seen.end_s - seen.begin_s)
-    return _Demand(seen.prompt_tokens / first, seen.output_tokens / first, seen.requests / seconds, seen.in_flight)
+def _is_same_load(a: Observation, b: Observation) -> bool:
+    """Whether two loads are alike as they are independent of the workers that bear them: in tokens of a prompt and of
+    an output, and in requests per second or in progress. Where clients wait for answers their number stays, elsewhere
+    their rate does."""
+
+    def figures(seen: Observation) -> tuple[float, ...]:
+        first, seconds = max(1, seen.first_tokens), max(1e-6, seen.end_s - seen.begin_s)
+        return seen.prompt_tokens / first, seen.output_tokens / first, seen.requests / seconds, seen.in_flight
+
+    prompts, outputs, rate, in_flight = map(_alike, figures(a), figures(b))
+    return prompts and outputs and (rate or in_flight)
 
 
 def _alike(a: float, b: float) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.client.generation import Generation
-from pdserve.core.timeline import NETWORK, STAGES, UNATTRIBUTED, Breakdown, Figure
+from pdserve.core.timeline import NETWORK, UNATTRIBUTED, Breakdown, Figure
 
 COLORS: Mapping[str, str] = {
     NETWORK: "#9aa5b1",
@@ -20,17 +20,6 @@ COLORS: Mapping[str, str] = {
     "decode_queue": "#f79256",
     "first_decode": "#a0c55f",
     UNATTRIBUTED: "#444444",
-}
-
-WHAT: Mapping[str, str] = {
-    NETWORK: "between client and gateway, both directions",
-    **{stage.name: stage.what for stage in STAGES[Figure.TTFT_DECODE]},
-    UNATTRIBUTED: "the client's figure minus the sum of the stages",
-}
-
-FIGURE_TITLES: Mapping[Figure, str] = {
-    Figure.TTFT: "TTFT · token 1 at the client",
-    Figure.TTFT_DECODE: "TTFT_DECODE · token 2 at the client",
 }
 
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ops.waterfall.bars import COLORS, FIGURE_TITLES, Bar, bars, longest, proof, reused
+from ops.waterfall.bars import COLORS, Bar, bars, longest, proof, reused
 from pdserve.client.generation import Generation, TransferDetails
 from pdserve.core.timeline import Breakdown, Figure
 
@@ -32,7 +32,7 @@ def waterfall(generation: Generation) -> RenderableType:
         table.add_column(width=_BAR_WIDTH)
         table.add_row(
             Text(figure.value, style="bold"), Text(f"{breakdown.total_ms:.2f}", style="bold"), Text("ms", style="dim"),
-            Text(FIGURE_TITLES[figure].split(" · ")[1], style="dim"),
+            Text(f"token {2 if figure is Figure.TTFT_DECODE else 1} at the client", style="dim"),
         )  # fmt: skip
         for bar in bars(breakdown):
             style = f"bold {COLORS[bar.stage]}" if bar.stage == "kv_exposed" else ""

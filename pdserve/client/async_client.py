@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, unreachable
+from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, silent, unreachable
 from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore
 from pdserve.client.generation import Generation, Token
 from pdserve.client.request import Ask, GenerateOptions, Prompt
@@ -37,13 +37,13 @@ class AsyncGateway(GatewayCore):
                 async with asyncio.timeout(timeout_s):
                     await self._connect()
             except TimeoutError:
-                raise unreachable(self.target) from None
+                raise silent(self._where) from None
 
     async def _connect(self) -> None:
         state = self._channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise unreachable(self.target)
+                raise await asyncio.to_thread(unreachable, self._where)
             await self._channel.wait_for_state_change(state)
             state = self._channel.get_state(try_to_connect=True)
 

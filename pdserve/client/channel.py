@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Iterable
 from typing import Any
 
 import grpc
 
 from pdserve.client.target import Target
+from pdserve.core.address import split_address
 from pdserve.core.errors import (
     ERROR_KIND_KEY,
     RETRY_AFTER_KEY,
@@ -25,6 +28,7 @@ from pdserve.core.grpc_pings import ping_options
 from pdserve.core.tls_files import read_certificates, read_key_pair
 
 CONNECT_TIMEOUT_S = 10.0
+_LOOK_TIMEOUT_S = 2.0
 
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -154,18 +158,75 @@ def credentials_of(target: Target) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(roots, key, cert)
 
 
-def unreachable(target: str, details: str | None = None) -> NotReady:
-    """The error for a target where nothing answers, or no TLS connection could be made. ``details`` are gRPC's."""
-    if target.startswith("https://"):
-        why = f" ({' '.join(details.split())})" if details else ""
-        return NotReady(
-            f"nothing answers at {target}, or one end does not accept the other's certificate{why}: start the service "
-            "with `pdserve up`, name the right host:port as the target, or check ca, cert and key"
-        )
+def tls_context(target: Target) -> ssl.SSLContext:
+    """What `credentials_of` is to gRPC, for other connections to a target with TLS."""
+    roots = None if target.ca is None else read_certificates(target.ca, "ca").decode("ascii")
+    context = ssl.create_default_context(cadata=roots)
+    if target.cert is not None and target.key is not None:
+        read_key_pair(target.cert, target.key, "cert", "key")  # for its error messages
+        context.load_cert_chain(target.cert, target.key, password="")
+    return context
+
+
+def silent(target: Target, why: str = "no answer in time") -> NotReady:
+    """The error for a target where nothing answers."""
     return NotReady(
-        f"nothing answers at {target}: start the service with `pdserve up`, or name the right host:port as the target, "
-        "with https:// if the service uses TLS"
+        f"nothing answers at {target} ({why}): start the service with `pdserve up`, or name the right host:port as the "
+        "target"
     )
+
+
+def unreachable(target: Target, details: str | None = None) -> NotReady:
+    """The error for a target that gRPC cannot connect to, for which ``details`` are gRPC's reason. Finds out what is
+    wrong by a connection of its own, which takes a few seconds at most."""
+    try:
+        host, port = split_address(target.address)
+        with socket.create_connection((host, port), _LOOK_TIMEOUT_S) as connection:
+            return NotReady(_obstacle(connection, host, target) or _no_grpc(target, details))
+    except ValueError:  # a name of gRPC's own, such as unix:/path
+        return silent(target, " ".join((details or "no connection").split()))
+    except OSError as error:
+        return silent(target, error.strerror or str(error))
+
+
+def _no_grpc(target: Target, details: str | None) -> str:
+    why = f" ({' '.join(details.split())})" if details else ""
+    return (
+        f"nothing answers at {target} in gRPC{why}: what listens there is not pdserve or is overloaded, or the port is "
+        "that of the HTTP API; name the port of the gRPC API"
+    )
+
+
+def _obstacle(connection: socket.socket, host: str, target: Target) -> str:
+    """Why TLS, or a connection without it, is wrong for the server at the other end; empty if it is right."""
+    context = tls_context(target)
+    if not target.tls:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    uses_tls = f"the server at {target} uses TLS: name it as https://{target.address}; --ca names its CA's certificate"
+    refuses = (
+        f"the server at {target} refuses the client's certificate: name one with its key (cert, key; --cert, --key)"
+    )
+    try:
+        secured = context.wrap_socket(connection, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        return (
+            f"the certificate of the server at {target} is not trusted ({error.verify_message}): name the certificate "
+            "of its CA (ca, --ca), and the host as the certificate does"
+        )
+    except OSError as error:
+        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+            return refuses if target.tls else uses_tls
+        return f"the server at {target} does not use TLS: leave out https://, --ca and --cert" if target.tls else ""
+    with secured:
+        if not target.tls:
+            return uses_tls
+        try:
+            return "" if secured.recv(1) else refuses  # a server of gRPC speaks first
+        except TimeoutError:
+            return ""
+        except OSError:
+            return refuses
 
 
 def client_closed(target: str) -> RequestAborted:

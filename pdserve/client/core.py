@@ -34,7 +34,7 @@ class GatewayCore(ABC):
     """The connection to one gateway. ``channels`` is the module `grpc` or `grpc.aio`."""
 
     def __init__(self, target: Target, channels: Any) -> None:
-        self.target = str(target)
+        self.target, self._where = str(target), target
         self.is_closed = False
         self.connected_s = -math.inf
         """When it answered last."""

@@ -14,7 +14,8 @@ from pdserve.pb import inference_pb2 as pb
 class ServiceWorker:
     """One worker, as reported ``heartbeat_age_s`` ago. Its prefix cache since the engine's start: prompt tokens looked
     up, prompt tokens found, and blocks cached now. ``kv_refused`` counts refused KV messages since the engine's start,
-    by reason. ``failing``: why it gets no requests, or only one as a probe (empty: it does)."""
+    by reason. ``failing``: why it gets no requests, or only one as a probe (empty: it does). ``engine_restarts`` are
+    those of its engine, ``worker_restarts`` those of its worker process since the gateway began."""
 
     worker_id: str
     role: str
@@ -42,6 +43,7 @@ class ServiceWorker:
     cached_blocks: int
     kv_addresses: dict[str, str]
     failing: str
+    worker_restarts: int = 0
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:

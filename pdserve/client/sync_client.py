@@ -13,7 +13,7 @@ from typing import Any, Self, Unpack, cast
 import grpc
 from grpc_health.v1 import health_pb2
 
-from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, is_reset, unreachable
+from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, is_reset, silent, unreachable
 from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore
 from pdserve.client.generation import Generation, Token
 from pdserve.client.request import Ask, GenerateOptions, Prompt
@@ -45,13 +45,15 @@ class Gateway(GatewayCore):
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 if is_reset(error.details()):
                     raise self._error(error) from None
-                raise unreachable(self.target, error.details()) from None
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise silent(self._where) from None
+                raise unreachable(self._where, error.details()) from None
 
     def connect_once(self, timeout_s: float) -> None:
         """`connect`, unless the gateway answered within the last few seconds. One call serves all waiting threads."""
         began_s = time.monotonic()
         if not self._connecting.acquire(timeout=timeout_s):
-            raise unreachable(self.target)
+            raise silent(self._where)
         try:
             now_s = time.monotonic()
             if now_s - self.connected_s > _RECHECK_S or self.is_closed:

@@ -740,6 +740,7 @@ class WorkerStatus(google.protobuf.message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     FAILING_FIELD_NUMBER: builtins.int
     KV_ADDRESSES_FIELD_NUMBER: builtins.int
+    WORKER_RESTARTS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
@@ -758,6 +759,7 @@ class WorkerStatus(google.protobuf.message.Message):
     outstanding_tokens: builtins.int
     heartbeat_age_s: builtins.float
     engine_restarts: builtins.int
+    """since the worker started"""
     preemptions: builtins.int
     cuda_visible_devices: builtins.str
     cores: builtins.str
@@ -769,6 +771,8 @@ class WorkerStatus(google.protobuf.message.Message):
     cached_blocks: builtins.int
     failing: builtins.str
     """why it gets no request, or only one as a probe: it failed the last ones; empty otherwise"""
+    worker_restarts: builtins.int
+    """how often its process was replaced, as far as the gateway has seen it"""
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """that it listens with"""
@@ -814,8 +818,9 @@ class WorkerStatus(google.protobuf.message.Message):
         cached_blocks: builtins.int = ...,
         failing: builtins.str = ...,
         kv_addresses: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        worker_restarts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

@@ -27,8 +27,8 @@ RECOVERY_S = 45.0
 REACHABLE = "--host 0.0.0.0 --insecure"
 """Clients are outside the head, on a network that is this machine's own."""
 SERVICE = (
-    "--address auto --nodes 4 --prefill 2 --decode 2 --oversubscribe --placement spread --device cpu --dtype float32 "
-    f"{REACHABLE}"
+    "--address auto --nodes 4 --prefill 2 --decode 2 --oversubscribe --placement spread --device cpu "
+    f"--set model.dtype=float32 {REACHABLE}"
 )
 """What `pdserve up` is told: these `WORKERS`, of the tiny model."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, predict
+from ops.doctor.handoff_prediction import LinkRate, Overlap, handoff_parts, predict
 from pdserve import Client
 from pdserve.client.generation import Generation
 from pdserve.core.kv_layout import KVLayout
@@ -29,8 +29,8 @@ NOISE_MS = 3.0
 CHUNK_TOKENS, LAYER_GROUPS, MAX_INFLIGHT_BYTES = 512, 8, 16 * 2**20
 LAYOUT = KVLayout.uniform("", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)
 OPTIONS = (
-    "--address auto --model dummy:135m --dtype bfloat16 --prefill 1 --decode 1 --placement strict_spread --device cpu "
-    f"{REACHABLE}"
+    "--address auto --model dummy:135m --set model.dtype=bfloat16 --prefill 1 --decode 1 --placement strict_spread "
+    f"--device cpu {REACHABLE}"
 )
 
 
@@ -108,8 +108,8 @@ def measure(cluster: RayCluster, options: str, mbit: int, overlap: Overlap) -> R
         results = [ask(client, draw) for _ in range(REQUESTS)]
     stages = [result.to_dict()["breakdown_ms"]["ttft_decode"] for result in results]
     prefill_ms = statistics.median(stage["prefill"] for stage in stages)
-    plan = HandoffPlan(LAYOUT, PROMPT_TOKENS, CHUNK_TOKENS, overlap, LAYER_GROUPS)
-    predicted = predict(plan.parts(), link, prefill_ms / 1e3)
+    parts = handoff_parts(LAYOUT, PROMPT_TOKENS, CHUNK_TOKENS, overlap, LAYER_GROUPS)
+    predicted = predict(parts, link, prefill_ms / 1e3)
     exposed_ms = statistics.median(stage["kv_exposed"] for stage in stages)
     return Row(mbit, overlap, prefill_ms, exposed_ms, predicted.exposed_s * 1e3)
 

@@ -136,8 +136,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
     config = tmp_path_factory.mktemp("config") / "pdserve.yaml"
     config.write_text("engine: {block_size: 16, num_blocks: 256, max_num_batched_tokens: 256}\n")
     port, http_port = free_port(), free_port()
-    options = ("--model", "tiny", "--dtype", "float32", "--prefill", "2", "--decode", "2", "--oversubscribe")
-    ports = ("--port", str(port), "--http-port", str(http_port))
+    options = ("--model", "tiny", "--set", "model.dtype=float32", "--prefill", "2", "--decode", "2", "--oversubscribe")
+    ports = ("--port", str(port), "--set", f"gateway.http_port={http_port}")
     before = entries()
     said = cli.done("up", "-c", str(config), *options, *ports, "--detach").stderr
     service = RunningService(port, http_port, cli, home, temporary, frozenset(entries() - before), said)

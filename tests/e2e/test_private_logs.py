@@ -66,7 +66,10 @@ def test_logs_have_neither_prompts_nor_tokens(tmp_path: Path, capfd: pytest.Capt
                     http.post(f"{url}/{path}", json=body, headers=headers)
                 http.post(f"{url}/completions", content=f"{{{PROMPT}", headers=headers)
         tokens.write_text(f"{TOKEN}: [")
-        ask(cluster.target, TOKEN)
+        with Client(cluster.operator) as operator, Client(cluster.target, token=TOKEN) as client:
+            (note,) = [note for note in operator.status().notes if "tokens" in note]
+            assert note == f"gateway.tokens: {tokens}, line 1: not valid YAML; the tokens of before stay valid"
+            assert note not in client.status().notes, "clients are not told"
     out, err = capfd.readouterr()
     logged = out + err
     assert "attempt 1 failed" in logged, "there was something to log"

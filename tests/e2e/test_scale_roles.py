@@ -46,6 +46,11 @@ def test_workers_take_another_role_and_keep_it_over_a_restart(service: RunningSe
             "back with its role",
             lambda status: ready_roles(status) == now and pid not in {worker.pid for worker in status.workers},
         )
+        restarts = {worker.worker_id: worker.worker_restarts for worker in operator.status().workers}
+        assert restarts == {name: int(name == flipped) for name in BORN}
+        ended = f"{flipped}@{pid}"
+        assert service.cli.done("logs", ended, "--target", service.target).stdout
+        assert ended in service.cli.done("logs", "--port", str(service.port)).stdout
         told = scale(service, 2, 2)
         assert f"{flipped} is a decode worker now" in told, "the one that was born a decode worker"
         wait_for(service.operator, "as before", lambda status: ready_roles(status) == BORN)

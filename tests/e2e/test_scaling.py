@@ -33,7 +33,17 @@ def test_workers_follow_the_load_and_nothing_is_lost(cli: Cli, tmp_path: Path) -
     target = f"127.0.0.1:{port}"
     config = tmp_path / "pdserve.yaml"
     config.write_text(f"gateway: {{http_port: {http_port}}}\n{CONFIG}")
-    arguments = ("--model", "tiny", "--dtype", "float32", "--prefill", "1", "--decode", "2", "--oversubscribe")
+    arguments = (
+        "--model",
+        "tiny",
+        "--set",
+        "model.dtype=float32",
+        "--prefill",
+        "1",
+        "--decode",
+        "2",
+        "--oversubscribe",
+    )
     cli.done("up", "-c", str(config), *arguments, "--port", str(port), "--detach")
     try:
         long = [[(number + 31 * i) % 4000 + 1 for i in range(600)] for number in range(4)]

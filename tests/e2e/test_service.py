@@ -44,7 +44,14 @@ def test_list_and_logs_say_where_everything_is(service: RunningService) -> None:
     assert listed["ray"].startswith("its own, ")
     found = json.loads(service.cli.run("logs", "--target", service.target, "--json").stdout)["logs"]
     paths = {log["name"]: Path(log["path"]) for log in found}
-    assert set(paths) == {"supervisor", "gateway", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert {name for name in paths if "@" not in name} == {
+        "supervisor",
+        "gateway",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+    }
     assert all(path.is_file() for path in paths.values())
     with Client(service.operator) as operator:
         pids = {worker.worker_id: worker.pid for worker in operator.status().workers}
@@ -125,7 +132,8 @@ def test_down_leaves_nothing(service: RunningService) -> None:
     ray_folders = {
         Path(f.path).parts[2] for p in family if p.is_running() for f in open_files(p) if "/pdserve-ray-" in f.path
     }
-    service.cli.done("down", "--target", service.target)
+    said = service.cli.done("down", "--port", str(service.port)).stderr
+    assert f"tiny on 2P2D at {service.target} is down" in said
     assert json.loads(service.cli.run("list", "--json").stdout) == {"services": []}
     assert not alive(family)
     assert not [folder for folder in ray_folders if Path("/tmp", folder).exists()]

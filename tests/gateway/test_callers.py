@@ -138,9 +138,11 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
         broken()
         assert [knows(callers, token) for token in ("x2", "z", "y")] == ["a", "c", None]
         knows(callers, "x2")
+        assert callers.problem().endswith("the tokens of before stay valid")
     records = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(records) == 3, "each version once"
     assert all("the tokens of before stay valid" in record.getMessage() for record in records)
 
     save(path, entry("b", "y"))
+    assert callers.problem() == ""
     assert [knows(callers, token) for token in ("x2", "y")] == [None, "b"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
@@ -13,6 +18,7 @@ from gateway.callers import Callers
 from pdserve.core.clock import FakeClock
 from tests.certificates import Certificates
 from tests.pdserve.scripted_service import ScriptedService
+from tests.pdserve.test_client import free_target
 
 COMMANDS = [
     ("status",),
@@ -54,7 +60,7 @@ def test_every_client_has_the_options(
     assert "the-token" not in ran.out + ran.err
     without = pdserve(*command, *png, "--target", secure.target)
     assert without.code == 1
-    assert "does not accept the other's certificate" in without.err
+    assert f"the certificate of the server at {secure.target} is not trusted (unable to get local issuer" in without.err
 
 
 def test_an_experiment_has_them_and_keeps_no_token(
@@ -94,8 +100,9 @@ def test_the_environment_gives_them_once_for_all_commands(
 ) -> None:
     monkeypatch.setenv("PDSERVE_CA", str(certificates.ca))
     monkeypatch.setenv("PDSERVE_TOKEN_FILE", str(token_file))
-    for command in (("status",), ("generate", "hello")):
-        ran = pdserve(*command, "--target", secure.target)
+    monkeypatch.setenv("PDSERVE_TARGET", secure.target)
+    for command in (("status",), ("top", "--count", "1"), ("generate", "hello")):
+        ran = pdserve(*command)
         assert ran.code == 0, ran.err
     assert set(secure.servicer.authorizations) == {"Bearer the-token"}
     monkeypatch.setenv("PDSERVE_TOKEN_IN_CLEAR", "1")
@@ -115,11 +122,17 @@ def test_a_token_does_not_leave_this_host_unencrypted(pdserve: Any, token_file: 
 def test_token_new_prints_a_token_and_its_entry(pdserve: Any, tmp_path: Path) -> None:
     printed = pdserve("token", "new", "alice").out
     token = next(line for line in printed.splitlines() if line.startswith("token")).split()[-1]
-    (entry,) = yaml.safe_load(printed[printed.index("- name") :])
+    assert "\n  - name: alice\n    sha256: " in printed, "as docs/security.md shows the file"
+    pasted = yaml.safe_load("tokens:\n" + printed[printed.index("  - name") :])
+    (entry,) = pasted["tokens"]
     assert token not in printed.replace(token, "", 1), "once"
-    limits = ("--requests-per-minute", "60", "--tokens-per-minute", "9000", "--concurrent", "4")
-    other = pdserve("token", "new", "bob", "--expires", "2099-01-01", *limits, "--json").json
-    assert other["entry"]["limits"] == {"requests_per_minute": 60, "tokens_per_minute": 9000, "concurrent": 4}
+    limits = ("--requests-per-minute", "60", "--tokens-per-minute", "9000", "--concurrent", "4", "--min-priority", "-5")
+    options = ("--expires", "2099-01-01T00:00:00Z", *limits, "--operator")
+    bobs = pdserve("token", "new", "bob", *options).out
+    limits_told = "{requests_per_minute: 60, tokens_per_minute: 9000, concurrent: 4, min_priority: -5}"
+    assert f"\n    expires: 2099-01-01T00:00:00Z\n    limits: {limits_told}\n    operator: true\n" in bobs
+    yaml.safe_load("tokens:\n" + bobs[bobs.index("  - name") :])
+    other = pdserve("token", "new", "bob", *options, "--json").json
 
     path = tmp_path / "tokens"
     path.write_text(yaml.safe_dump({"tokens": [entry, other["entry"]]}))
@@ -127,6 +140,50 @@ def test_token_new_prints_a_token_and_its_entry(pdserve: Any, tmp_path: Path) ->
     callers = Callers(path, FakeClock())
     assert callers.identify(f"Bearer {token}").name == "alice"
     bob = callers.identify(f"Bearer {other['token']}")
-    assert (bob.name, bob.quota.limits.concurrent) == ("bob", 4)
+    assert (bob.name, bob.quota.limits.concurrent, bob.quota.limits.min_priority, bob.sees_all) == ("bob", 4, -5, True)
     assert pdserve("token", "new", "a/b").err.startswith("error: name: String should match pattern")
     assert pdserve("token", "new", "a", "--expires", "soon").err.startswith("error: expires: ")
+
+
+def test_what_is_wrong_with_a_connection_is_told_apart(
+    secure: ScriptedService, service: ScriptedService, certificates: Certificates, pdserve: Any
+) -> None:
+    def said(target: str, *options: str) -> str:
+        ran = pdserve("status", "--target", target, *options)
+        assert (ran.code, ran.err.count("\n")) == (1, 1)
+        return str(ran.err)
+
+    encrypted = secure.target.removeprefix("https://")
+    ca = ("--ca", str(certificates.ca))
+    free = free_target()
+    assert f"nothing answers at {free} (Connection refused): start the service" in said(free)
+    assert f"the server at {encrypted} uses TLS: name it as https://{encrypted}" in said(encrypted)
+    assert "does not use TLS: leave out https://" in said(f"https://{service.target}", *ca)
+    assert "is not trusted (unable to get local issuer" in said(secure.target)
+    pair = [(certificates.server.key.read_bytes(), certificates.server.cert.read_bytes())]
+    for_some = grpc.server(futures.ThreadPoolExecutor(1))
+    asks_for_one = grpc.ssl_server_credentials(pair, certificates.ca.read_bytes(), require_client_auth=True)
+    port = for_some.add_secure_port("localhost:0", asks_for_one)
+    for_some.start()
+    assert "refuses the client's certificate: name one with its key" in said(f"https://localhost:{port}", *ca)
+    for_some.stop(0)
+    with http1_server() as other:
+        assert f"nothing answers at {other} in gRPC (" in said(other)
+
+
+@contextlib.contextmanager
+def http1_server() -> Iterator[str]:
+    """A server that is not pdserve."""
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)

@@ -76,13 +76,13 @@ def test_rounds_that_are_asked_for_are_run_and_others_end_in_time(
 def test_prompts_have_very_different_lengths_and_fit() -> None:
     chars_per_token, max_tokens = 3.0, 32
     prompts = demo_prompts(chars_per_token, 4096, max_tokens)
-    lengths = [len(prompt.text) / chars_per_token for prompt in prompts]
+    lengths = [len(text) / chars_per_token for text in prompts.values()]
     assert len(prompts) == 8
     assert lengths == sorted(lengths)
     assert lengths[0] < 8
     assert lengths[-1] > 1200
     short = demo_prompts(chars_per_token, 256, max_tokens)
-    assert max(len(prompt.text) for prompt in short) <= (256 - max_tokens) * chars_per_token
+    assert max(map(len, short.values())) <= (256 - max_tokens) * chars_per_token
 
 
 def report() -> DemoReport:

@@ -34,7 +34,7 @@ def test_published_size_of_llama_3_8b() -> None:
 
 
 def test_kv_variants_from_widest_to_narrowest() -> None:
-    variants = {v.name: v.bytes_per_token for v in model_memory.kv_variants(LLAMA_8B, "bfloat16")}
+    variants = {v["name"]: v["bytes_per_token"] for v in model_memory.kv_variants(LLAMA_8B, "bfloat16")}
     assert list(variants) == ["MHA", "GQA-2", "GQA-4", "GQA-8", "GQA-16", "MQA", "MLA"]
     assert variants["MHA"] == 524_288
     assert variants["GQA-4"] == LLAMA_8B.kv_bytes_per_token("bfloat16")
@@ -58,14 +58,13 @@ def test_activations_grow_with_the_budget() -> None:
 
 
 def test_what_fits() -> None:
-    fit = model_memory.fit(LLAMA_8B, "bfloat16", 24 * 10**9, 512, 8192)
-    used = LLAMA_8B.weight_bytes("bfloat16") + model_memory.activation_bytes(LLAMA_8B, "bfloat16", 512)
-    assert fit.kv_bytes == 24 * 10**9 - used
-    assert fit.tokens == fit.kv_bytes // 131_072
-    assert fit.requests == fit.tokens // 8192 == 7
-    none = model_memory.fit(LLAMA_8B, "bfloat16", 10 * 10**9, 512, 8192)
-    assert (none.kv_bytes, none.tokens, none.requests) == (0, 0, 0)
-    assert (fit.devices, none.devices) == (1, 2)
+    step = model_memory.activation_bytes(LLAMA_8B, "bfloat16", 512)
+    fit, none = (model_memory.fit(LLAMA_8B, "bfloat16", gb * 10**9, 8192, 8192 * 131_072, step) for gb in (24, 10))
+    kv_bytes = 24 * 10**9 - LLAMA_8B.weight_bytes("bfloat16") - step
+    tokens = kv_bytes // 131_072
+    assert list(fit.values()) == [24 * 10**9, kv_bytes, tokens, tokens // 8192, 1]
+    assert tokens // 8192 == 7
+    assert list(none.values()) == [10 * 10**9, 0, 0, 0, 2]
 
 
 def test_a_token_uses_some_of_the_experts() -> None:

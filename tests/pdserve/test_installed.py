@@ -143,7 +143,7 @@ def test_the_demo_and_first_use_run_from_the_wheel(wheel: Path, tmp_path: Path) 
     port = free_ports(2)
     commands = re.sub(r" +#.*", "", readme_block("sh")).replace("localhost:8000", f"localhost:{port + 1}")
     for command, options in {
-        "up": f"--port {port} --http-port {port + 1}",
+        "up": f"--port {port} --set gateway.http_port={port + 1}",
         "generate|bench|down": f"--target localhost:{port}",
     }.items():
         commands = re.sub(rf"^pdserve (?:{command})\b.*", rf"\g<0> {options}", commands, flags=re.M)

@@ -244,8 +244,10 @@ async def test_what_was_replaced_or_dismissed_has_no_way_back(registry: WorkerRe
     assert not registry.is_superseded("p0/1"), "the same incarnation may come back"
     registry.add(worker("p0", epoch="2"))
     assert registry.is_superseded("p0/1")
+    assert registry.restarts == {"p0": 1}
     assert registry.dismiss("p0") is not None
     assert registry.is_superseded("p0/2")
+    assert registry.restarts == {}, "another worker may get its name"
     assert registry.workers == ()
     assert registry.dismiss("p0") is None
 
@@ -268,6 +270,7 @@ async def test_an_engine_that_starts_anew_is_the_same_worker(registry: WorkerReg
     registry.retire("p0")
     again = registry.add(FakeWorker(replace(first, epoch="2"), {}))
     assert not registry.is_superseded(first.life)
+    assert registry.restarts == {}
     assert again.retiring, "it gets nothing more, whatever its engine does"
 
 

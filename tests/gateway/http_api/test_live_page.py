@@ -90,6 +90,8 @@ async def test_the_last_report_is_for_those_who_see_all(start_http: StartHttp, t
         return view["report"], answer.status_code
 
     assert await seen_by("oscar") == (False, 404), "there is none yet"
+    none_yet = await http.client.get("/report", headers={"authorization": "Bearer oscar"})
+    assert "pdserve experiment added-ttft --quick" in none_yet.text
     page.write_text("<p>figures")
     assert await seen_by("oscar") == (True, 200)
     assert await seen_by("alice") == (False, 404)

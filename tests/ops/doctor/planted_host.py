@@ -57,13 +57,13 @@ def examine(host: PlantedHost, **sections: Mapping[str, Any]) -> Report:
     return Examination(config, host.site).run()
 
 
-def found(report: Report, check: str, level: Level = Level.FAIL) -> list[Finding]:
+def found(report: Report, check: str, level: Level = "fail") -> list[Finding]:
     """The findings of a check that have this level; what has to be acted on has a remedy."""
     findings = [each for each in report.findings if each.check == check and each.level is level]
-    assert all(each.remedy for each in findings if level is not Level.OK)
+    assert all(each.remedy for each in findings if level != "ok")
     return findings
 
 
 def troubles(report: Report) -> list[str]:
     """The checks that failed, each once."""
-    return sorted({each.check for each in report.findings if each.level is Level.FAIL})
+    return sorted({each.check for each in report.findings if each.level == "fail"})

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from checkpoints.source import resolve_model
 from kv_transfer.handshake import LinkFigures
 from ops.doctor.checks import (
     check_access,
     check_clocks,
+    check_context,
     check_cores,
     check_devices,
     check_dtype,
@@ -28,10 +30,11 @@ from ops.doctor.checks import (
 from ops.doctor.handoff_prediction import HandoffPrediction
 from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_report import Device, NodeReport
-from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, Level, Meeting, Seat, fail
+from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, Level, Meeting, Report, Seat, fail
 from ops.launch.plan import Node
-from ops.model_memory import MemoryNeed
+from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
+from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role
 from runtime.dtypes import NativeDtypes, choose_dtype
 from worker.addresses import Interface
@@ -42,21 +45,19 @@ REPORT = NodeReport(
     host="a",
     python="3.11.7",
     torch="2.13.0+cpu",
-    cuda="",
     ray="2.60.0",
     pdserve="1.0",
     source="s",
     model_hash="m",
     model_error="",
-    torch_error="",
-    devices=(),
     memory_bytes=10 * GB,
     clock_id="boot-a/time:[1]",
     native={"cpu": (NativeDtypes("a CPU", ("float32", "bfloat16")),)},
     allowed_cores=(0, 1),
     held_cores=(),
 )
-NEED = MemoryNeed(weight_bytes=2 * GB, pool_bytes=GB, activation_bytes=0)
+LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=64, num_layers=5, num_kv_heads=2, head_dim=32)
+NEED = ServedModel(LAYOUT, 2048, weight_bytes=2 * GB, pool_bytes=GB, activation_bytes=0)
 
 
 def seat(worker_id: str, ip: str, gpus: float = 0.0) -> Seat:
@@ -78,6 +79,14 @@ def node(
     return ExaminedNode(Node(ip, ip, {"GPU": gpus}), seats, report, clock, {each.worker_id: each for each in endpoints})
 
 
+def seen(
+    nodes: Sequence[ExaminedNode] = (), device: str = "cpu", own_port: int = 0, *, sections: Any = None, **found: Any
+) -> Report:
+    """What was seen by a doctor for a configuration with these ``sections``."""
+    config = PdserveConfig.parse(sections or {})
+    return Report(config, device, (), own_port, **{"here": REPORT, "need": NEED, "nodes": [*nodes], **found})
+
+
 def levels(findings: Sequence[Finding]) -> list[Level]:
     return [finding.level for finding in findings]
 
@@ -87,34 +96,35 @@ def levels(findings: Sequence[Finding]) -> list[Level]:
     [
         ({}, None),
         ({"python": "3.11.2"}, None),
-        ({"python": "3.12.0"}, Level.FAIL),
-        ({"ray": "2.61.0"}, Level.FAIL),
-        ({"pdserve": "1.1"}, Level.FAIL),
-        ({"source": "t"}, Level.FAIL),
+        ({"python": "3.12.0"}, "fail"),
+        ({"ray": "2.61.0"}, "fail"),
+        ({"pdserve": "1.1"}, "fail"),
+        ({"source": "t"}, "fail"),
         ({"torch": "2.13.0+cu128"}, None),
-        ({"torch": "2.12.0+cpu"}, Level.WARN),
-        ({"torch_error": "libcudart is missing"}, Level.FAIL),
+        ({"torch": "2.12.0+cpu"}, "warn"),
+        ({"torch_error": "libcudart is missing"}, "fail"),
     ],
 )
 def test_versions(change: dict[str, Any], level: Level | None) -> None:
-    findings = [*check_versions(REPORT, [node(), node(replace(REPORT, **change), "10.0.0.3"), node(None)])]
+    findings = [*check_versions(seen([node(), node(replace(REPORT, **change), "10.0.0.3"), node(None)]))]
     assert levels(findings) == ([] if level is None else [level])
     assert all(finding.where == "10.0.0.3" and finding.remedy for finding in findings)
 
 
 def test_a_model_missing_on_the_gateways_host_is_found_once() -> None:
     here = replace(REPORT, model_hash="", model_error="no such folder")
-    findings = [*check_models(here, "10.0.0.2", [node(here), node(REPORT, "10.0.0.3")], "path")]
+    findings = [*check_models(seen([node(here), node(REPORT, "10.0.0.3")], here=here, gateway_node="10.0.0.2"))]
     assert [finding.where for finding in findings] == ["the gateway's host"]
     other = replace(REPORT, model_hash="n")
-    findings = [*check_models(here, "10.0.0.2", [node(REPORT, "10.0.0.3"), node(other, "10.0.0.4")], "path")]
+    findings = [*check_models(seen([node(REPORT, "10.0.0.3"), node(other, "10.0.0.4")], here=here))]
     assert [finding.where for finding in findings] == ["the gateway's host", "10.0.0.4"]
 
 
 def test_a_model_of_the_hub_that_a_host_would_download_is_a_warning() -> None:
     there = node(replace(REPORT, model_hash="", model_error="not in this host's cache"), "10.0.0.3")
-    for path, level in ((f"org/model@{'0' * 40}", Level.WARN), ("/models/model", Level.FAIL)):
-        (finding,) = check_models(REPORT, "10.0.0.2", [node(REPORT), there], path)
+    for path, level in ((f"org/model@{'0' * 40}", "warn"), ("/models/model", "fail")):
+        sections = {"model": {"path": path}}
+        (finding,) = check_models(seen([node(REPORT), there], gateway_node="10.0.0.2", sections=sections))
         assert (finding.where, finding.level) == ("10.0.0.3", level)
 
 
@@ -129,51 +139,76 @@ def test_a_report_survives_the_trip() -> None:
 def test_cores_that_another_service_has_claimed(workers: int, width: int, found: bool) -> None:
     held = CoreHolder(1, 123, os.getuid(), 50_052, "", "prefill-0")
     nodes = [node(replace(REPORT, held_cores=(held, replace(held, core=7))), workers=workers)]
-    findings = list(check_cores(nodes, "cpu", width, 0, oversubscribed=False))
-    assert levels(findings) == ([Level.WARN] if found else [])
+    width_of = {"cores_per_worker": width}
+
+    def check(device: str = "cpu", own_port: int = 0, **cluster: Any) -> list[Finding]:
+        return list(check_cores(seen(nodes, device, own_port, sections={"cluster": width_of | cluster})))
+
+    findings = check()
+    assert levels(findings) == (["warn"] if found else [])
     assert not found or "core 1: prefill-0 of the service on port 50052 (process 123)" in findings[0].what
-    assert not list(check_cores(nodes, "cpu", width, 50_052, oversubscribed=False)), "its own cores are its own"
-    assert not list(check_cores(nodes, "cpu", width, 0, oversubscribed=True))
-    assert not list(check_cores(nodes, "cuda", width, 0, oversubscribed=False))
+    assert not check(own_port=50_052), "its own cores are its own"
+    assert not check(oversubscribe=True)
+    assert not check("cuda")
 
 
 @pytest.mark.parametrize("asked", ["auto", "bfloat16", "float32"])
 def test_a_dtype_that_a_node_emulates(asked: str) -> None:
     places = {"10.0.0.1": REPORT.native["cpu"], "10.0.0.2": (NativeDtypes("a CPU without", ("float32",)),)}
     findings = list(check_dtype(asked, choose_dtype(asked, "bfloat16", places)))
-    assert levels(findings) == ([] if asked == "float32" else [Level.WARN])
+    assert levels(findings) == ([] if asked == "float32" else ["warn"])
     assert all("10.0.0.2 (a CPU without)" in finding.what and finding.remedy for finding in findings)
 
 
 def test_devices() -> None:
     gpu = Device("H200", 141 * GB, 140 * GB)
     for cuda, remedy in (("", "CPU build"), ("12.8", "nvidia-smi")):
-        (finding,) = check_devices([node(replace(REPORT, cuda=cuda), gpus=1)], "cuda")
+        (finding,) = check_devices(seen([node(replace(REPORT, cuda=cuda), gpus=1)], "cuda"))
         assert remedy in finding.remedy
-    assert not [*check_devices([node(replace(REPORT, devices=(gpu,)), gpus=1), node(None)], "cuda")]
-    assert not [*check_devices([node(gpus=1)], "cpu")]
+    assert not [*check_devices(seen([node(replace(REPORT, devices=(gpu,)), gpus=1), node(None)], "cuda"))]
+    assert not [*check_devices(seen([node(gpus=1)]))]
 
 
 def test_workers_of_a_node_add_up() -> None:
-    assert not [*check_memory([node(workers=2)], NEED, "cpu", 0)]
-    (tight,) = check_memory([node(replace(REPORT, memory_bytes=6_500_000_000), workers=2)], NEED, "cpu", 0)
-    assert tight.level is Level.WARN
-    (fails,) = check_memory([node(workers=4)], NEED, "cpu", 0)
-    assert (fails.level, "4 ×" in fails.what) == (Level.FAIL, True)
-    (beside,) = check_memory([node(workers=4)], NEED, "cpu", 50_051)
-    assert beside.level is Level.OK
+    assert not [*check_memory(seen([node(workers=2)], "cpu", 0))]
+    (tight,) = check_memory(seen([node(replace(REPORT, memory_bytes=6_500_000_000), workers=2)], "cpu", 0))
+    assert tight.level == "warn"
+    (fails,) = check_memory(seen([node(workers=4)], "cpu", 0))
+    assert (fails.level, "4 ×" in fails.what) == ("fail", True)
+    (beside,) = check_memory(seen([node(workers=4)], "cpu", 50_051))
+    assert beside.level == "ok"
 
 
 def test_a_gpu_of_its_own_for_each_worker_or_a_share() -> None:
     gpus = replace(REPORT, devices=(Device("x", 4 * GB, 4 * GB),) * 2)
-    assert not [*check_memory([node(gpus, workers=2, gpus=2)], NEED, "cuda", 0)]
-    (fails,) = check_memory([node(gpus, workers=4, gpus=2)], NEED, "cuda", 0)
-    assert fails.level is Level.FAIL
+    assert not [*check_memory(seen([node(gpus, workers=2, gpus=2)], "cuda", 0))]
+    (fails,) = check_memory(seen([node(gpus, workers=4, gpus=2)], "cuda", 0))
+    assert fails.level == "fail"
+
+
+def test_a_context_that_the_model_or_the_pool_cannot_hold() -> None:
+    source = resolve_model("tiny")
+
+    def found(need: ServedModel = NEED, device: str = "cpu", **engine: int) -> list[str]:
+        gpus = node(replace(REPORT, devices=(Device("x", 3 * GB, 3 * GB),)), gpus=1)
+        findings = check_context(seen([gpus], device, need=need, source=source, sections={"engine": engine}))
+        return [f"{each.level} {each.check}: {each.what}" for each in findings]
+
+    assert found() == []
+    assert found(max_model_len=4096) == [
+        "fail context: engine.max_model_len: 4096 exceeds the model's context of 2048 tokens"
+    ]
+    held = "warn context: a request may have 2048 tokens, and a KV pool holds {}: longer requests are refused"
+    assert found(replace(NEED, pool_bytes=1000 * LAYOUT.token_bytes)) == [held.format(1000)]
+    rest = replace(NEED, pool_bytes=0)
+    assert found(rest, "cuda") == []
+    full = replace(rest, weight_bytes=3 * GB - rest.blank_bytes - 10 * LAYOUT.token_bytes)
+    assert found(full, "cuda") == [held.format(10)]
 
 
 def test_clocks() -> None:
     def found(clock: ClockReading, clock_id: str) -> list[Finding]:
-        return [*check_clocks([node(replace(REPORT, clock_id=clock_id), clock=clock)], REPORT)]
+        return [*check_clocks(seen([node(replace(REPORT, clock_id=clock_id), clock=clock)]))]
 
     assert not found(ClockReading(7000.0, 0.0001, 0.01), "boot-b/time:[1]")  # of another machine: any offset will do
     assert not found(ClockReading(0.00005, 0.0001, 0.0), "boot-a/time:[2]")
@@ -188,10 +223,10 @@ def test_clocks() -> None:
 def test_interfaces() -> None:
     up, down = Interface("10.0.0.2", "eth0", 10_000), Interface("10.0.0.2", "eth0", 10_000, is_up=False)
     ends = Endpoints("decode-0", "", up, (), ())
-    assert not [*check_endpoints([node(endpoints=[ends])], "cpu", 0)]
-    (dead,) = check_endpoints([node(endpoints=[replace(ends, interface=down)])], "cpu", 0)
+    assert not [*check_endpoints(seen([node(endpoints=[ends])]))]
+    (dead,) = check_endpoints(seen([node(endpoints=[replace(ends, interface=down)])]))
     assert (dead.check, "carrier" in dead.what) == ("interface", True)
-    (shared,) = check_endpoints([node(endpoints=[ends]), node(ip="10.0.0.3", endpoints=[ends])], "cpu", 0)
+    (shared,) = check_endpoints(seen([node(endpoints=[ends]), node(ip="10.0.0.3", endpoints=[ends])]))
     assert "call itself" in shared.what
 
 
@@ -201,8 +236,8 @@ def test_what_keeps_a_worker_from_listening_is_found_once() -> None:
     ends = Endpoints("decode-0", "", None, (), tuple(fail(check, "there", "what", "remedy") for check in checks))
 
     def failed(report: NodeReport, own_port: int) -> list[str]:
-        found = check_endpoints([node(report, endpoints=[ends])], "cpu", own_port)
-        return [finding.check for finding in found if finding.level is Level.FAIL]
+        found = check_endpoints(seen([node(report, endpoints=[ends])], own_port=own_port))
+        return [finding.check for finding in found if finding.level == "fail"]
 
     assert failed(REPORT, 0) == list(checks)
     assert failed(replace(REPORT, model_error="no such folder"), 50_051) == ["transport", "interface"]
@@ -217,28 +252,28 @@ def pair(gbs: float, decode: str = "10.0.0.2", *, wire_ms: float = 1.0) -> Exami
 def test_slow_links() -> None:
     ends = Endpoints("prefill-0", "", Interface("10.0.0.1", "eth0", 10_000), (), ())
     nodes = [node(ip="10.0.0.1", endpoints=[ends])]
-    assert not [*check_speed([pair(1.2), pair(0.4, "10.0.0.3")], nodes)]
-    (slow,) = check_speed([pair(1.2), pair(0.2, "10.0.0.3")], nodes)
+    assert not [*check_speed(seen(nodes, pairs=[pair(1.2), pair(0.4, "10.0.0.3")]))]
+    (slow,) = check_speed(seen(nodes, pairs=[pair(1.2), pair(0.2, "10.0.0.3")]))
     assert "9.6" in slow.what
     assert "eth0 10.0.0.1 (prefill-0; claims 10000 Mbit/s)" in slow.remedy
-    assert not [*check_speed([pair(9.0, "10.0.0.1"), pair(1.0)], nodes)]  # within a host is another matter
-    (long,) = check_speed([pair(0.1, wire_ms=1500)], nodes)
+    assert not [*check_speed(seen(nodes, pairs=[pair(9.0, "10.0.0.1"), pair(1.0)]))]  # within a host is another matter
+    (long,) = check_speed(seen(nodes, pairs=[pair(0.1, wire_ms=1500)]))
     assert "1.5 s" in long.what
-    assert not [*check_speed([pair(0.0)], nodes)]
+    assert not [*check_speed(seen(nodes, pairs=[pair(0.0)]))]
 
 
 @pytest.mark.parametrize("obstacle", [each for each in Obstacle if each not in (Obstacle.NONE, Obstacle.NOT_TRIED)])
 def test_every_obstacle_has_a_remedy(obstacle: Obstacle) -> None:
     met = Meeting("tcp", "10.0.0.2:20007", "", None, obstacle, "what")
-    (finding,) = check_reach([replace(pair(1.0), meeting=met)])
+    (finding,) = check_reach(seen(pairs=[replace(pair(1.0), meeting=met)]))
     assert "10.0.0.2:20007" in finding.what
     assert finding.remedy
-    assert not [*check_reach([replace(pair(1.0), meeting=replace(met, obstacle=Obstacle.NOT_TRIED))])]
+    assert not [*check_reach(seen(pairs=[replace(pair(1.0), meeting=replace(met, obstacle=Obstacle.NOT_TRIED))]))]
 
 
 def test_a_gateway_that_others_would_reach_unprotected() -> None:
-    (finding,) = check_access(PdserveConfig.parse({"gateway": {"host": "0.0.0.0"}}))
-    assert (finding.level, finding.check) == (Level.FAIL, "access")
+    (finding,) = check_access(seen(sections={"gateway": {"host": "0.0.0.0"}}))
+    assert (finding.level, finding.check) == ("fail", "access")
     assert "gateway.host: others can reach 0.0.0.0" in finding.what
-    assert not list(check_access(PdserveConfig()))
-    assert not list(check_access(PdserveConfig.parse({"gateway": {"host": "0.0.0.0", "insecure": True}})))
+    assert not list(check_access(seen()))
+    assert not list(check_access(seen(sections={"gateway": {"host": "0.0.0.0", "insecure": True}})))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints.source import resolve_model
 from ops.doctor.checks import check_tokenizer
 from ops.doctor.node_report import PACKAGES, ROOT, report_node
-from ops.doctor.report import Level
+from ops.doctor.report import Level, Report
+from pdserve.core.config import PdserveConfig
 from tests.local_cluster import free_port, free_ports
 from tests.ops.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
 from tests.planted.clocks import time_namespaces_problem
@@ -53,7 +55,7 @@ def test_a_running_services_ports_are_no_fault() -> None:
             PlantedHost(running=[port]), cluster={"port_base": base}, gateway={"host": FIRST, "port": port}
         )
     assert not report.failed
-    assert {finding.where for finding in found(report, "port", Level.OK)} == {"the gateway", SECOND}
+    assert {finding.where for finding in found(report, "port", "ok")} == {"the gateway", SECOND}
 
 
 def test_a_wrong_interface() -> None:
@@ -80,7 +82,7 @@ def test_another_model(tmp_path: Path) -> None:
     assert troubles(report) == ["model", "reach"]
     assert found(report, "model")[0].where == SECOND
     assert report.pairs[0].meeting.obstacle == "layout"
-    assert [each.where for each in found(report, "tokenizer", Level.WARN)] == ["the gateway"]
+    assert [each.where for each in found(report, "tokenizer", "warn")] == ["the gateway"]
 
 
 def test_a_model_that_one_node_does_not_have(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_several_faults_at_once(tmp_path: Path) -> None:
     (version,) = found(report, "version")
     assert (version.where, "0.0.1" in version.what) == (SECOND, True)
     gateway, worker = sorted(found(report, "port"), key=lambda finding: "decode-0" in finding.where)
-    assert "--port" in gateway.remedy
+    assert "gateway.port" in gateway.remedy
     assert f"{SECOND}, port {base + 6}" in worker.what
     assert f"process {os.getpid()} " in worker.what  # who holds it
     assert "cluster.port_base" in worker.remedy
@@ -161,7 +163,7 @@ def test_a_changed_source_a_shared_address_and_another_clock(tmp_path: Path) -> 
     assert "call itself" in found(report, "interface")[0].what
     if problem is not None:
         pytest.skip(problem)
-    (finding,) = found(report, "clock", Level.WARN)
+    (finding,) = found(report, "clock", "warn")
     assert "time namespace" in finding.what
     clock = report.nodes[1].clock
     assert clock is not None
@@ -210,9 +212,9 @@ def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "level", "said"),
     [
-        (None, Level.WARN, "has no tokenizer.json: prompts must be token ids"),
-        ("version https://git-lfs.github.com/spec/v1\n", Level.FAIL, "tokenizer.json: is a Git LFS pointer"),
-        ("{}", Level.FAIL, "tokenizer.json: not a readable tokenizer"),
+        (None, "warn", "has no tokenizer.json: prompts must be token ids"),
+        ("version https://git-lfs.github.com/spec/v1\n", "fail", "tokenizer.json: is a Git LFS pointer"),
+        ("{}", "fail", "tokenizer.json: not a readable tokenizer"),
     ],
 )
 def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level, said: str, tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level
     (folder / "tokenizer.json").unlink()
     if content is not None:
         (folder / "tokenizer.json").write_text(content)
-    (finding,) = check_tokenizer(folder)
+    (finding,) = check_tokenizer(Report(PdserveConfig(), "cpu", source=replace(resolve_model("tiny"), folder=folder)))
     assert (finding.level, said in finding.what, bool(finding.remedy)) == (level, True, True)
 
 
@@ -230,10 +232,10 @@ def test_nodes_that_emulate_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's own limit makes the probes' hosts such ones. Layouts are those of the dtype that `up` would take."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     report = examine(PlantedHost())
-    (finding,) = found(report, "dtype", Level.WARN)
+    (finding,) = found(report, "dtype", "warn")
     assert f"auto converts the bfloat16 weights to float32: bfloat16 is emulated on {FIRST} (a CPU " in finding.what
     assert not troubles(report)
     assert report.need is not None
     assert report.need.weight_bytes == 4 * resolve_model("tiny").shape.num_parameters
-    (finding,) = found(examine(PlantedHost(), model={"dtype": "bfloat16"}), "dtype", Level.WARN)
+    (finding,) = found(examine(PlantedHost(), model={"dtype": "bfloat16"}), "dtype", "warn")
     assert "expect prompts to take several times as long" in finding.what

@@ -33,11 +33,15 @@ NODES = {"p0": "", "p1": "a", "p2": "b", "p3": ""}
 ONE_HOST = [Node("a", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})]
 
 
+def members_of(nodes: list[Node], **cluster: Any) -> Members:
+    """Those of a service that has none yet."""
+    config, secret = PdserveConfig.parse({"cluster": cluster}), ServiceSecret.new()
+    bundles = worker_bundles(config.cluster, "cpu", nodes)
+    return Members(config, "cpu", bundles, registry_addresses=(), service="", secret=secret, port_base=0, host="")
+
+
 def test_strict_spread_refuses_rather_than_waits() -> None:
-    config = PdserveConfig.parse({"cluster": {"placement": "strict_spread"}})
-    bundles = {Role.PREFILL: {"CPU": 1.0}, Role.DECODE: {"CPU": 1.0}}
-    secret = ServiceSecret.new()
-    members = Members(config, "cpu", bundles, registry_addresses=(), service="", secret=secret, port_base=0, host="")
+    members = members_of([*ONE_HOST, Node("b", "10.0.0.2", {"CPU": 8.0})], placement="strict_spread")
     with pytest.raises(LaunchError, match="strict_spread wants a node for each worker, and there is none for 1 of 2"):
         members.add([Role.PREFILL, Role.DECODE], ONE_HOST)
     assert members.all == ()
@@ -79,17 +83,9 @@ def test_which_workers_take_another_role() -> None:
 
 
 def test_roles_that_ask_for_different_resources_keep_their_workers() -> None:
-    def may_flip(**cluster: Any) -> bool:
-        config = PdserveConfig.parse({"cluster": cluster})
-        bundles = worker_bundles(config.cluster, "cpu", [Node("a", "10.0.0.1", {"CPU": 8.0, "decode": 8.0})])
-        secret = ServiceSecret.new()
-        members = Members(
-            config, "cpu", bundles, registry_addresses=(), service="", secret=secret, port_base=0, host=""
-        )
-        return members.may_flip
-
-    assert may_flip()
-    assert not may_flip(decode_resources={"decode": 1.0})
+    host = [Node("a", "10.0.0.1", {"CPU": 8.0, "decode": 8.0})]
+    assert members_of(host).may_flip
+    assert not members_of(host, decode_resources={"decode": 1.0}).may_flip
 
 
 def test_ports_belong_to_the_workers_number() -> None:
