@@ -263,17 +263,6 @@ def test_nearest_link_goes_by_load_only_among_near_workers(
     assert choose("nearest_link", workers, role=Role.DECODE, source=source) == (chosen, why)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_choice_does_not_depend_on_the_order_of_the_candidates(policy: RoutingPolicy) -> None:
-    workers = [worker(f"d{number}", number % 2, last_used=number % 3) for number in range(4)]
-    for ticket in range(20):
-        wanted = needs(ticket=ticket, session=str(ticket % 3 or ""), cached={f"d{ticket % 4}": 4 * (ticket % 3)})
-        either = [
-            choose(policy, each, wanted, Role.DECODE, P0, slo=SloConfig(itl_ms=20)) for each in (workers, workers[::-1])
-        ]
-        assert either[0] == either[1]
-
-
 SLO = SloConfig(ttft_ms=200, itl_ms=20)
 SLOW_CPU = {"prefill cpu": line(2e-3, 1e-4, 1e-4, 0.0), "prefill cuda": line(2e-3, 1e-5, 1e-5, 0.0)}
 HEADROOM: dict[str, tuple[Role, list[WorkerView], Costs, str, str]] = {

@@ -206,16 +206,18 @@ async def test_a_source_that_still_waits_is_released(cluster: Cluster, ends: str
     p0.hangs = {"send_prefix"}
     if ends == "cancel":
         p1.hangs = {"prefill"}
+    cluster.fleet["d0"].delay_s = {"decode_more": 1.0}
     task = asyncio.create_task(cluster.served(cluster.record(PROMPT)))
     await cluster.until(lambda: bool(p0.requests and p1.requests))
     if ends == "cancel":
         task.cancel()
     elif ends == "failure":
         p1.crash()
-    await asyncio.gather(task, return_exceptions=True)
     await cluster.until(lambda: any(name.endswith("/prefix") for name in p0.aborted))
     if ends == "token":
         assert p0.aborted == [p0.requests[0][1].attempt_id]
+        assert not task.done(), "as soon as there is a token"
+    await asyncio.gather(task, return_exceptions=True)
     cluster.check_idle()
 
 

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 PD_POINTS: list[tuple[str, Point]] = [("d0", "room"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")]
 ANYWHERE = pytest.mark.parametrize(("bad", "point"), PD_POINTS)
-
-# A decode worker that fails in "room" does so before prefill has given token 1, or after it.
-EITHER_FIRST = pytest.mark.parametrize("first", ["room", "prefill"])
-OF_WORKERS = pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late")])
 BREAKS = [TransferError(f"{i}") for i in range(10_000)]
 
 
@@ -45,74 +41,48 @@ def let_pass(cluster: Cluster, first: Point) -> None:
         fake.delay_s = {"room": 0.02, "prefill": 0.02, first: 0.01}
 
 
-def failing(
-    make_cluster: MakeCluster, bad: str, point: Point, error: PdserveError, first: Point, **config: object
-) -> Cluster:
-    """Two workers of each role, of which ``bad`` fails once."""
-    cluster = make_cluster(prefill=2, decode=2, **config)
-    let_pass(cluster, first)
-    cluster.fleet[bad].fail(point, error)
-    return cluster
-
-
-@EITHER_FIRST
-@OF_WORKERS
-@ANYWHERE
-async def test_a_failure_anywhere_costs_the_client_nothing(
-    make_cluster: MakeCluster, bad: str, point: Point, error: PdserveError, first: Point
-) -> None:
-    cluster = failing(make_cluster, bad, point, error, first)
-    record = cluster.record()
-    result = await cluster.served(record)
-    assert (record.status, record.attempts, result.attempts) == (RequestStatus.FINISHED, 2, 2)
-    assert bad not in (result.prefill_worker, result.decode_worker), "the retry avoids the worker that failed"
-    assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
-    assert result.proof is not None
-    assert result.proof.kv_bytes == result.kv_bytes_expected
-    cluster.check_idle()
-
-
-@EITHER_FIRST
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@OF_WORKERS
-@pytest.mark.parametrize(("bad", "point"), PD_POINTS[:3])
-async def test_a_failed_hand_off_may_fail_the_request_or_be_recomputed_in_one_place(
-    make_cluster: MakeCluster, policy: str, bad: str, point: Point, error: PdserveError, first: Point
-) -> None:
-    cluster = failing(make_cluster, bad, point, error, first, on_kv_failure=policy)
-    record = cluster.record()
-    if policy == "fail":
-        with pytest.raises(type(error)):
-            await cluster.served(record)
-        assert (record.status, record.attempts) == (RequestStatus.FAILED, 1)
-    else:
-        result = await cluster.served(record)
-        assert (record.status, record.attempts) == (RequestStatus.FINISHED, 2)
-        assert (result.mode, result.kv_bytes_expected, result.proof) == (Mode.COLOCATED, 0, None)
-        assert result.prefill_worker == result.decode_worker != bad
-    cluster.check_idle()
-
-
-@EITHER_FIRST
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("policy", ["retry", "fail", "recompute"])
 @pytest.mark.parametrize(
-    ("bad", "point", "error"),
+    "error",
     [
-        # A worker that does not take the request has not failed to hand it over.
-        ("d0", "room", CapacityExceeded("full")),
-        ("d0", "room", NotReady("starting")),
-        ("p0", "prefill", CapacityExceeded("full")),
-        ("p0", "prefill", NotReady("starting")),
-        ("d0", "decode_more", WorkerLost("gone")),
+        *(LayoutMismatch("dtype"), InvalidRequest("prompt: bad")),
+        *(WorkerLost("gone"), TransferTimeout("late")),
+        *(CapacityExceeded("full"), NotReady("starting")),
     ],
+    ids=repr,
 )
-async def test_what_fails_before_or_after_the_hand_off_is_tried_again_in_any_case(
-    make_cluster: MakeCluster, policy: str, bad: str, point: Point, error: PdserveError, first: Point
+@ANYWHERE
+async def test_a_failure_costs_the_client_nothing_if_another_worker_may_cure_it(
+    make_cluster: MakeCluster, bad: str, point: Point, error: PdserveError, policy: str
 ) -> None:
-    cluster = failing(make_cluster, bad, point, error, first, on_kv_failure=policy)
-    result = await cluster.served(cluster.record())
-    assert (result.mode, result.attempts) == (Mode.PD, 2)
-    cluster.check_idle()
+    """A worker that does not take the request has not failed to hand it over. A decode worker that fails in ``room``
+    does so before prefill has given token 1, or after it."""
+    first: Point
+    for first in ("room", "prefill"):
+        cluster = make_cluster(prefill=2, decode=2, on_kv_failure=policy)
+        let_pass(cluster, first)
+        cluster.fleet[bad].fail(point, error)
+        record = cluster.record()
+        is_final = isinstance(error, LayoutMismatch | InvalidRequest)
+        not_handed_over = point != "decode_more" and isinstance(error, WorkerLost | TransferError)
+        if is_final or (not_handed_over and policy == "fail"):
+            with pytest.raises(type(error)):
+                await cluster.served(record)
+            assert (record.status, record.attempts) == (RequestStatus.FAILED, 1)
+        else:
+            result = await cluster.served(record)
+            assert (record.status, record.attempts, result.attempts) == (RequestStatus.FINISHED, 2, 2)
+            assert bad not in (result.prefill_worker, result.decode_worker), "the retry avoids the worker that failed"
+            if not_handed_over and policy == "recompute":
+                assert (result.mode, result.kv_bytes_expected, result.proof) == (Mode.COLOCATED, 0, None)
+            else:
+                assert result.mode is Mode.PD
+                assert result.proof is not None
+                assert result.proof.kv_bytes == result.kv_bytes_expected
+            suspects = [worker.worker_id for worker in cluster.registry.workers if worker.state == "suspect"]
+            assert suspects == ([bad] if isinstance(error, WorkerLost | NotReady) else [])
+        assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
+        cluster.check_idle()
 
 
 @pytest.mark.parametrize("point", ["run", "run_more"])
@@ -171,28 +141,8 @@ async def test_a_continuation_stopped_at_its_first_token_expects_no_hand_off(mak
     cluster.check_idle()
 
 
-@EITHER_FIRST
-@pytest.mark.parametrize("error", [LayoutMismatch("dtype"), InvalidRequest("prompt: bad")])
-@ANYWHERE
-async def test_final_errors_are_final(
-    make_cluster: MakeCluster, bad: str, point: Point, error: PdserveError, first: Point
-) -> None:
-    cluster = failing(make_cluster, bad, point, error, first)
-    record = cluster.record()
-    with pytest.raises(type(error)):
-        await cluster.served(record)
-    assert (record.status, record.attempts) == (RequestStatus.FAILED, 1)
-    cluster.check_idle()
-
-
-@EITHER_FIRST
-@ANYWHERE
-async def test_a_worker_that_is_too_small_is_not_the_last_word(
-    make_cluster: MakeCluster, bad: str, point: Point, first: Point
-) -> None:
-    cluster = failing(make_cluster, bad, point, CapacityExceeded("full"), first)
-    await cluster.served(cluster.record())
-    assert all(worker.is_ready for worker in cluster.registry.workers), "it is not suspected of anything"
+async def test_a_worker_that_is_too_small_is_not_the_last_word(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=2)
     for worker_id in ("p0", "p1"):
         cluster.fleet[worker_id].fail("prefill", *(CapacityExceeded("full everywhere") for _ in range(3)))
     record = cluster.record()
