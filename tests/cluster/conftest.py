@@ -5,13 +5,11 @@
 - `running_service`: the same after `pdserve up` on the head: 2 prefill and 2 decode workers of the tiny model.
 
 A test asks for `service`: the running service, whole again whatever the test before did to hosts (but the head) and
-network. A test that takes the cluster down is marked ``last``. `timings` and `remarks` take what
-the summary is to show.
+network. A test that takes the cluster down is marked ``last``. `timings` takes what the summary is to show.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -28,13 +26,11 @@ WORKERS = ("worker-1", "worker-2", "worker-3")
 RAY_OPTIONS = {"head": "--num-cpus=0"} | dict.fromkeys(WORKERS, "--num-cpus=1")
 
 _timings = pytest.StashKey[dict[str, float]]()
-_remarks = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "last: takes the cluster down, after all others")
     config.stash[_timings] = {}
-    config.stash[_remarks] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,23 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for what, seconds in config.stash[_timings].items():
         terminalreporter.write_line(f"{what}: {seconds:.1f} s")
-    for remark in config.stash[_remarks]:
-        terminalreporter.write_line(remark)
-    if config.stash[_timings]:
-        rounded = {what: round(took_s, 1) for what, took_s in config.stash[_timings].items()}
-        terminalreporter.write_line(json.dumps({"seconds": rounded, "remarks": config.stash[_remarks]}))
 
 
 @pytest.fixture(scope="session")
 def timings(pytestconfig: pytest.Config) -> dict[str, float]:
     """Seconds by what took them; the test run's summary shows them."""
     return pytestconfig.stash[_timings]
-
-
-@pytest.fixture(scope="session")
-def remarks(pytestconfig: pytest.Config) -> list[str]:
-    """Other lines for the summary."""
-    return pytestconfig.stash[_remarks]
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,8 @@ class Host:
     ) -> None:
         self.name = name
         self.address = address
+        self.kv_address = address.replace("10.88.", "10.99.")
+        """On a second network, of the same cable."""
         self.home = state / name / "home"
         """What the host sees at `HOME`, seen from outside; it stays when the power fails."""
         self.link = f"{bridge}-{address.rpartition('.')[2]}"
@@ -202,6 +204,7 @@ class Host:
         network = (
             "link set lo up",
             f"addr add {self.address}/24 dev eth0",
+            f"addr add {self.kv_address}/24 dev eth0",
             "link set eth0 up",
             f"route add default via {self._gateway}",
             # Addresses of its own are looked up only after the rules that close ports.

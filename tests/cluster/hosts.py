@@ -74,6 +74,8 @@ class Hosts:
         network = _free_network()
         self.gateway = f"{network}.1"
         """This machine's own address on the bridge."""
+        self.kv_network = f"{network.replace('10.88.', '10.99.')}.0/24"
+        """Where each of them has a second address, `Host.kv_address`."""
         self.bridge = f"{PREFIX}{os.getpid():x}x{network.split('.')[2]}"
         self._hosts: dict[str, Host] = {}
         ahead, cores = clock_ahead_s or {}, sorted(os.sched_getaffinity(0))

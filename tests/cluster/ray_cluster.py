@@ -96,7 +96,9 @@ class RayCluster:
 
     def up_service(self) -> None:
         """`pdserve up` on the head; returns when the service takes requests."""
-        (self.head.home / "service.yaml").write_text("router: {forget_s: 2}\n")
+        (self.head.home / "service.yaml").write_text(
+            f"router: {{forget_s: 2}}\ntransfer: {{interface: {self.hosts.kv_network}}}\n"
+        )
         self.pdserve(f"up -c ~/service.yaml {SERVICE} --detach")
 
     def make_whole(self) -> None:

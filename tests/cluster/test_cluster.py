@@ -57,6 +57,13 @@ def test_tokens_and_bytes_between_hosts(service: RayCluster, timings: dict[str, 
         assert all(not worker.kv_refused for worker in status.workers)
 
 
+def test_kv_has_its_own_network(service: RayCluster) -> None:
+    of_host = {host.address: host.kv_address for host in service.workers}
+    for worker in service.workers_inside().values():
+        assert worker["address"].startswith(f"{worker['node']}:")
+        assert worker["kv_addresses"]["tcp"].startswith(f"{of_host[worker['node']]}:")
+
+
 @pytest.mark.last
 def test_down_leaves_nothing(service: RayCluster, timings: dict[str, float]) -> None:
     began_s = time.monotonic()

@@ -53,10 +53,8 @@ def test_a_sweep_between_two_hosts(tmp_path: Path) -> None:
     slow, fast = outcome.summary["cells"]
     assert {cell["shaping"] for cell in (slow, fast)} == {"kernel (tc)"}
     assert slow["kv_bytes"] == slow["kv_bytes_expected"] > 0
-    # The whole cable is the bottleneck of the slow cell: its bytes cannot have passed in less time.
-    wire_ms = slow["kv_bytes"] / slow["n"] / (0.02e9 / 8) * 1e3
-    assert slow["achieved_ms"] > 0.5 * wire_ms
-    assert fast["achieved_ms"] < slow["achieved_ms"]
+    least_ms = slow["kv_bytes"] / slow["n"] / (0.02e9 / 8) * 1e3
+    assert slow["achieved_ms"] > 0.5 * least_ms, "half of it may be in the shaper's bucket"
     (link,) = folder.environment["service"]["links"]
     assert link["transport"] == "tcp"
 

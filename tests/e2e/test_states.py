@@ -143,7 +143,7 @@ FEW = [
     Fault("decode engine", signal.SIGSTOP, State.DECODING),
     Fault("gateway", signal.SIGSTOP, State.PREFILLING),
 ]
-"""Killed engines are in `tests.e2e.test_tokens`, `tests.e2e.test_prefix_fetch` and `tests.e2e.test_service`."""
+"""Killed engines are in `tests.e2e.test_tokens` and `tests.e2e.test_prefix_fetch`."""
 
 
 class Matrix:

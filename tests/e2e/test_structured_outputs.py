@@ -1,4 +1,6 @@
-"""Structured outputs match, and are the same in both modes, in a batch, after a lost engine and after a resume."""
+"""Structured outputs match, and are the same in both modes, in a batch, after a lost engine and after a resume: on a
+service with static batches of whole prompts and a transport of its own choice, which serves the same tokens as one with
+the defaults."""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import pytest
 from pdserve import AsyncClient, Client
 from pdserve.core.errors import InvalidRequest
 from tests.local_cluster import ROOT, LocalCluster, free_port, local_cluster
+from tests.random_models import greedy_tokens
 
 PROMPT = "def read_lines(path):\n"
 SCHEMA: dict[str, Any] = {
@@ -47,8 +50,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, http_port: int) -> Iterato
     )
     model = {"path": "tiny", "dtype": "float32", "chat_template": str(template)}
     gateway = {"http_port": http_port}
-    with local_cluster({"model": model, "gateway": gateway, "engine": {"num_blocks": 64}}) as started:
+    engine = {"block_size": 16, "num_blocks": 160, "max_num_batched_tokens": 64, "max_num_seqs": 3}
+    settings = {
+        "engine": {**engine, "batching": "static", "chunk_tokens": "off"},
+        "transfer": {"transport": "torch_dist", "overlap": "chunk"},
+    }
+    with local_cluster({"model": model, "gateway": gateway, **settings}) as started:
         yield started
+
+
+def test_tokens_are_the_same_however_requests_are_scheduled_and_sent(cluster: LocalCluster) -> None:
+    prompts = [[(31 * i + 7 * length) % 307 for i in range(length)] for length in (150, 5, 70, 64)]
+    expected = [tuple(greedy_tokens(ROOT / "models" / "tiny", prompt, 6)) for prompt in prompts]
+    with Client(cluster.target) as client:
+        for mode in ("pd", "colocated"):
+            streams = [client.generate(p, max_tokens=6, ignore_eos=True, mode=mode, salt=mode) for p in prompts]
+            results = [stream.result() for stream in streams]
+            assert [result.token_ids for result in results] == expected
+            for result in results:
+                assert result.kv_bytes == result.kv_bytes_expected
+                assert mode == "colocated" or (result.kv_bytes > 0 and result.transport == "torch_dist")
+    cluster.wait_idle()
 
 
 def test_the_text_matches_and_depends_on_neither_mode_nor_batch(cluster: LocalCluster) -> None:

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from pdserve import AsyncClient, AsyncStream, Client, Token
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import InvalidRequest
 from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
@@ -291,17 +290,6 @@ def test_greedy_with_a_repetition_penalty_is_transformers_own(model: Path, clien
         result = client.generate(PROMPT, max_tokens=40, mode=mode, repetition_penalty=1.3, logprobs=20).result()
         assert list(result.token_ids) == expected
         check_logprobs(model, PROMPT, result.tokens, 20)
-
-
-def test_a_bias_forces_and_forbids(client: Client) -> None:
-    for mode in ("pd", "colocated"):
-        forced = client.generate(PROMPT, max_tokens=5, mode=mode, logit_bias={42: 100}).result()
-        free = client.generate(PROMPT, max_tokens=5, mode=mode).result()
-        without = client.generate(PROMPT, max_tokens=5, mode=mode, logit_bias={free.token_ids[0]: -100}).result()
-        assert forced.token_ids == (42,) * 5
-        assert free.token_ids[0] not in without.token_ids
-    with pytest.raises(InvalidRequest, match=r"^logit_bias: token id 307 is not below"):
-        client.generate(PROMPT, max_tokens=5, logit_bias={307: 1}).result()
 
 
 def test_a_resume_changes_no_draw(cluster: LocalCluster, client: Client) -> None:

@@ -264,28 +264,17 @@ async def test_streams_that_begin_together_connect_once(service: ScriptedService
 
 
 async def test_a_closed_client_says_so(service: ScriptedService) -> None:
-    client = Client(service.target)
-    client.connect()
-    running, unused = client.generate("hang"), client.generate("x")
-    next(running)
+    calls = ("status", "ready", "connect", "wait_ready")
+    client, async_client = Client(service.target), AsyncClient(service.target)
+    unused, async_unused = client.generate("x"), async_client.generate("x")
     client.close()
-    for use in (running.result, unused.result, client.status, client.ready, client.connect, client.wait_ready):
+    await async_client.close()
+    for use in (unused.result, *(getattr(client, call) for call in calls)):
         with pytest.raises(RequestAborted, match="was closed"):
             use()
-    async_client = AsyncClient(service.target)
-    async_running, async_unused = async_client.generate("hang"), async_client.generate("x")
-    await anext(async_running)
-    await async_client.close()
-    for async_use in (
-        async_running.result,
-        async_unused.result,
-        async_client.status,
-        async_client.ready,
-        async_client.connect,
-        async_client.wait_ready,
-    ):
+    for use in (async_unused.result, *(getattr(async_client, call) for call in calls)):
         with pytest.raises(RequestAborted, match="was closed"):
-            await async_use()
+            await use()
 
 
 @pytest.mark.parametrize("leave", ["close", "cancel"])
@@ -293,28 +282,23 @@ async def test_given_up_while_connecting(leave: str) -> None:
     """A listener that says nothing: the client waits for its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = f"127.0.0.1:{listener.getsockname()[1]}"
-        client = Client(target)
-        stream = client.generate("x", timeout_s=60.0)
-        reading = asyncio.create_task(asyncio.to_thread(stream.result))
-        await asyncio.sleep(0.1)
-        if leave == "close":
-            client.close()
-        else:
-            stream.cancel()
-        with pytest.raises(RequestAborted, match="cancelled by the client"):
-            await reading
-        client.close()
-        async_client = AsyncClient(target)
-        async_stream = async_client.generate("x", timeout_s=60.0)
-        reading = asyncio.create_task(async_stream.result())
-        await asyncio.sleep(0.1)
-        if leave == "close":
-            await async_client.close()
-        else:
-            async_stream.cancel()
-        with pytest.raises(RequestAborted, match="cancelled by the client"):
-            await reading
-        await async_client.close()
+        with Client(target) as client:
+            stream = client.generate("x", timeout_s=60.0)
+            reading = asyncio.create_task(asyncio.to_thread(stream.result))
+            await asyncio.sleep(0.1)
+            (client.close if leave == "close" else stream.cancel)()
+            with pytest.raises(RequestAborted, match="cancelled by the client"):
+                await reading
+        async with AsyncClient(target) as async_client:
+            async_stream = async_client.generate("x", timeout_s=60.0)
+            reading = asyncio.create_task(async_stream.result())
+            await asyncio.sleep(0.1)
+            if leave == "close":
+                await async_client.close()
+            else:
+                async_stream.cancel()
+            with pytest.raises(RequestAborted, match="cancelled by the client"):
+                await reading
 
 
 @pytest.mark.parametrize(

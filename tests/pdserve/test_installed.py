@@ -68,7 +68,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client_only(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    installation = Installation.of(tmp_path_factory.mktemp("client"), str(wheel), "mypy")
+    installation = Installation.of(tmp_path_factory.mktemp("client"), str(wheel))
     for name in OF_USERS:
         (installation.folder / name).mkdir()
         message = f"raise ImportError('imported the folder {name} of the user')"
@@ -119,7 +119,8 @@ def test_the_readme_script_runs(client_only: Installation, service: ScriptedServ
 def test_the_readme_script_has_types(client_only: Installation) -> None:
     (client_only.folder / "typed.py").write_text(readme_block("python") + "\nreveal_type(result.ttft_decode_ms)\n")
     (client_only.folder / "wrong.py").write_text(readme_block("python").replace("max_tokens=40", 'max_tokens="many"'))
-    told = client_only.run("python", "-m", "mypy", "--strict", "typed.py", "wrong.py").stdout
+    mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", str(client_only.python))
+    told = client_only.run(*mypy, "typed.py", "wrong.py").stdout
     assert 'Revealed type is "float | None"' in told
     assert set(re.findall(r"^(\w+\.py):\d+: error: ", told, re.MULTILINE)) == {"wrong.py"}, told
     assert "max_tokens" in told

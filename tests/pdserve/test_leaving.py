@@ -23,185 +23,160 @@ from tests.pdserve.scripted_service import ScriptedService
 HEARD_S = 60.0
 
 
-def begun(client: Client) -> Stream:
-    stream = client.generate("hang")
-    next(stream)
-    return stream
-
-
-def break_out(client: Client) -> Stream:
-    stream = client.generate("hang")
+def break_out(client: Client, stream: Stream) -> None:
     for _ in stream:
         break
-    return stream
 
 
-def raise_in_the_loop(client: Client) -> Stream:
-    stream = client.generate("hang")
+def raise_in_the_loop(client: Client, stream: Stream) -> None:
     with contextlib.suppress(ZeroDivisionError):
         for _ in stream:
             raise ZeroDivisionError
-    return stream
 
 
-def take_some(client: Client) -> Stream:
-    stream = client.generate("hang")
+def take_some(client: Client, stream: Stream) -> None:
     assert len(list(itertools.islice(stream, 1))) == 1
-    return stream
 
 
-def drop(client: Client) -> None:
-    begun(client)
+def leave_with(client: Client, stream: Stream) -> None:
+    with stream:
+        next(stream)
 
 
-def drop_in_a_cycle(client: Client) -> None:
-    cycle: list[object] = [begun(client)]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-
-
-def leave_with(client: Client) -> Stream:
-    with begun(client) as stream:
-        return stream
-
-
-def close_stream(client: Client) -> Stream:
-    stream = begun(client)
+def close_stream(client: Client, stream: Stream) -> None:
+    next(stream)
     stream.close()
-    return stream
 
 
-def close_client(client: Client) -> Stream:
-    stream = begun(client)
+def close_client(client: Client, stream: Stream) -> None:
+    next(stream)
     client.close()
-    return stream
 
 
-def cancel_while_another_thread_reads(client: Client) -> Stream:
-    stream = begun(client)
+def cancel_while_another_thread_reads(client: Client, stream: Stream) -> None:
+    next(stream)
     threading.Timer(0.1, stream.cancel).start()
     with pytest.raises(RequestAborted):
         stream.result()
-    return stream
 
 
-LOOP_ENDED, CLOSED = r"use next\(stream\)", "its stream was closed"
-SYNC_WAYS: dict[Callable[[Client], Stream | None], str] = {
-    break_out: LOOP_ENDED, raise_in_the_loop: LOOP_ENDED, take_some: LOOP_ENDED, drop: "", drop_in_a_cycle: "",
-    leave_with: CLOSED, close_stream: CLOSED, close_client: "was closed",
-    cancel_while_another_thread_reads: "cancelled by the client",
+LOOP_ENDED, CLOSED, CANCELLED = r"use next\(stream\)", "its stream was closed", "cancelled by the client"
+SYNC_WAYS: dict[Callable[[Client, Stream], None], str] = {
+    break_out: LOOP_ENDED, raise_in_the_loop: LOOP_ENDED, take_some: LOOP_ENDED, leave_with: CLOSED,
+    close_stream: CLOSED, close_client: "was closed", cancel_while_another_thread_reads: CANCELLED,
 }  # fmt: skip
 """Each with what the stream says afterwards."""
 
 
 @pytest.mark.parametrize(("leave", "why"), SYNC_WAYS.items(), ids=[each.__name__ for each in SYNC_WAYS])
 def test_leaving_a_stream_cancels_its_request(
-    service: ScriptedService, leave: Callable[[Client], Stream | None], why: str
+    service: ScriptedService, leave: Callable[[Client, Stream], None], why: str
 ) -> None:
-    client = Client(service.target)
-    kept = leave(client)  # neither the stream nor the client need go for it
-    assert service.servicer.cancelled.wait(HEARD_S)
-    if kept is not None:
+    with Client(service.target) as client:
+        stream = client.generate("hang")
+        leave(client, stream)  # neither the stream nor the client need go for it
+        assert service.servicer.cancelled.wait(HEARD_S)
         with pytest.raises(RequestAborted, match=why):
-            kept.result()
-    client.close()
+            stream.result()
 
 
-async def async_begun(client: AsyncClient) -> AsyncStream:
-    stream = client.generate("hang")
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_dropping_a_stream_cancels_its_request(service: ScriptedService, in_a_cycle: bool) -> None:
+    with Client(service.target) as client:
+        kept: list[object] = [client.generate("hang")]
+        next(kept[0])  # type: ignore[call-overload]
+        if in_a_cycle:
+            kept.append(kept)
+        del kept
+        if in_a_cycle:
+            gc.collect()
+        assert service.servicer.cancelled.wait(HEARD_S)
+
+
+async def time_out_in_result(client: AsyncClient, stream: AsyncStream) -> None:
     await anext(stream)
-    return stream
-
-
-async def time_out_in_result(client: AsyncClient) -> AsyncStream:
-    stream = await async_begun(client)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(stream.result(), 0.1)
-    return stream
 
 
-async def time_out_in_the_loop(client: AsyncClient) -> AsyncStream:
-    stream = await async_begun(client)
+async def time_out_in_the_loop(client: AsyncClient, stream: AsyncStream) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.1):
+        async with asyncio.timeout(0.3):
             async for _ in stream:
                 pass
-    return stream
 
 
-async def cancel_the_task(client: AsyncClient) -> AsyncStream:
-    stream = await async_begun(client)
+async def cancel_the_task(client: AsyncClient, stream: AsyncStream) -> None:
+    await anext(stream)
     task = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    return stream
 
 
-async def async_break_out(client: AsyncClient) -> AsyncStream:
-    stream = client.generate("hang")
+async def async_break_out(client: AsyncClient, stream: AsyncStream) -> None:
     async for _ in stream:
         break
-    return stream
 
 
-async def async_drop(client: AsyncClient) -> None:
-    await async_begun(client)
+async def leave_async_with(client: AsyncClient, stream: AsyncStream) -> None:
+    async with stream:
+        await anext(stream)
 
 
-async def async_drop_in_a_cycle(client: AsyncClient) -> None:
-    cycle: list[object] = [await async_begun(client)]
-    cycle.append(cycle)
-    del cycle
-    await asyncio.to_thread(gc.collect)  # the collector runs in any thread
-
-
-async def leave_async_with(client: AsyncClient) -> AsyncStream:
-    async with await async_begun(client) as stream:
-        return stream
-
-
-async def close_async_stream(client: AsyncClient) -> AsyncStream:
-    stream = await async_begun(client)
+async def close_async_stream(client: AsyncClient, stream: AsyncStream) -> None:
+    await anext(stream)
     await stream.aclose()
-    return stream
 
 
-async def close_async_client(client: AsyncClient) -> AsyncStream:
-    stream = await async_begun(client)
+async def close_async_client(client: AsyncClient, stream: AsyncStream) -> None:
+    await anext(stream)
     await client.close()
-    return stream
 
 
-async def cancel_while_a_task_reads(client: AsyncClient) -> AsyncStream:
-    stream = await async_begun(client)
+async def cancel_while_a_task_reads(client: AsyncClient, stream: AsyncStream) -> None:
+    await anext(stream)
     asyncio.get_running_loop().call_later(0.1, stream.cancel)
     with pytest.raises(RequestAborted):
         await stream.result()
-    return stream
 
 
 INTERRUPTED = "was cancelled or interrupted"
-ASYNC_WAYS: dict[Callable[[AsyncClient], Awaitable[AsyncStream | None]], str] = {
+ASYNC_WAYS: dict[Callable[[AsyncClient, AsyncStream], Awaitable[None]], str] = {
     time_out_in_result: INTERRUPTED, time_out_in_the_loop: INTERRUPTED, cancel_the_task: INTERRUPTED,
-    async_break_out: r"use anext\(stream\)", async_drop: "", async_drop_in_a_cycle: "", leave_async_with: CLOSED,
-    close_async_stream: CLOSED, close_async_client: "was closed", cancel_while_a_task_reads: "cancelled by the client",
+    async_break_out: r"use anext\(stream\)", leave_async_with: CLOSED, close_async_stream: CLOSED,
+    close_async_client: "was closed", cancel_while_a_task_reads: CANCELLED,
 }  # fmt: skip
+
+
+async def heard(service: ScriptedService) -> bool:
+    return await asyncio.to_thread(service.servicer.cancelled.wait, HEARD_S)
 
 
 @pytest.mark.parametrize(("leave", "why"), ASYNC_WAYS.items(), ids=[each.__name__ for each in ASYNC_WAYS])
 async def test_leaving_an_async_stream_cancels_its_request(
-    service: ScriptedService, leave: Callable[[AsyncClient], Awaitable[AsyncStream | None]], why: str
+    service: ScriptedService, leave: Callable[[AsyncClient, AsyncStream], Awaitable[None]], why: str
 ) -> None:
-    client = AsyncClient(service.target)
-    kept = await leave(client)
-    assert await asyncio.to_thread(service.servicer.cancelled.wait, HEARD_S)
-    if kept is not None:
+    async with AsyncClient(service.target) as client:
+        stream = client.generate("hang")
+        await leave(client, stream)
+        assert await heard(service)
         with pytest.raises(RequestAborted, match=why):
-            await kept.result()
-    await client.close()
+            await stream.result()
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+async def test_dropping_an_async_stream_cancels_its_request(service: ScriptedService, in_a_cycle: bool) -> None:
+    async with AsyncClient(service.target) as client:
+        kept: list[object] = [client.generate("hang")]
+        await anext(kept[0])  # type: ignore[call-overload]
+        if in_a_cycle:
+            kept.append(kept)
+        del kept
+        if in_a_cycle:
+            await asyncio.to_thread(gc.collect)  # the collector runs in any thread
+        assert await heard(service)
 
 
 async def test_the_end_of_the_event_loop_cancels_its_requests(service: ScriptedService) -> None:
@@ -209,10 +184,12 @@ async def test_the_end_of_the_event_loop_cancels_its_requests(service: ScriptedS
 
     async def main() -> None:
         client = AsyncClient(service.target)
-        kept.extend((client, await async_begun(client)))
+        stream = client.generate("hang")
+        await anext(stream)
+        kept.extend((client, stream))
 
     await asyncio.to_thread(asyncio.run, main())
-    assert await asyncio.to_thread(service.servicer.cancelled.wait, HEARD_S)
+    assert await heard(service)
     await asyncio.to_thread(kept.clear)
 
 

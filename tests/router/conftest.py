@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,11 +107,10 @@ class Cluster:
                 await asyncio.sleep(0.001)
 
     async def finish(self, *tasks: asyncio.Task[Any]) -> None:
-        """Cancel requests; everything has to be given back."""
+        """Cancel requests."""
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.check_idle()
 
     def check_idle(self) -> None:
         """Everything given back: load accounts at zero, nothing held by any worker."""
@@ -126,8 +125,11 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.fixture
-def make_cluster(monkeypatch: pytest.MonkeyPatch) -> MakeCluster:
+def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
+    """Makes clusters, which have to be idle when the test is over."""
     monkeypatch.setattr(retries, "RETRY_PAUSE_S", 0.0)  # sleeping takes no time, but the tests count seconds
+
+    made: list[Cluster] = []
 
     def make(
         prefill: int = 1,
@@ -148,6 +150,9 @@ def make_cluster(monkeypatch: pytest.MonkeyPatch) -> MakeCluster:
             worker = FakeWorker(fake_info(worker_id, role), cluster.fleet, clock=clock)
             links = fake_links(*decoders) if role is Role.PREFILL else {}
             registry.add(worker, WorkerLoad(free_blocks=worker.info.num_blocks), links)
+        made.append(cluster)
         return cluster
 
-    return make
+    yield make
+    for cluster in made:
+        cluster.check_idle()

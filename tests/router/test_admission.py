@@ -31,6 +31,31 @@ def start(cluster: Cluster, count: int, *, first: int = 0, **options: object) ->
     return [asyncio.create_task(cluster.served(record)) for record in records]
 
 
+async def full(
+    make_cluster: MakeCluster, count: int, *, users: str = "", client: str = "", **config: int
+) -> tuple[Cluster, list[asyncio.Task[Any]]]:
+    """A router on whose only worker one of ``count`` requests runs for ever, and all others wait: those of one client,
+    or one each of ``users`` of the same host."""
+    cluster = make_cluster(prefill_backlog_tokens=1, **config)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    tasks = [task for user in users for task in start(cluster, 1, client=user, holder="host")]
+    tasks = tasks or start(cluster, count, client=client)
+    await cluster.until(lambda: cluster.router.queued == count - 1)
+    return cluster, tasks
+
+
+def turned_away(cluster: Cluster, why: str, client: str, being_read: int = 0) -> None:
+    """Before it is read, while so many of its requests are being read."""
+    with pytest.raises(CapacityExceeded, match=why):
+        cluster.router.arrived(client, Counter({client: being_read}))
+
+
+async def refused(cluster: Cluster, why: str, **options: Any) -> None:
+    """Once it has been read."""
+    with pytest.raises(CapacityExceeded, match=why):
+        await cluster.served(cluster.record(**options))
+
+
 @pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED, Mode.AUTO])
 async def test_a_client_with_many_requests_does_not_delay_one_with_one(make_cluster: MakeCluster, mode: Mode) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1)
@@ -56,7 +81,6 @@ async def test_priorities_go_before_turns(make_cluster: MakeCluster) -> None:
     names = [request.request_id for _, request in cluster.fleet["p0"].requests]
     assert names == ["a-0", "a-9", "a-1", "a-2", "b-0", "b-1"]
     assert [request.priority for _, request in cluster.fleet["d0"].requests] == [0, -1, 0, 0, 1, 1]
-    cluster.check_idle()
 
 
 async def test_no_priority_starves_and_the_earliest_keeps_its_share(make_cluster: MakeCluster) -> None:
@@ -107,21 +131,15 @@ async def test_a_paused_reader_waits_for_its_turn_again_and_is_charged(make_clus
         assert between == {"a", "b"}, names
     await generation.aclose()
     await asyncio.gather(*others)
-    cluster.check_idle()
 
 
 async def test_a_client_has_its_share_of_a_full_queue(make_cluster: MakeCluster) -> None:
     """The one with the most gives way, by its newest requests, until the shares are equal."""
-    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=12)
-    cluster.fleet["p0"].hangs = {"prefill"}
-    flood = start(cluster, 13, client="flood")  # one runs
-    await cluster.until(lambda: cluster.router.queued == 12)
-    with pytest.raises(CapacityExceeded, match=r"^queue: 12 requests are waiting"):
-        cluster.router.arrived("flood", Counter())
+    cluster, flood = await full(make_cluster, 13, client="flood", max_queue=12)
+    turned_away(cluster, "^queue: 12 requests are waiting", "flood")
+    turned_away(cluster, "^queue: 12 requests are waiting", "flood", 12)
     cluster.router.arrived("one", Counter())
     cluster.router.arrived("one", Counter({"flood": 12}))
-    with pytest.raises(CapacityExceeded, match=r"^queue: 12 requests are waiting"):
-        cluster.router.arrived("flood", Counter({"flood": 12}))
     one = start(cluster, 6, client="one")
     await cluster.until(lambda: sum(task.done() for task in flood) == 6)
     assert [task.done() for task in flood] == [False] * 7 + [True] * 6, "the newest"
@@ -132,8 +150,7 @@ async def test_a_client_has_its_share_of_a_full_queue(make_cluster: MakeCluster)
     )
     assert error.retry_after_s is not None
     assert cluster.router.queued == 12
-    with pytest.raises(CapacityExceeded, match=r"^queue: 12 requests are waiting"):
-        await cluster.served(cluster.record(client="one"))
+    await refused(cluster, "^queue: 12 requests are waiting", client="one")
     third = start(cluster, 4, client="third")
     await cluster.until(lambda: cluster.router.queued == 12 and sum(task.done() for task in (*flood, *one)) == 10)
     assert (sum(task.done() for task in flood), sum(task.done() for task in one)) == (8, 2)
@@ -142,26 +159,17 @@ async def test_a_client_has_its_share_of_a_full_queue(make_cluster: MakeCluster)
 
 
 async def test_a_request_is_not_refused_for_one_that_is_refused_as_well(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=4, max_queue_tokens=40)
-    cluster.fleet["p0"].hangs = {"prefill"}
-    flood = start(cluster, 5, client="flood")  # of 9 tokens; one runs
-    await cluster.until(lambda: cluster.router.queued == 4)
-    with pytest.raises(CapacityExceeded, match="have 36 tokens"):
-        await cluster.served(cluster.record(client="one", prompt=tuple(range(40))))
+    cluster, flood = await full(make_cluster, 5, client="flood", max_queue=4, max_queue_tokens=40)  # each of 9 tokens
+    await refused(cluster, "have 36 tokens", client="one", prompt=tuple(range(40)))
     assert not any(task.done() for task in flood)
     await cluster.finish(*flood)
 
 
 async def test_users_of_one_host_have_its_share_of_a_full_queue(make_cluster: MakeCluster) -> None:
     """They take turns, but whoever makes up users has no more of the queue."""
-    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=6)
-    cluster.fleet["p0"].hangs = {"prefill"}
-    users = [task for user in "abcdefg" for task in start(cluster, 1, client=user, holder="host")]
-    await cluster.until(lambda: cluster.router.queued == 6)
-    with pytest.raises(CapacityExceeded, match=r"^queue: 6 requests are waiting"):
-        cluster.router.arrived("host", Counter())
-    with pytest.raises(CapacityExceeded, match=r"^queue: 6 requests are waiting"):
-        await cluster.served(cluster.record(client="h", holder="host"))
+    cluster, users = await full(make_cluster, 7, users="abcdefg", max_queue=6)
+    turned_away(cluster, "^queue: 6 requests are waiting", "host")
+    await refused(cluster, "^queue: 6 requests are waiting", client="h", holder="host")
     one = start(cluster, 1, client="one")
     await cluster.until(lambda: sum(task.done() for task in users) == 1)
     assert not one[0].done()
@@ -191,24 +199,18 @@ async def test_paused_requests_that_wait_again_take_their_clients_share(make_clu
     await cluster.until(lambda: cluster.router.queued == 6)
     one = start(cluster, 2, client="one")
     await cluster.until(lambda: cluster.router.queued == 8)
-    with pytest.raises(CapacityExceeded, match=r"^queue: 4 requests are waiting"):
-        cluster.router.arrived("slow", Counter())
+    turned_away(cluster, "^queue: 4 requests are waiting", "slow")
     assert not any(task.done() for task in (*reading, *one))
     await cluster.finish(busy, *reading, *one)
 
 
 async def test_a_client_has_its_share_of_the_tokens_of_a_full_queue(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill_backlog_tokens=1, max_queue_tokens=120)
-    cluster.fleet["p0"].hangs = {"prefill"}
-    flood = start(cluster, 14, client="flood")  # of 5 + 4 tokens; one runs
-    await cluster.until(lambda: cluster.router.queued == 13)
-    with pytest.raises(CapacityExceeded, match="have 117 tokens"):
-        await cluster.served(cluster.record(client="flood"))
+    cluster, flood = await full(make_cluster, 14, client="flood", max_queue_tokens=120)  # each of 5 + 4 tokens
+    await refused(cluster, "have 117 tokens", client="flood")
     one = start(cluster, 1, client="one", prompt=tuple(range(40)))  # of 44
     await cluster.until(lambda: sum(task.done() for task in flood) == 5)
     assert not one[0].done()
-    with pytest.raises(CapacityExceeded, match="have 116 tokens"):
-        await cluster.served(cluster.record(client="one", prompt=tuple(range(40))))
+    await refused(cluster, "have 116 tokens", client="one", prompt=tuple(range(40)))
     assert [task.done() for task in flood] == [False] * 9 + [True] * 5
     await cluster.finish(*flood, *one)
 
@@ -220,21 +222,15 @@ async def test_a_retry_goes_before_all_others_of_its_priority(make_cluster: Make
     await asyncio.gather(*start(cluster, 3, client="a"), *start(cluster, 3, client="b"))
     names = [request.request_id for _, request in cluster.fleet["p0"].requests]
     assert names == ["a-0", "a-1", "a-0", "b-0", "a-2", "b-1", "b-2"]
-    cluster.check_idle()
 
 
 async def test_the_queue_is_bounded_by_tokens_too(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill_backlog_tokens=1, max_queue_tokens=20)
-    cluster.fleet["p0"].hangs = {"prefill"}
-    tasks = start(cluster, 3)  # of 5 + 4 tokens; one runs
-    await cluster.until(lambda: cluster.router.queued == 2)
+    cluster, tasks = await full(make_cluster, 3, max_queue_tokens=20)  # each of 5 + 4 tokens
     cluster.router.arrived("", Counter())  # of how many tokens is not known yet
-    with pytest.raises(CapacityExceeded, match=r"have 18 tokens, and at most 20 may wait \(router.max_queue_tokens\)"):
-        await cluster.served(cluster.record())
+    await refused(cluster, r"have 18 tokens, and at most 20 may wait \(router.max_queue_tokens\)")
     tasks += start(cluster, 1, prompt=(1,), max_tokens=1, first=7)
     await cluster.until(lambda: cluster.router.queued == 3)
-    with pytest.raises(CapacityExceeded, match="have 20 tokens"):
-        cluster.router.arrived("", Counter())
+    turned_away(cluster, "have 20 tokens", "")
     await cluster.finish(*tasks)
     # A request that is larger than the bound waits if it is the only one.
     tasks = start(cluster, 1) + start(cluster, 1, prompt=tuple(range(40)), first=1)
@@ -267,8 +263,7 @@ async def test_a_worker_gets_no_more_requests_than_it_computes_at_a_time(make_cl
     cluster.fleet["d0"].hangs = {"decode", "run"}
     tasks = start(cluster, 8, mode=mode)
     await cluster.until(lambda: (cluster.router.running, cluster.router.queued) == (5, 3))
-    with pytest.raises(CapacityExceeded, match="3 requests are waiting"):
-        await cluster.served(cluster.record(mode=mode))
+    await refused(cluster, "3 requests are waiting", mode=mode)
     decision = place(Needs(mode, 5, 4), cluster.registry.view())
     assert isinstance(decision, Wait)
     assert decision.reason.endswith("d0 has 5 requests, the fewest of 1 (engine.max_num_seqs: 4)")

@@ -211,7 +211,6 @@ async def test_it_is_a_pair_until_enough_is_measured_and_then_what_is_cheaper(ma
     record = cluster.record(mode=Mode.AUTO)
     await cluster.served(record)
     assert record.placements[-1].startswith("mode auto: a retry is for a pair")
-    cluster.check_idle()
 
 
 async def test_it_stays_a_pair_where_that_is_cheaper(make_cluster: MakeCluster) -> None:

@@ -322,6 +322,8 @@ WANTED = st.builds(
     avoid=st.frozensets(st.sampled_from(NAMES), max_size=3),
     prefer=st.sampled_from(["", *NAMES]),
     ticket=st.integers(0, 2**32),
+    session=st.sampled_from(["", "a", "b"]),
+    cached=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 130)),
 )
 
 

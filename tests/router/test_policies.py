@@ -16,16 +16,7 @@ from router.policies import POLICIES, Choice
 from router.view import ClusterView, Needs, WorkerView
 from tests.router.test_auto_mode import costs, line
 from tests.router.test_auto_mode import worker as measured
-
-
-def worker(worker_id: str, tokens: int = 0, **changes: Any) -> WorkerView:
-    role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
-    values = {"block_size": 4, "num_blocks": 32, "max_tokens": 128, "free_blocks": 32, "node": "a"}
-    return WorkerView(worker_id, role, **{**values, "outstanding_tokens": tokens, **changes})
-
-
-def needs(**changes: Any) -> Needs:
-    return Needs(Mode.PD, 20, 10, **changes)
+from tests.router.test_placement import busy, needs, worker
 
 
 def choose(
@@ -54,7 +45,7 @@ def test_random_draws_evenly_and_each_role_by_itself() -> None:
 
 
 def test_power_of_two_never_takes_the_most_loaded_and_draws_all_pairs_evenly() -> None:
-    workers = [worker(f"p{number}", number) for number in range(4)]
+    workers = [busy(f"p{number}", number) for number in range(4)]
     counts = Counter(choose("power_of_two", workers, needs(ticket=ticket))[0] for ticket in range(6000))
     # Of the six pairs, p0 is the lesser in three, p1 in two, and p2 in one.
     for name, share in (("p0", 3), ("p1", 2), ("p2", 1)):
@@ -70,31 +61,31 @@ def cached_on(**tokens: int) -> Needs:
 
 AFFINITY: dict[str, tuple[list[WorkerView], Needs, str, str]] = {
     "nothing cached anywhere": (
-        [worker("p0", 9), worker("p1", 7)],
+        [busy("p0", 9), busy("p1", 7)],
         needs(),
         "p1",
         "no prefix cached; 7 outstanding tokens, the fewest of 2",
     ),
     "the longest prefix, though others have less to do": (
-        [worker("p0", 1000), worker("p1", 900), worker("p2")],
+        [busy("p0", 1000), busy("p1", 900), worker("p2")],
         cached_on(p0=16, p1=8),
         "p0",
         "16 of 20 prompt tokens cached, the most of 3",
     ),
     "of equal prefixes the least loaded": (
-        [worker("p0", 9), worker("p1", 7), worker("p2")],
+        [busy("p0", 9), busy("p1", 7), worker("p2")],
         cached_on(p0=16, p1=16),
         "p1",
         "16 of 20 prompt tokens cached, the most of 3",
     ),
     "not yet skewed": (
-        [worker("p0", 2 * 50 + 1024), worker("p1", 50)],
+        [busy("p0", 2 * 50 + 1024), busy("p1", 50)],
         cached_on(p0=16),
         "p0",
         "16 of 20 prompt tokens cached, the most of 2",
     ),
     "skewed": (
-        [worker("p0", 2 * 50 + 1025), worker("p1", 50)],
+        [busy("p0", 2 * 50 + 1025), busy("p1", 50)],
         cached_on(p0=16),
         "p1",
         "the load is skewed: p0 has 16 tokens cached, but 1125 outstanding; 50 outstanding tokens, the fewest of 2",
@@ -180,11 +171,11 @@ def test_a_session_stays_on_its_worker_whatever_the_load_and_moves_only_if_that_
     workers = [worker(f"p{number}") for number in range(5)]
     homes = {f"s{n}": choose("session", workers, needs(session=f"s{n}"))[0] for n in range(1000)}
     assert all(140 < count < 260 for count in Counter(homes.values()).values()), "sessions are spread"
-    loaded = [worker(f"p{number}", 99 * number, last_used=number) for number in range(4)]
+    loaded = [busy(f"p{number}", 99 * number, last_used=number) for number in range(4)]
     for session, home in homes.items():
         assert choose("session", loaded, needs(session=session))[0] == home or home == "p4"
     assert choose("session", workers, needs(session="s1"))[1] == "that of the session among 5"
-    without = choose("session", [worker("d0", 9), worker("d1", 7)], role=Role.DECODE)
+    without = choose("session", [busy("d0", 9), busy("d1", 7)], role=Role.DECODE)
     assert without == ("d1", "no session id; 7 outstanding tokens, the fewest of 2")
 
 
@@ -216,7 +207,7 @@ LINKS: dict[str, tuple[list[WorkerView], str, str]] = {
         "0 outstanding tokens, the fewest of 3, over the fastest link",
     ),
     "the least loaded before the nearest": (
-        [worker("d0", 1), worker("d1", node="b")],
+        [busy("d0", 1), worker("d1", node="b")],
         "d1",
         "0 outstanding tokens, the fewest of 2",
     ),
@@ -230,13 +221,13 @@ def test_equal_decode_workers_are_chosen_by_their_link(workers: list[WorkerView]
 
 NEAREST: dict[str, tuple[list[WorkerView], WorkerView | None, str, str]] = {
     "the host before the load": (
-        [worker("d0", 90), worker("d1", 80), worker("d2", node="b")],
+        [busy("d0", 90), busy("d1", 80), worker("d2", node="b")],
         P0,
         "d1",
         "80 outstanding tokens, the fewest of 2, on the host of p0",
     ),
     "the faster link before the load": (
-        [worker("d0", node="b"), worker("d2", 50, node="c")],
+        [worker("d0", node="b"), busy("d2", 50, node="c")],
         P0,
         "d2",
         "the only one over the fastest link",
@@ -248,7 +239,7 @@ NEAREST: dict[str, tuple[list[WorkerView], WorkerView | None, str, str]] = {
         "0 outstanding tokens, the fewest of 2",
     ),
     "the load if there is no source": (
-        [worker("d0", 9), worker("d1", 7, node="b")],
+        [busy("d0", 9), busy("d1", 7, node="b")],
         None,
         "d1",
         "7 outstanding tokens, the fewest of 2",
@@ -261,17 +252,6 @@ def test_nearest_link_goes_by_load_only_among_near_workers(
     workers: list[WorkerView], source: WorkerView | None, chosen: str, why: str
 ) -> None:
     assert choose("nearest_link", workers, role=Role.DECODE, source=source) == (chosen, why)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_choice_does_not_depend_on_the_order_of_the_candidates(policy: str) -> None:
-    workers = [worker(f"d{number}", number % 2, last_used=number % 3) for number in range(4)]
-    for ticket in range(20):
-        wanted = needs(ticket=ticket, session=str(ticket % 3 or ""), cached={f"d{ticket % 4}": 4 * (ticket % 3)})
-        either = [
-            choose(policy, each, wanted, Role.DECODE, P0, slo=SloConfig(itl_ms=20)) for each in (workers, workers[::-1])
-        ]
-        assert either[0] == either[1]
 
 
 SLO = SloConfig(ttft_ms=200, itl_ms=20)

@@ -97,31 +97,20 @@ async def test_load_is_counted_until_its_end_and_never_leaks_into_a_new_incarnat
     assert renewed.last_used == entry.last_used
 
 
-async def test_listeners_hear_of_every_change(registry: WorkerRegistry, clock: FakeClock) -> None:
-    heard: list[str] = []
-    entry = registry.add(worker("p0"))
-    share = registry.begin("p0", 9, 9)
-    registry.subscribe(lambda: heard.append(entry.state))
-    for change in (share.prefilled, share.end):
-        change()
-    registry.heartbeat("p0", WorkerLoad())
-    assert heard == ["ready"] * 3
-    clock.advance(9)
-    registry.expire()
-    assert heard[3:] == ["lost"]
-    registry.lost("p0")
-    assert len(heard) == 4, "it was lost already"
-
-
-async def test_changes_of_the_load_are_not_changes_of_workers(registry: WorkerRegistry, clock: FakeClock) -> None:
+async def test_listeners_hear_of_every_change_or_of_those_of_workers_alone(
+    registry: WorkerRegistry, clock: FakeClock
+) -> None:
     registry.add(worker("d0"))
     entry = registry.add(worker("p0"), links=fake_links("d0"))
     heard: list[str] = []
+    heard_all: list[str] = []
     unsubscribe = registry.subscribe_workers(lambda: heard.append(entry.state))
+    registry.subscribe(lambda: heard_all.append(entry.state))
     share = registry.begin("p0", 9, 9)
     for change in (share.prefilled, share.token_made, share.end):
         change()
     registry.heartbeat("p0", WorkerLoad(free_blocks=3, running=2), entry.info, fake_links("d0"))
+    assert (heard_all, heard) == (["ready"] * 3, []), "a token makes no room"
     (link,) = fake_links("d0").values()
     assert isinstance(link, PeerLink)
     registry.heartbeat("p0", WorkerLoad(), entry.info, {("d0", "1"): replace(link, ceiling_gbs=7.0)})
@@ -134,8 +123,10 @@ async def test_changes_of_the_load_are_not_changes_of_workers(registry: WorkerRe
     registry.heartbeat("p0", WorkerLoad(), entry.info, fake_links("d0"))
     registry.heartbeat("p0", WorkerLoad(), replace(entry.info, ready=False), fake_links("d0"))
     registry.retire("p0")
-    registry.lost("p0")
-    assert heard[2:] == ["suspect", "ready", "starting", "retiring", "lost"]
+    clock.advance(9)
+    registry.expire()
+    registry.lost("p0")  # it was lost already
+    assert heard[2:] == heard_all[6:] == ["suspect", "ready", "starting", "retiring", "lost"]
     registry.add(worker("p1"))
     assert len(heard) == 8
     unsubscribe()

@@ -13,6 +13,7 @@ from pdserve.core.timeline import (
     STAGE_NAMES,
     STAGES,
     UNATTRIBUTED,
+    Breakdown,
     ClockOffset,
     Event,
     EventKind,
@@ -88,13 +89,17 @@ def timeline(
     return result
 
 
-def stages(subject: Timeline, figure: Figure, client_total_ms: float | None = None) -> dict[str, float]:
+def shown(subject: Timeline, figure: Figure, client_total_ms: float | None = None) -> Breakdown:
     breakdown = subject.breakdown(figure, client_total_ms)
     assert breakdown is not None
     assert sum(breakdown.stages_ms.values()) == pytest.approx(breakdown.total_ms)
     assert list(breakdown.stages_ms)[-1] == UNATTRIBUTED
     assert breakdown.stages_ms[UNATTRIBUTED] == breakdown.unattributed_ms
-    return dict(breakdown.stages_ms)
+    return breakdown
+
+
+def stages(subject: Timeline, figure: Figure, client_total_ms: float | None = None) -> dict[str, float]:
+    return dict(shown(subject, figure, client_total_ms).stages_ms)
 
 
 def test_the_events_of_this_test_are_all_there_are() -> None:
@@ -147,9 +152,7 @@ def test_ttft_of_a_token_that_was_held_back_has_the_hand_off() -> None:
 def test_an_unknown_offset_cancels_in_the_dispatch_of_ttft(offset_s: float) -> None:
     subject = timeline(offset_s)
     assert stages(subject, TTFT) == pytest.approx(TTFT_MS, abs=1e-6)
-    breakdown = subject.breakdown(TTFT)
-    assert breakdown is not None
-    assert breakdown.clock_error_ms == 0.0
+    assert shown(subject, TTFT).clock_error_ms == 0.0
 
 
 @given(st.floats(-1e4, 1e4), st.floats(-1e4, 1e4))
@@ -163,8 +166,7 @@ def test_the_clock_error_bounds_the_stage_that_two_clocks_put_wrong() -> None:
     """Offsets measured wrong by all of their errors, in opposite directions: the worst there is."""
     subject = timeline()
     subject.clocks = {"p0": ClockOffset(0.001, 0.001), "d0": ClockOffset(-0.002, 0.002)}
-    breakdown = subject.breakdown(TTFT_DECODE)
-    assert breakdown is not None
+    breakdown = shown(subject, TTFT_DECODE)
     assert breakdown.clock_error_ms == pytest.approx(3.0)
     wrong_ms = {name: abs(breakdown.stages_ms[name] - true_ms) for name, true_ms in TTFT_DECODE_MS.items()}
     assert wrong_ms["kv_exposed"] == pytest.approx(3.0)
@@ -175,13 +177,9 @@ def test_the_clock_error_bounds_the_stage_that_two_clocks_put_wrong() -> None:
 def test_no_clock_error_where_the_offset_cancels() -> None:
     subject = timeline(7.0)
     subject.clocks["p0"] = ClockOffset(6.9, 0.2)
-    breakdown = subject.breakdown(TTFT)
-    assert breakdown is not None
-    assert breakdown.clock_error_ms == 0.0
-    assert dict(breakdown.stages_ms) == pytest.approx(TTFT_MS)
-    colocated = timeline(7.0, colocated=True).breakdown(TTFT_DECODE)
-    assert colocated is not None
-    assert colocated.clock_error_ms == 0.0
+    assert shown(subject, TTFT).clock_error_ms == 0.0
+    assert stages(subject, TTFT) == pytest.approx(TTFT_MS)
+    assert shown(timeline(7.0, colocated=True), TTFT_DECODE).clock_error_ms == 0.0
 
 
 # --- what did not happen ---------------------------------------------------------------------------------------------
