@@ -122,7 +122,12 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
         client.request_heartbeat()
         while not (before := await registry.next()).links:
             pass
+        stream = asyncio.create_task(outputs(sent(client.run, request_for("lost", max_tokens=400))))
+        while not (before := await registry.next()).load.running:
+            client.request_heartbeat()
         os.kill(prefill.info.engine_pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="the engine of worker prefill-0"):
+            await stream
         while not ((beat := await registry.next()).links and beat.info.ready):
             pass
         assert beat.info.epoch != before.info.epoch
