@@ -186,7 +186,7 @@ async def test_an_event_that_the_loop_sees_before_the_beginning_is_not_lost(harn
 
 async def test_a_bug_is_raised_on_the_control_loop(harness: Harness) -> None:
     async with harness.kv.begin(Handoff(outcome=ZeroDivisionError("a bug"))) as running, asyncio.timeout(10):
-        with pytest.raises(PdserveError, match="^ZeroDivisionError: a bug"):
+        with pytest.raises(PdserveError, match="ZeroDivisionError: a bug"):
             await running.done
 
 
