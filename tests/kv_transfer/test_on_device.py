@@ -196,14 +196,14 @@ async def test_an_error_of_the_gpu_ends_the_process(
     whole = torch.Tensor.copy_
 
     def broken(self: torch.Tensor, *arguments: object, **named: object) -> object:
-        if not ends.broken:
+        if not is_broken:
             return whole(self, *arguments, **named)  # type: ignore[arg-type]
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    ends.broken = False
+    is_broken = False
     monkeypatch.setattr(torch.Tensor, "copy_", broken)
     ends.start("r", [1], 0)
-    ends.broken = True
+    is_broken = True
     ends.sender.send_blocks("r", 0, [2], last=True)
     async with asyncio.timeout(10):
         await ended.wait()

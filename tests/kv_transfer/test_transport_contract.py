@@ -7,6 +7,7 @@ import importlib.util
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ ENCRYPTED = ["tls tcp", "tls grpc_stream"]
 Pair = tuple[KVLink, KVLink]
 
 
-HALF = 32 * 2**20  # of each end's memory: one to send from, one to receive into
+HALF = 16 * 2**20  # of each end's memory: one to send from, one to receive into
 _used = [0, 0]  # of the two halves: messages that may still be on their way keep their regions
 
 
@@ -147,7 +148,7 @@ async def test_messages_arrive_whole_and_in_order(one_way: Pair) -> None:
         await asyncio.gather(send(), take())
 
 
-@pytest.mark.parametrize("size", [0, 1, 2 * 2**20 - 1, 2 * 2**20, 2 * 2**20 + 1, 20 * 2**20])
+@pytest.mark.parametrize("size", [0, 1, 2 * 2**20 - 1, 2 * 2**20, 2 * 2**20 + 1, 7 * 2**20])
 async def test_payloads_of_any_size(one_way: Pair, size: int) -> None:
     sender, receiver = one_way
     content = (bytes(range(251)) * (size // 251 + 1))[:size]
@@ -155,6 +156,7 @@ async def test_payloads_of_any_size(one_way: Pair, size: int) -> None:
     assert received == (b"h", content)
 
 
+@pytest.mark.parametrize("name", ["shm", "tcp", "grpc_stream", "torch_dist"])
 async def test_the_largest_payload_and_no_larger(name: str) -> None:
     whole = Region(0, MAX_PAYLOAD_BYTES + 1)
     listener, client = (create_transport(name, HostMemory.create(whole.size), timeout_s=5.0) for _ in range(2))
@@ -360,6 +362,14 @@ async def test_a_close_that_is_cancelled_still_ends_the_link(pair: Pair) -> None
             await stayer.recv()
 
 
+async def test_a_cut_link_is_lost_at_both_ends(pair: Pair) -> None:
+    pair[0].cut("the test cut it")
+    async with asyncio.timeout(30):
+        for link in pair:
+            with pytest.raises(PeerLost):
+                await link.recv()
+
+
 async def test_connecting_to_nobody(make: Callable[[], KVTransport]) -> None:
     client = make()
     async with asyncio.timeout(8):
@@ -384,31 +394,42 @@ async def test_an_address_of_another_host(listening: str) -> None:
     await transport.aclose()
 
 
-def test_auto_offers_the_best_first() -> None:
-    assert offered_transports("auto", device="cpu") == ("shm", "tcp")
-    assert offered_transports("auto", device="cuda:0")[-1] == "tcp"
+CPU: dict[str, Any] = {"device": "cpu"}
+GPU: dict[str, Any] = {"device": "cuda:0"}
+SHARED, IN_SHAPE = {"shared_device": True}, {"shaped": True}
 
 
-def test_nccl_is_not_taken_where_workers_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "offered"),
+    [
+        ("auto", CPU, ("shm", "tcp")),
+        ("auto", GPU, ("cuda_ipc", "torch_dist", "tcp")),
+        ("auto", GPU | SHARED, ("cuda_ipc", "tcp")),
+        ("auto", CPU | IN_SHAPE, ("tcp",)),
+        ("auto", GPU | IN_SHAPE, ("tcp",)),
+        ("torch_dist", GPU, ("torch_dist",)),
+        ("torch_dist", CPU | SHARED, ("torch_dist",)),
+        ("grpc_stream", CPU | IN_SHAPE, ("grpc_stream",)),
+        ("torch_dist", GPU | SHARED, r"torch_dist .* may share one GPU"),
+        ("carrier_pigeon", CPU, "'carrier_pigeon' is unknown"),
+        ("carrier_pigeon", CPU | IN_SHAPE, "'carrier_pigeon' is unknown"),
+        ("shm", GPU, "shm reads host memory, and the pool is on a GPU"),
+        ("cuda_ipc", CPU, "cuda_ipc needs a GPU"),
+        *((each, CPU | IN_SHAPE, f"{each} moves payloads past the shaper") for each in ("shm", "nixl")),
+        *((each, GPU | IN_SHAPE, f"{each} moves payloads past the shaper") for each in ("cuda_ipc", "torch_dist")),
+    ],
+)
+def test_transports_that_are_offered(
+    name: str, options: dict[str, Any], offered: tuple[str, ...] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best first; one that cannot work is an error of the configuration."""
     monkeypatch.setattr(factory, "_backend_problem", lambda backend: None)
-    assert offered_transports("auto", device="cuda") == ("cuda_ipc", "torch_dist", "tcp")
-    assert offered_transports("auto", device="cuda", shared_device=True) == ("cuda_ipc", "tcp")
-    with pytest.raises(ConfigError, match=r"^transfer\.transport: torch_dist .* may share one GPU"):
-        offered_transports("torch_dist", device="cuda", shared_device=True)
-    assert offered_transports("torch_dist", device="cuda") == ("torch_dist",)
-    assert offered_transports("auto", device="cuda", shared_device=True) == ("cuda_ipc", "tcp")
-    assert offered_transports("torch_dist", device="cpu", shared_device=True) == ("torch_dist",)
-
-
-def test_a_transport_that_cannot_work_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
-        offered_transports("carrier_pigeon", device="cpu")
-    with pytest.raises(ConfigError, match=r"^transfer\.transport: shm reads host memory, and the pool is on a GPU"):
-        offered_transports("shm", device="cuda:0")
-    with pytest.raises(ConfigError, match=r"^transfer\.transport: cuda_ipc needs a GPU"):
-        offered_transports("cuda_ipc", device="cpu")
-    with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
-        create_transport("auto", HostMemory.create(4096))
+    if isinstance(offered, tuple):
+        assert offered_transports(name, **options) == offered
+        return
+    key = "shape_gbps" if "shaper" in offered else "transport"
+    with pytest.raises(ConfigError, match=rf"^transfer\.{key}.*{offered}"):
+        offered_transports(name, **options)
 
 
 async def test_a_pair_takes_what_both_ends_share(make_all: Callable[..., list[KVTransport]]) -> None:

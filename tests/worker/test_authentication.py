@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 import prefill_worker.push
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.worker import Role, WorkerInfo
 from runtime.grpc_tls import add_port
 from runtime.plane_tls import SERVER_NAME, PlaneTls
@@ -25,6 +25,7 @@ from tests.loopback import SECRET
 from tests.worker.test_heartbeat import registry_at
 from tests.worker.test_requests import running
 from worker.authentication import CONTROL, REGISTRY, StreamService, open_stream, proven_server, stream_channel
+from worker.client import WorkerClient
 from worker.messages import Ping, encode
 
 PROMPT = b"the prompt of a request, which others must not read" * 10
@@ -129,9 +130,11 @@ async def test_a_server_that_is_not_the_dialled_one_of_the_service_gets_nothing(
 
 
 async def test_a_worker_reports_to_its_own_gateway_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A gateway of another service that has taken the registry's port learns nothing of it."""
+    """A gateway of another service gets no link, and learns nothing of it if it has taken the registry's port."""
     often = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
-    async with running(model, Role.PREFILL, prefill_worker.push.HANDLERS, router=often) as (worker, _):
+    async with running(model, Role.PREFILL, prefill_worker.push.HANDLERS, router=often) as (worker, client):
+        with pytest.raises(WorkerLost, match="the peer does not know the service's secret"):
+            await WorkerClient.connect(client.info, OTHER)
         address = worker.spec.registry_addresses[0]
         async with registry_at(address, OTHER) as rogue:
             async with asyncio.timeout(SOON_S):

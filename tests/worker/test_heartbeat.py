@@ -26,7 +26,7 @@ from runtime.secret import ServiceSecret
 from runtime.stream_proof import StreamListener
 from tests.loopback import SECRET
 from tests.output_stream import sent
-from tests.worker.test_requests import PROMPT, outputs, request_for, running
+from tests.worker.test_requests import PROMPT, outputs, request_for, running, until
 from worker.authentication import REGISTRY, proven_server
 from worker.client import WorkerClient
 from worker.messages import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
@@ -122,7 +122,11 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
         client.request_heartbeat()
         while not (before := await registry.next()).links:
             pass
+        stream = asyncio.create_task(outputs(sent(client.run, request_for("lost", max_tokens=400))))
+        await until(lambda: prefill.load.running > 0)
         os.kill(prefill.info.engine_pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="the engine of worker prefill-0"):
+            await stream
         while not ((beat := await registry.next()).links and beat.info.ready):
             pass
         assert beat.info.epoch != before.info.epoch
@@ -168,14 +172,14 @@ async def test_it_announces_the_blocks_of_its_prefix_cache_to_who_wants_them(mod
             client.request_heartbeat()
             return (await registry.next()).blocks
 
-        async def until(ends: int) -> None:
+        async def heard(ends: int) -> None:
             """The worker has heard of so many changes from its engine."""
             async with asyncio.timeout(SOON_S):
                 while worker.incarnation.cached_blocks.ends < ends:  # noqa: ASYNC110 - nobody is told
                     await asyncio.sleep(0.01)
 
         await answered(client, prompt, "one")
-        await until(3)
+        await heard(3)
         assert await announced() is None, "nobody has asked"
         registry.blocks_after = SNAPSHOT
         assert await announced() is None, "the answer asks"
@@ -185,7 +189,7 @@ async def test_it_announces_the_blocks_of_its_prefix_cache_to_who_wants_them(mod
         assert await announced() == update, "the answer before did not confirm it"
         assert await announced() is None, "no news"
         await answered(client, (*prompt, 99, 98, 97), "two")
-        await until(4)
+        await heard(4)
         longer = list(PrefixDigests("s", 4).hashes((*prompt, 99, 98, 97)))
         assert await announced() == BlockUpdate(3, 4, pack(longer[3:]))
 

@@ -184,6 +184,12 @@ async def test_an_event_that_the_loop_sees_before_the_beginning_is_not_lost(harn
     assert handoff.seen == [RESERVED]
 
 
+async def test_a_bug_is_raised_on_the_control_loop(harness: Harness) -> None:
+    async with harness.kv.begin(Handoff(outcome=ZeroDivisionError("a bug"))) as running, asyncio.timeout(10):
+        with pytest.raises(PdserveError, match="ZeroDivisionError: a bug"):
+            await running.done
+
+
 async def test_a_request_that_fails_leaves_its_hand_off_at_rest(harness: Harness) -> None:
     """`test_cancellations` has what is given up, at each of its waits."""
     handoff = Handoff(1)

@@ -413,6 +413,34 @@ async def test_decode_fails_a_request_without_room_at_its_deadline(decode: Serve
         await asyncio.gather(*filling, return_exceptions=True)
 
 
+# --- both ends -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pauses_s", [(0.0, 0.3), (0.3, 0.0)])
+async def test_both_halves_in_any_order(
+    model: Path, prefill: Served, decode: Served, pauses_s: tuple[float, float]
+) -> None:
+    """Two workers that are connected by their KV link only, which the first request opens."""
+    (prefill_worker, to_prefill), (decode_worker, to_decode) = prefill, decode
+    request = request_for(f"order {pauses_s}", max_tokens=6)
+    streams = (
+        sent(to_prefill.push, request, to_decode.info.peer),
+        sent(to_decode.receive, request, to_prefill.info.peer),
+    )
+
+    async def half(pause_s: float, stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
+        await asyncio.sleep(pause_s)
+        return await outputs(stream)
+
+    first, rest = await asyncio.gather(*map(half, pauses_s, streams))
+    assert [output.token_id for output in (*first, *rest)] == greedy_tokens(model, PROMPT, 6)
+    assert rest[0].proof is not None
+    assert rest[0].proof.kv_bytes == to_decode.info.layout.expected_bytes(len(PROMPT))
+    assert rest[-1].finish_reason is FinishReason.LENGTH
+    await check_idle(prefill_worker)
+    await check_idle(decode_worker)
+
+
 # --- what is wrong at once -------------------------------------------------------------------------------------------
 
 
