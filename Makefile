@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := pdserve runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway simulator ops experiments tests scripts
+SOURCES := pdserve contract runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway simulator ops experiments tests scripts
 
 .PHONY: help install demo docs reference test lint types floors unit test-cluster soak simulate bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
 

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.messages import Abort, KVReady, KVRole
+from contract import control
+from contract.engine import Abort, KVReady, KVRole
 from kv_transfer.receive_transfer import ReceivedKV
 from pdserve.core.errors import TransferRefused
 from pdserve.core.handoff import FirstToken, KVPeer
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import TokenOutput
-from worker import messages
 from worker.kv import KVHandoff
 from worker.request_table import Handler, ServedRequest, finish_reason
 from worker.serving import run, send_prefix
@@ -97,9 +97,9 @@ class ReceiveHandoff(KVHandoff[HandedOver]):
         return first
 
 
-HANDLERS: Mapping[type[messages.Work], Handler] = {
-    messages.Run: run,
-    messages.Receive: receive,
-    messages.SendPrefix: send_prefix,
+HANDLERS: Mapping[type[control.Work], Handler] = {
+    control.Run: run,
+    control.Receive: receive,
+    control.SendPrefix: send_prefix,
 }
 """How a decode worker serves each kind of request."""

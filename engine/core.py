@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.messages import (
+from contract.engine import (
     Abort,
     CacheChanged,
     CoreCommand,

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from contract.engine import EngineEvent, KVEvent, KVRole, Step, Submit
 from engine.core import ComputedStep, EngineCore
-from engine.messages import EngineEvent, KVEvent, KVRole, Step, Submit
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -16,6 +16,7 @@ from prometheus_client import Metric
 
 from checkpoints.folder import tokenizer_note
 from checkpoints.source import ModelSource
+from contract.control import MAX_BEAT_BYTES
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
@@ -51,7 +52,6 @@ from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
 from runtime.stream_proof import StreamListener
 from worker.authentication import REGISTRY, proven_server
-from worker.messages import MAX_BEAT_BYTES
 
 if TYPE_CHECKING:
     from gateway.tracing import Tracing

@@ -10,14 +10,13 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
+from contract.control import BEATS, Beat, BeatAnswer, WorkerHandle, encode
 from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
 from pdserve.core.worker import Role, WorkerEpoch, WorkerInfo
-from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
-from worker.messages import BEATS, Beat, BeatAnswer, encode
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, Message
-from kv_transfer.pool import Pool
-from kv_transfer.protocol import (
+from contract.kv import (
     MAX_EOS_TOKEN_IDS,
     Announce,
     Header,
@@ -28,6 +26,8 @@ from kv_transfer.protocol import (
     encode,
     peer_error,
 )
+from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, Message
+from kv_transfer.pool import Pool
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout

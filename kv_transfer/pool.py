@@ -35,7 +35,7 @@ class Pool:
     def open(
         cls, layout: KVLayout, num_blocks: int, handle: Mapping[str, Any], memory_fd: int, cuda: Cuda | None = None
     ) -> Pool:
-        """Open an engine's pool. ``handle`` comes from `engine.messages.Ready`; ``memory_fd`` is the memory file of a
+        """Open an engine's pool. ``handle`` comes from `contract.engine.Ready`; ``memory_fd`` is the memory file of a
         pool on the host, and the caller closes it. ``cuda`` opens a pool on a GPU (default: torch). TransferRefused if
         the memory cannot be opened, ValueError if its size does not match the layout."""
         expected = layout.block_bytes * num_blocks

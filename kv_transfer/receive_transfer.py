@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from contract.kv import Announce, Blocks, Header, Probe, Probed, Rated, Reason, Refusal, encode
 from kv_transfer.base import KVLink
 from kv_transfer.fetch import Fetch
 from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
-from kv_transfer.protocol import Announce, Blocks, Header, Probe, Probed, Rated, Reason, Refusal, encode
 from kv_transfer.transfer import Lease, Transfer
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError

@@ -15,11 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kv_transfer.base import KVLink, KVTransport, Message, Tasks
-from kv_transfer.handshake import check_block_size, dismiss, greet, parse, sorted_eos
-from kv_transfer.pending_peers import INTRODUCTION_S
-from kv_transfer.pool import Pool
-from kv_transfer.protocol import (
+from contract.kv import (
     Abort,
     Ack,
     Blocks,
@@ -32,6 +28,10 @@ from kv_transfer.protocol import (
     Refused,
     peer_error,
 )
+from kv_transfer.base import KVLink, KVTransport, Message, Tasks
+from kv_transfer.handshake import check_block_size, dismiss, greet, parse, sorted_eos
+from kv_transfer.pending_peers import INTRODUCTION_S
+from kv_transfer.pool import Pool
 from kv_transfer.receive_transfer import ReceivedKV, ReceiveLink, ReceiveTransfer
 from kv_transfer.transfer import Lease, TransferEnded
 from pdserve.core.chance import SYSTEM

@@ -10,9 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from kv_transfer.base import KVLink
-from kv_transfer.pool import Pool
-from kv_transfer.protocol import (
+from contract.kv import (
     Abort,
     Ack,
     Announce,
@@ -27,6 +25,8 @@ from kv_transfer.protocol import (
     encode,
     peer_error,
 )
+from kv_transfer.base import KVLink
+from kv_transfer.pool import Pool
 from kv_transfer.send_transfer import SendTransfer
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (

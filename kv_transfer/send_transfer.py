@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.protocol import MAX_RESENDS, MAX_TRAILER_BYTES
+from contract.kv import MAX_RESENDS, MAX_TRAILER_BYTES
 from kv_transfer.transfer import Lease, Transfer
 from pdserve.core.errors import TransferRefused
 from pdserve.core.handoff import KVPeer

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
+from contract.kv import Announce, Hello
 from kv_transfer.base import KVTransport, Tasks
 from kv_transfer.factory import choose
 from kv_transfer.handshake import check_block_size, introduce, measure, sorted_eos
 from kv_transfer.pool import Pool
-from kv_transfer.protocol import Announce, Hello
 from kv_transfer.send_link import SendLink
 from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.transfer import Lease, TransferEnded

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from engine.messages import KVRole, Progress, Release, Reserved
+from contract import control
+from contract.engine import KVRole, Progress, Release, Reserved
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
-from worker import messages
 from worker.kv import KVEnds, KVHandoff
 from worker.request_table import Handler, ServedRequest
 from worker.serving import prefill, run, send_prefix
@@ -91,9 +91,9 @@ class PushHandoff(KVHandoff[None]):
         )
 
 
-HANDLERS: Mapping[type[messages.Work], Handler] = {
-    messages.Run: run,
-    messages.Push: push,
-    messages.SendPrefix: send_prefix,
+HANDLERS: Mapping[type[control.Work], Handler] = {
+    control.Run: run,
+    control.Push: push,
+    control.SendPrefix: send_prefix,
 }
 """How a prefill worker serves each kind of request."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
+from contract.control import WorkerHandle
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, WorkerLost
@@ -18,7 +19,6 @@ from pdserve.core.timeline import GATEWAY, Event, EventKind
 from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
 from router.cost_model import Served
-from router.handles import WorkerHandle
 from router.measure import Measure
 from router.prefix_fetch import SOURCE_TIMEOUT_S
 from router.registered_worker import RegisteredWorker, Share

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from contract.control import WorkerHandle
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import PeerLink
 from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.breaker import Breaker
 from router.cost_model import worker_kind
-from router.handles import WorkerHandle
 from router.view import WorkerView
 
 _set = object.__setattr__

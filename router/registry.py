@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from contract.control import WorkerHandle
 from pdserve.core.block_update import BlockUpdate
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
@@ -20,7 +21,6 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.breaker import Breaker, BreakerState
 from router.cost_model import CostModel
-from router.handles import WorkerHandle
 from router.placement import Placed, unavailable
 from router.policies import policy, uses_prefixes
 from router.prefix_fetch import PAUSE_S, Fetch

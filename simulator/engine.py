@@ -6,8 +6,8 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+from contract.engine import Command, EngineEvent, KVEvent, Ping, Pong, Ready, Submit
 from engine.core import ComputedStep, EngineCore
-from engine.messages import Command, EngineEvent, KVEvent, Ping, Pong, Ready, Submit
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig

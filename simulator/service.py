@@ -12,6 +12,7 @@ import msgspec
 
 import decode_worker.receive
 import prefill_worker.push
+from contract.control import Wire
 from engine.scheduling.scheduler import SchedulerConfig
 from gateway.callers import Caller, Callers, Quota
 from gateway.inference import Completion, Inference
@@ -37,7 +38,6 @@ from simulator.kv_link import WorldTransport
 from simulator.loop import World, WorldLoop
 from simulator.model import NUM_LAYERS, SLOT_BYTES
 from simulator.network import Network, Process, StreamWire
-from worker.authentication import Wire
 from worker.client import WorkerClient
 from worker.incarnation import Incarnation
 from worker.kv import KVThread

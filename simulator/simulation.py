@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.protocol import Reason
+from contract.kv import Reason
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.prefix_digests import keyed_salt

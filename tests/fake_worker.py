@@ -93,7 +93,7 @@ def fake_links(*worker_ids: str, epoch: str = "1") -> Links:
 
 
 class FakeWorker:
-    """Satisfies `router.handles.WorkerHandle`. Workers that share a ``fleet`` hand requests over to each other.
+    """Satisfies `contract.control.WorkerHandle`. Workers that share a ``fleet`` hand requests over to each other.
 
     ``delay_s`` and ``failures`` are keyed by point: ``room``, ``prefill``, ``decode`` and ``run`` come before the
     first token there, ``decode_more`` and ``run_more`` before each later one. ``hangs`` are points never passed,

@@ -26,7 +26,7 @@ class QueueSink:
 
 
 async def sent(begin: Callable[..., None], request: Request, *arguments: object) -> AsyncGenerator[TokenOutput, None]:
-    """The outputs of a request that is sent with ``begin``, one of `router.handles.WorkerHandle`'s methods, when the
+    """The outputs of a request that is sent with ``begin``, one of `contract.control.WorkerHandle`'s methods, when the
     first is asked for. Raises the error that ends it."""
     sink = QueueSink()
     begin(request, *arguments, sink)

@@ -1,17 +1,18 @@
 """The gRPC streams inside a service: control, which a gateway opens to a worker, and registry, which a worker opens to
 its gateway. Both ends prove that they know the service's secret before a message is read (`runtime.stream_proof`),
 over mutual TLS if the service has it (`runtime.plane_tls`).
-Messages are bytes to gRPC; `worker.messages` encodes them.
+Messages are bytes to gRPC; `contract.control` encodes them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
+from contract.control import Serve
 from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_pings import ping_options
 from runtime.grpc_tls import open_aio_channel
@@ -41,8 +42,6 @@ REGISTRY = StreamService("pdserve.internal.v1.Registry", "Heartbeats", "registry
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
-Serve: TypeAlias = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
-"""Serves one stream: messages in, answers out. A PdserveError ends the stream with INVALID_ARGUMENT."""
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -51,19 +50,6 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
 )
-
-
-class Wire(Protocol):
-    """A way to open streams to one server. `ServiceWire` is the real one."""
-
-    async def open(self, requests: AsyncIterator[bytes], *, timeout_s: float = ...) -> AsyncIterator[bytes]:
-        """Open a stream, and return its answers. PdserveError if the server does not answer within ``timeout_s``;
-        reading the answers raises it when the stream breaks."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close the connection, and all its streams."""
-        ...
 
 
 class ServiceWire:

@@ -1,4 +1,4 @@
-"""The gateway's connection to a worker: its control stream and its clock. Implements `router.handles.WorkerHandle`."""
+"""The gateway's connection to a worker: its control stream and its clock."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 
-from pdserve.core.clock import Clock, MonotonicClock, clock_id
-from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
-from pdserve.core.handoff import KVPeer, PrefixSource
-from pdserve.core.request import Request
-from pdserve.core.timeline import ClockOffset
-from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
-from runtime.awake_clock import wait_awake
-from runtime.plane_tls import PlaneTls
-from runtime.secret import ServiceSecret
-from worker.authentication import CONTROL, ServiceWire, Wire
-from worker.messages import (
+from contract.control import (
     MAX_CONTROL_BYTES,
     TO_GATEWAY,
     Abort,
@@ -31,9 +21,20 @@ from worker.messages import (
     RequestHeartbeat,
     Run,
     SendPrefix,
+    Wire,
     Work,
     encode,
 )
+from pdserve.core.clock import Clock, MonotonicClock, clock_id
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
+from pdserve.core.handoff import KVPeer, PrefixSource
+from pdserve.core.request import Request
+from pdserve.core.timeline import ClockOffset
+from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
+from runtime.awake_clock import wait_awake
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from worker.authentication import CONTROL, ServiceWire
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
+from contract.control import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, Wire, encode
 from pdserve.core.errors import PdserveError
 from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
-from worker.authentication import REGISTRY, ServiceWire, Wire
-from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
+from worker.authentication import REGISTRY, ServiceWire
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import os
 from itertools import islice
 from typing import Self
 
-from engine.messages import Ready
+from contract.engine import EnginePort, Ready
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from kv_transfer.factory import create_transport, offered_transports
@@ -28,7 +28,6 @@ from runtime.secret import ServiceSecret
 from runtime.threads import in_thread
 from worker.addresses import resolve_interface
 from worker.kv import KVThread
-from worker.ports import EnginePort
 from worker.request_table import EngineResources
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
@@ -56,7 +55,7 @@ class CachedBlocks:
         return self._begins + len(self._changes)
 
     def change(self, added: bytes, removed: bytes) -> None:
-        """Note what the engine has reported (`engine.messages.CacheChanged`)."""
+        """Note what the engine has reported (`contract.engine.CacheChanged`)."""
         for block in unpack(removed):
             if block in self._blocks:
                 del self._blocks[block]

@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from engine.messages import Command, KVEvent, Progress, Reserved
+from contract.engine import Command, EnginePort, KVEvent, Progress, Reserved
 from kv_transfer.base import KVTransport
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
@@ -27,7 +27,6 @@ from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, WorkerLost, from_wire, to_wire
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 from runtime.loop_thread import LoopThread
-from worker.ports import EnginePort
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from contract.control import Failure, LinkState
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer, PeerLink
 from pdserve.core.worker import WorkerEpoch
-from worker.messages import Failure, LinkState
 
 log = logging.getLogger(__name__)
 

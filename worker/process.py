@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from contract import control
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.worker import WorkerInfo
 from runtime.logs import set_up_logging
 from runtime.process import end_with_parent, freeze_heap
 from runtime.secret import ServiceSecret
-from worker import messages
 from worker.cores import claim_cores, leave_engine_cores, shared_cores, sharing_note
 from worker.mps import MpsMembership, join_mps
 from worker.request_table import Handler
@@ -48,7 +48,7 @@ class WorkerThread:
     def __init__(
         self,
         spec: WorkerSpec,
-        handlers: Mapping[type[messages.Work], Handler],
+        handlers: Mapping[type[control.Work], Handler],
         secret: ServiceSecret,
         on_end: Callable[[], None] | None = None,
         *,
@@ -136,7 +136,7 @@ class WorkerProcess:
     def __init__(
         self,
         spec: WorkerSpec,
-        handlers: Mapping[type[messages.Work], Handler],
+        handlers: Mapping[type[control.Work], Handler],
         secret: ServiceSecret,
         *,
         restarted: bool = False,
@@ -188,7 +188,7 @@ class ActorBody:
 
     ray: Any
 
-    def __init__(self, spec: dict[str, Any], secret: str, handlers: Mapping[type[messages.Work], Handler]) -> None:
+    def __init__(self, spec: dict[str, Any], secret: str, handlers: Mapping[type[control.Work], Handler]) -> None:
         node = self.ray.util.get_node_ip_address()
         restarted = self.ray.get_runtime_context().was_current_actor_reconstructed
         parsed = WorkerSpec.from_wire(spec)
@@ -209,7 +209,7 @@ class ActorBody:
         self._process.stop()
 
 
-def serve(handlers: Mapping[type[messages.Work], Handler]) -> None:
+def serve(handlers: Mapping[type[control.Work], Handler]) -> None:
     """Run the worker whose spec, as JSON, is this program's argument, until SIGTERM or the end of the parent process.
     The service's secret comes from the environment. Exits with 1 and one line on stderr if the worker cannot start."""
     end_with_parent(signal.SIGTERM)

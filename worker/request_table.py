@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from engine.messages import Abort, Command, Finished, KVRole, Rejected, Step, Submit, TokenOut
+from contract.engine import Abort, Command, Finished, KVRole, Rejected, Step, Submit, TokenOut
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import (
     DeadlineExceeded,

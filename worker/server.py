@@ -13,16 +13,7 @@ from typing import Protocol
 
 import grpc
 
-from pdserve.core.address import join_address
-from pdserve.core.clock import Clock
-from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
-from pdserve.core.worker import TokenOutput
-from runtime.grpc_tls import add_port
-from runtime.plane_tls import PlaneTls
-from runtime.secret import ServiceSecret
-from runtime.stream_proof import StreamListener
-from worker.authentication import CONTROL, proven_server
-from worker.messages import (
+from contract.control import (
     MAX_CONTROL_BYTES,
     TO_WORKER,
     Abort,
@@ -34,6 +25,15 @@ from worker.messages import (
     Work,
     encode,
 )
+from pdserve.core.address import join_address
+from pdserve.core.clock import Clock
+from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
+from pdserve.core.worker import TokenOutput
+from runtime.grpc_tls import add_port
+from runtime.plane_tls import PlaneTls
+from runtime.secret import ServiceSecret
+from runtime.stream_proof import StreamListener
+from worker.authentication import CONTROL, proven_server
 
 log = logging.getLogger(__name__)
 

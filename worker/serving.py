@@ -1,7 +1,7 @@
 """How every worker serves a request on its own: prefill and decode in place, and what concerns its prefix cache.
 
 The KV of a prompt's prefix may be fetched from the cache of another worker. The worker that computes the prompt runs a
-`PrefixReceive` beside it, the other one serves the request `worker.messages.SendPrefix` (`send_prefix`). Between the
+`PrefixReceive` beside it, the other one serves the request `contract.control.SendPrefix` (`send_prefix`). Between the
 two it is an ordinary KV transfer, except that it has an id of its own and ends early if the sender has only the first
 of the blocks. If it fails, the prompt is computed.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack
 
-from engine.messages import KVReady, KVRole, PinPrefix, Release
+from contract.engine import KVReady, KVRole, PinPrefix, Release
 from kv_transfer.receive_transfer import ReceivedKV
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer, PrefixFetch, PrefixSource, prefix_transfer_id

@@ -21,9 +21,8 @@ from typing import NamedTuple, Protocol
 
 import psutil
 
-from engine.messages import Ping
+from contract.engine import EnginePort, Ping
 from pdserve.core.clock import Clock
-from worker.ports import EnginePort
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,9 @@ from dataclasses import replace
 
 import msgspec
 
-from engine.messages import (
+from contract import control
+from contract.control import Wire
+from contract.engine import (
     CacheChanged,
     EngineEvent,
     Failed,
@@ -37,8 +39,6 @@ from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotRead
 from pdserve.core.worker import Role, SharedCores, WorkerInfo, WorkerLoad
 from runtime.plane_tls import PlaneTls, plane_tls
 from runtime.secret import ServiceSecret
-from worker import messages
-from worker.authentication import Wire
 from worker.cores import shared_cores
 from worker.heartbeat import Heartbeat, registry_wire
 from worker.incarnation import Incarnation
@@ -89,7 +89,7 @@ class Worker:
     def __init__(
         self,
         spec: WorkerSpec,
-        handlers: Mapping[type[messages.Work], Handler],
+        handlers: Mapping[type[control.Work], Handler],
         secret: ServiceSecret,
         clock: Clock | None = None,
         *,
@@ -229,16 +229,16 @@ class Worker:
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
-    def report(self, blocks_after: int | None) -> messages.Beat:
+    def report(self, blocks_after: int | None) -> control.Beat:
         """The content of the next heartbeat, with the changes of the prefix cache after that position (None: without).
         NotReady before the first engine is ready."""
         links = [] if self._links is None else self._links.states()
         cached = None if self._incarnation is None else self._incarnation.cached_blocks
         if cached is None or blocks_after is None or blocks_after == cached.ends:
-            return messages.Beat(self.info, self.load, links)
-        return messages.Beat(self.info, self.load, links, cached.since(blocks_after))
+            return control.Beat(self.info, self.load, links)
+        return control.Beat(self.info, self.load, links, cached.since(blocks_after))
 
-    def on_answer(self, registry_address: str, answer: messages.BeatAnswer) -> None:
+    def on_answer(self, registry_address: str, answer: control.BeatAnswer) -> None:
         """Act on a gateway's answer to a heartbeat. A superseded worker ends: another worker has taken its name, it was
         retired, or it belongs to another service. `run` then raises WorkerLost."""
         if answer.role is not None and answer.version > self._version:
@@ -315,7 +315,7 @@ class Worker:
             raise NotReady(f"worker {self.spec.worker_id} is starting its engine")
         return self._incarnation
 
-    def begin(self, work: messages.Work, outbox: Outbox, received_s: float) -> None:
+    def begin(self, work: control.Work, outbox: Outbox, received_s: float) -> None:
         """Begin to serve a request, which was received at ``received_s`` of this worker's clock. Raises InvalidRequest
         or NotReady; later errors are sent over ``outbox``."""
         handler, worker_id, request = self._handlers.get(type(work)), self.spec.worker_id, work.request
@@ -326,7 +326,7 @@ class Worker:
             raise NotReady(f"the engine of worker {worker_id} does not answer")
         if request.attempt_id in self._table:
             raise InvalidRequest(f"attempt_id: {request.attempt_id!r} is running on worker {worker_id} already")
-        peer = None if isinstance(work, messages.Run) else work.peer
+        peer = None if isinstance(work, control.Run) else work.peer
         served = ServedRequest(
             request,
             peer,
@@ -334,10 +334,10 @@ class Worker:
             outbox,
             worker_id=worker_id,
             received_s=received_s,
-            prompt_tokens=request.num_tokens if isinstance(work, messages.Run | messages.Push) else 0,
-            output_tokens=request.max_tokens if isinstance(work, messages.Run | messages.Receive) else 0,
-            tells_ready=isinstance(work, messages.Receive) and work.tell_ready,
-            prefix_source=work.prefix_source if isinstance(work, messages.Run | messages.Push) else None,
+            prompt_tokens=request.num_tokens if isinstance(work, control.Run | control.Push) else 0,
+            output_tokens=request.max_tokens if isinstance(work, control.Run | control.Receive) else 0,
+            tells_ready=isinstance(work, control.Receive) and work.tell_ready,
+            prefix_source=work.prefix_source if isinstance(work, control.Run | control.Push) else None,
         )
         self._table.begin(served, handler)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.messages import KVReady
+from contract.engine import KVReady
 from engine.offload.stores import BlockStore
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.sequence import Sequence

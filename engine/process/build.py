@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 from checkpoints.source import resolve_model
+from contract.engine import KVReady, Ready
 from engine.kernels.cpu_attention import CPUAttention
-from engine.messages import KVReady, Ready
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Generic
 
-from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, encode
+from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, encode
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core.errors import LaunchError, from_wire
 from runtime import memory_file

@@ -1,6 +1,6 @@
 """The engine process: ``python -m engine.process.loop SPEC COMMANDS_FD EVENTS_FD KV_EVENTS_FD MEMORY_FD``.
 
-Its one thread runs the steps of an `engine.core.EngineCore` and moves messages (`engine.messages`) between it and three
+Its one thread runs the steps of an `engine.core.EngineCore` and moves messages (`contract.engine`) between it and three
 pipes. It ends when the command pipe closes, and when its parent dies.
 """
 
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, encode
 from engine.core import EngineCore, Outbox, Runner
-from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, encode
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.structures import Structures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from engine.messages import Computed, KVEvent, KVRole, Progress, Reserved
+from contract.engine import Computed, KVEvent, KVRole, Progress, Reserved
 from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import Clock

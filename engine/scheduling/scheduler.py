@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.messages import Finished, Load, Rejected, Step, Submit, TokenOut
+from contract.engine import Finished, Load, Rejected, Step, Submit, TokenOut
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector

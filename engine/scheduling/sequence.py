@@ -7,7 +7,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from engine.messages import KVRole, Submit
+from contract.engine import KVRole, Submit
 from engine.scheduling.structures import Matcher
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import PrefixDigests

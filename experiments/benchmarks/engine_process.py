@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from checkpoints.shape import ModelShape
-from engine.messages import KVRole, Ready, Step, Submit
+from contract.engine import KVRole, Ready, Step, Submit
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from experiments.child_process import ROOT

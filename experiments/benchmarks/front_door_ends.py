@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import gateway.gateway_thread
+from contract.control import Beat, BeatAnswer, LinkState, Push, Receive, SendPrefix, Work
 from gateway.__main__ import main as serve_gateway
 from gateway.gateway import Gateway
 from pdserve.core.clock import MonotonicClock, clock_id
@@ -32,7 +33,6 @@ from runtime.process import end_with_parent
 from runtime.secret import ServiceSecret
 from tests.fake_worker import fake_info
 from worker.heartbeat import Heartbeat, registry_wire
-from worker.messages import Beat, BeatAnswer, LinkState, Push, Receive, SendPrefix, Work
 from worker.server import ControlServer, Outbox
 
 CONTEXT = 4096

@@ -24,8 +24,9 @@ import numpy as np
 
 import worker.incarnation
 from checkpoints.source import resolve_model
+from contract.control import MAX_CONTROL_BYTES, TO_GATEWAY, Outputs, Ping, Run, encode
+from contract.engine import EngineEvent, Step
 from decode_worker.receive import HANDLERS
-from engine.messages import EngineEvent, Step
 from engine.process.client import EngineClient
 from experiments.child_process import ChildProcess
 from experiments.messages import Message, say
@@ -36,7 +37,6 @@ from pdserve.core.worker import Role
 from runtime.secret import ServiceSecret
 from worker.authentication import CONTROL, Stream, open_stream, stream_channel
 from worker.cores import leave_engine_cores
-from worker.messages import MAX_CONTROL_BYTES, TO_GATEWAY, Outputs, Ping, Run, encode
 from worker.process import WorkerThread
 from worker.spec import WorkerSpec
 

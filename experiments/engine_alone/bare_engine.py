@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.messages import Ready
+from contract.engine import Ready
 from engine.process.build import build_engine
 from engine.scheduling.batch import ScheduledSeq
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec

@@ -24,8 +24,9 @@ from worker.cores import CoreHolder, core_holders
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "pdserve", "engine", "kv_transfer", "worker", "router", "prefill_worker", "decode_worker", "gateway", "ops",
-)  # fmt: skip
+    *("pdserve", "contract", "engine", "kv_transfer", "worker", "router"),
+    *("prefill_worker", "decode_worker", "gateway", "ops"),
+)
 
 
 @cache

@@ -16,6 +16,7 @@ import grpc
 import psutil
 import pytest
 
+from contract.control import MAX_CONTROL_BYTES, Beat, Receive, Run, encode
 from kv_transfer.sender import KVSender
 from pdserve import Client
 from pdserve.core.clock import MonotonicClock
@@ -34,7 +35,6 @@ from tests.local_cluster import ROOT, LocalCluster, free_port, local_cluster
 from tests.loopback import create_transport
 from tests.worker.test_authentication import REFUSED
 from worker.authentication import CONTROL, REGISTRY, StreamService, open_stream, stream_channel
-from worker.messages import MAX_CONTROL_BYTES, Beat, Receive, Run, encode
 
 PROMPT = "def read_lines(path):"
 OTHER = ServiceSecret.new()

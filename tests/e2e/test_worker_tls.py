@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.control import MAX_CONTROL_BYTES
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
@@ -19,7 +20,6 @@ from tests.certificates import Certificates, tls_of
 from tests.local_cluster import ROOT, LocalCluster, free_port, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 from worker.authentication import CONTROL, REGISTRY, open_stream, stream_channel
-from worker.messages import MAX_CONTROL_BYTES
 from worker.spec import WorkerSpec
 
 BLOCK, TOKENS = 16, 8

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from checkpoints.source import resolve_model
+from contract.engine import EngineEvent, KVEvent, KVRole, Rejected, Step, Submit, TokenOut
 from engine.core import EngineCore, Runner
 from engine.kernels.cpu_attention import CPUAttention
-from engine.messages import EngineEvent, KVEvent, KVRole, Rejected, Step, Submit, TokenOut
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights

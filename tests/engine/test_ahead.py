@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.messages import KVRole, Submit
+from contract.engine import KVRole, Submit
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.scheduler import OVERTAKEN_S, Scheduler, SchedulerConfig
 from pdserve.core.clock import FakeClock

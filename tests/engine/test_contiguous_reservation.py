@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import KVRole
+from contract.engine import KVRole
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.scheduler import SchedulerConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.messages import Computed, KVRole, Progress
+from contract.engine import Computed, KVRole, Progress
 from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.kv_connector import WORTH_BYTES, TransferConnector
 from engine.scheduling.sequence import Sequence

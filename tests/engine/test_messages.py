@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import (
+from contract.engine import (
     Abort,
     CacheChanged,
     Command,

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from engine.messages import (
+from contract.engine import (
     Abort,
     EngineEvent,
     Finished,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from contract.engine import KVRole, TokenOut
 from engine.core import EngineCore
-from engine.messages import KVRole, TokenOut
 from engine.model import runner as runners
 from engine.model.runner import ModelRunner
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig

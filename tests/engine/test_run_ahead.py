@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from contract.engine import KVRole
 from engine.core import EngineCore, RunningStep, Sampled
-from engine.messages import KVRole
 from engine.model.runner import ModelRunner
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.kv_connector import KVConnector

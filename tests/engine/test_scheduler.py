@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.messages import Computed, KVEvent, KVRole, Load, Progress, Rejected, Reserved, Step, TokenOut
+from contract.engine import Computed, KVEvent, KVRole, Load, Progress, Rejected, Reserved, Step, TokenOut
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.kv_connector import TransferConnector

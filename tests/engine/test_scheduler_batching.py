@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages import KVRole
+from contract.engine import KVRole
 from tests.engine.test_scheduler import Rig
 
 # --- static ----------------------------------------------------------------------------------------------------------

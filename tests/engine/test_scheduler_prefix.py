@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.messages import Computed, Finished, KVRole, Progress, Reserved
+from contract.engine import Computed, Finished, KVRole, Progress, Reserved
 from pdserve.core.handoff import FirstToken
 from tests.engine.test_scheduler import EOS, Rig, parts_of
 

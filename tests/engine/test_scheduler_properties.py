@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
+from contract.engine import Computed, Finished, KVRole, Progress, Rejected, Reserved
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.kv_connector import TransferConnector

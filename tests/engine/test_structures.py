@@ -15,8 +15,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from contract.engine import Abort, KVReady, KVRole, Submit
 from engine.core import EngineCore
-from engine.messages import Abort, KVReady, KVRole, Submit
 from engine.model.logit_adjustments import adjust
 from engine.model.runner import ModelRunner
 from engine.scheduling.kv_connector import TransferConnector

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
 from checkpoints.source import DUMMIES, ModelSource
+from contract.control import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 from gateway.gateway import Gateway
 from gateway.tokenizer import Tokenizer
 from pdserve.core.block_update import BlockUpdate
@@ -28,7 +29,6 @@ from tests.gateway.fuzzing import PATIENT
 from tests.loopback import SECRET
 from worker.authentication import REGISTRY, open_stream, stream_channel
 from worker.links import LinkKeeper
-from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
 PROMPT = pb.TokenIds(ids=[1, 2, 3])
 CORPUS = [

@@ -10,6 +10,7 @@ import grpc
 import msgspec
 import pytest
 
+from contract.control import Beat, BeatAnswer, encode
 from pdserve.core.block_update import SNAPSHOT, BlockUpdate, pack
 from pdserve.core.errors import LayoutMismatch, TransferTimeout
 from pdserve.core.kv_layout import KVLayout
@@ -19,7 +20,6 @@ from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import FakeWorker, fake_info
 from tests.gateway.conftest import PROMPT, call_error, settle
 from tests.loopback import SECRET
-from worker.messages import Beat, BeatAnswer, encode
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import Service, StartService

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.protocol import checksum
+from contract.kv import checksum
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock

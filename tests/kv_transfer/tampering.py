@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
+from contract.kv import Blocks, Refused, decode
 from kv_transfer.base import NOTHING, KVLink, KVTransport, Message
 from kv_transfer.fetch import Fetch, Payload
-from kv_transfer.protocol import Blocks, Refused, decode
 from pdserve.core.errors import ChecksumMismatch
 from pdserve.core.handoff import KVEndpoint
 from tests.host_pool import inline

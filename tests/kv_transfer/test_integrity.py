@@ -12,10 +12,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kv_transfer import protocol
-from kv_transfer.base import KVLink
-from kv_transfer.memory import HostMemory, Memory
-from kv_transfer.protocol import (
+import contract.kv as protocol
+from contract.kv import (
     Abort,
     Ack,
     Announce,
@@ -33,6 +31,8 @@ from kv_transfer.protocol import (
     decode,
     encode,
 )
+from kv_transfer.base import KVLink
+from kv_transfer.memory import HostMemory, Memory
 from pdserve.core.errors import ChecksumMismatch, TransferError, TransferRefused, TransferTimeout, WorkerLost
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from tests.host_pool import HostPool, inline

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from contract.kv import Hello
 from kv_transfer.handshake import introduce, survey
 from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
-from kv_transfer.protocol import Hello
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVPeer, TransferProof
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES

@@ -24,9 +24,9 @@ import grpc
 import psutil
 import pytest
 
+from contract.kv import Hello, Open, encode
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.pending_peers import INTRODUCTION_S, MAX_PENDING_PEERS, MIN_PENDING_S, HandshakeLimit, PendingPeer
-from kv_transfer.protocol import Hello, Open, encode
 from kv_transfer.receive_transfer import ReceiveLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.socket_transport import MAGIC, read_exactly

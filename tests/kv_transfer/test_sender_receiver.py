@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import contract.kv as protocol
 import kv_transfer.receiver
 import kv_transfer.send_link
 import kv_transfer.sender
-from kv_transfer import protocol
 from kv_transfer.handshake import measure
 from kv_transfer.transfer import TransferEnded
 from pdserve.core.errors import (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from contract.engine import Abort, CoreCommand, KVReady, KVRole, Submit
 from engine.core import ComputedStep, EngineCore, Outbox, Runner
-from engine.messages import Abort, CoreCommand, KVReady, KVRole, Submit
 from engine.process.loop import main
 from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import gateway.gateway_thread
+from contract.control import WorkerHandle
 from gateway.__main__ import main
 from gateway.gateway import Gateway
 from gateway.worker_directory import Connect
 from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import WorkerInfo
-from router.handles import WorkerHandle
 from router.router import Router
 from tests.planted.delays import planted_delays_s
 

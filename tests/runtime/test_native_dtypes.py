@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import KVRole, Step
+from contract.engine import KVRole, Step
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from runtime import dtypes

@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 import prefill_worker.push
+from contract.control import Ping, encode
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.worker import Role, WorkerInfo
 from runtime.grpc_tls import add_port
@@ -26,7 +27,6 @@ from tests.worker.test_heartbeat import registry_at
 from tests.worker.test_requests import running
 from worker.authentication import CONTROL, REGISTRY, StreamService, open_stream, proven_server, stream_channel
 from worker.client import WorkerClient
-from worker.messages import Ping, encode
 
 PROMPT = b"the prompt of a request, which others must not read" * 10
 OTHER = ServiceSecret.new()

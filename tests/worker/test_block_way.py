@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from contract.engine import Command, Computed, KVEvent, KVReady, Progress, Reserved, encode
 from decode_worker.receive import ReceiveHandoff
-from engine.messages import Command, Computed, KVEvent, KVReady, Progress, Reserved, encode
 from engine.process.client import EventReader
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from engine.messages import Abort, Command, Release
+from contract import control
+from contract.engine import Abort, Command, Release
 from engine.process.client import EngineClient
 from kv_transfer import send_link
 from kv_transfer.fetch import Fetch
@@ -35,7 +36,6 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from tests.output_stream import QueueSink, sent
 from tests.worker.test_requests import check_idle, outputs, running, until
-from worker import messages
 from worker.request_table import Handler, ServedRequest
 
 COPY_S = 0.05
@@ -43,12 +43,12 @@ PREFIX_TOKENS = 48
 PROMPT_TOKENS = 56
 SETTINGS: dict[str, Any] = {"engine": {"prefix_caching": True}, "transfer": {"transport": "shm"}}
 EACH = 0  # the second cancellation comes at each further wait
-CASES: dict[str, type[messages.Work]] = {
-    "run": messages.Run,
-    "push": messages.Push,
-    "push of a fetched prefix": messages.Push,
-    "receive": messages.Receive,
-    "send_prefix": messages.SendPrefix,
+CASES: dict[str, type[control.Work]] = {
+    "run": control.Run,
+    "push": control.Push,
+    "push of a fetched prefix": control.Push,
+    "receive": control.Receive,
+    "send_prefix": control.SendPrefix,
 }
 
 

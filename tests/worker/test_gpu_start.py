@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from contract.engine import KVRole
 from engine.kernels.cpu_attention import CPUAttention
-from engine.messages import KVRole
 from engine.model.attention import Attention
 from engine.model.decoder import Decoder, DecoderLayer
 from engine.model.kv_pool import KVPool

@@ -14,6 +14,7 @@ import pytest
 
 import decode_worker.receive
 import prefill_worker.push
+from contract.control import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 from ops.launch.worker import HANDLERS
 from pdserve.core.block_update import SNAPSHOT, BlockUpdate, pack
 from pdserve.core.errors import LayoutMismatch, WorkerLost
@@ -29,7 +30,6 @@ from tests.output_stream import sent
 from tests.worker.test_requests import PROMPT, outputs, request_for, running, until
 from worker.authentication import REGISTRY, proven_server
 from worker.client import WorkerClient
-from worker.messages import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
 PREFILL, DECODE = prefill_worker.push.HANDLERS, decode_worker.receive.HANDLERS
 SELDOM = {"heartbeat_s": 60.0, "heartbeat_timeout_s": 600.0}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import worker.kv
-from engine.messages import Command, Computed, KVEvent, Progress, Release, Reserved
+from contract.engine import Command, Computed, KVEvent, Progress, Release, Reserved
 from kv_transfer.transfer import TransferEnded
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from contract.control import Failure, LinkState
 from pdserve.core.errors import LayoutMismatch, PdserveError, TransferTimeout
 from pdserve.core.handoff import KVPeer, PeerLink
 from worker.links import LinkKeeper
-from worker.messages import Failure, LinkState
 
 
 def peer(worker_id: str, epoch: str = "1") -> KVPeer:

@@ -12,16 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate
-from pdserve.core.errors import LayoutMismatch, PdserveError, WorkerLost, from_wire
-from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixFetch, PrefixSource, TransferProof
-from pdserve.core.kv_layout import KVLayout
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.request import Mode, Request
-from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.core.timeline import Event, EventKind
-from pdserve.core.worker import Role, SharedCores, TokenOutput, WorkerInfo, WorkerLoad
-from worker.messages import (
+from contract.control import (
     BEAT_ANSWERS,
     BEATS,
     TO_GATEWAY,
@@ -43,6 +34,15 @@ from worker.messages import (
     SendPrefix,
     encode,
 )
+from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate
+from pdserve.core.errors import LayoutMismatch, PdserveError, WorkerLost, from_wire
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixFetch, PrefixSource, TransferProof
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.timeline import Event, EventKind
+from pdserve.core.worker import Role, SharedCores, TokenOutput, WorkerInfo, WorkerLoad
 
 LAYOUT = KVLayout.uniform("abc", "bfloat16", 64, 30, 3, 64)
 ENDPOINTS = (KVEndpoint("shm", "host/name"), KVEndpoint("tcp", "10.0.0.1:5"))

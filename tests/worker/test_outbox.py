@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from contract.control import TO_GATEWAY, Failure, Outputs, Reply
 from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import TokenOutput
-from worker.messages import TO_GATEWAY, Failure, Outputs, Reply
 from worker.server import Outbox
 
 

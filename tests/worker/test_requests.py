@@ -20,7 +20,8 @@ import pytest_asyncio
 
 import decode_worker.receive
 import prefill_worker.push
-from engine.messages import Abort, Command, KVRole
+from contract import control
+from contract.engine import Abort, Command, KVRole
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -47,7 +48,6 @@ from tests.loopback import SECRET, create_transport
 from tests.output_stream import sent
 from tests.planted import delays
 from tests.random_models import greedy_tokens
-from worker import messages
 from worker.client import WorkerClient
 from worker.request_table import Handler, ServedRequest
 from worker.spec import WorkerSpec
@@ -74,7 +74,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def running(
     model: Path,
     role: Role,
-    handlers: Mapping[type[messages.Work], Handler],
+    handlers: Mapping[type[control.Work], Handler],
     delays_ms: Mapping[str, float] | None = None,
     gateways: int = 1,
     **settings: Mapping[str, Any],
@@ -122,7 +122,7 @@ async def prefill(model: Path) -> AsyncIterator[Served]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def decode(model: Path) -> AsyncIterator[Served]:
     """The same for decode. It has a bug where it sends prefixes."""
-    async with running(model, Role.DECODE, {**DECODE, messages.SendPrefix: broken}) as served:
+    async with running(model, Role.DECODE, {**DECODE, control.SendPrefix: broken}) as served:
         yield served
 
 

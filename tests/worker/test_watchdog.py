@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from engine.messages import Command, KVRole, Pong, Step
+from contract.engine import Command, KVRole, Pong, Step
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import KVReady, KVRole
+from contract.engine import KVReady, KVRole
 from engine.offload.connector import OffloadConnector
 from engine.offload.stores import BlockStore, MemoryStore
 from engine.scheduling.batch import SampledToken

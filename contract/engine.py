@@ -1,4 +1,4 @@
-"""Messages between a worker process and its engine process, sent over three pipes.
+"""Messages between a worker process and its engine process, sent over three pipes, and how a worker reaches an engine.
 
 Commands go from worker to engine. Events go from engine to worker: those about requests to its control loop, those
 about blocks to its KV thread. A frame is a 4-byte little-endian length and a `Message` in msgpack.
@@ -9,8 +9,9 @@ assigns blocks to requests.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -280,3 +281,48 @@ class FrameReader(Generic[M]):
             start = end
         del self._buffer[:start]
         return messages
+
+
+# --- how an engine is reached ----------------------------------------------------------------------------------------
+
+
+class KVEventReader(Protocol):
+    """The events of an engine about blocks, for the KV loop."""
+
+    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
+        """Call ``on_event`` for each event, in order, on the running loop."""
+        ...
+
+    def close(self) -> None:
+        """Stop. A second call has no effect."""
+        ...
+
+
+class EnginePort(Protocol):
+    """An engine that has been started (`engine.process.client.EngineClient`)."""
+
+    @property
+    def pid(self) -> int:
+        """Id of its process."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status; None while it runs."""
+        ...
+
+    def send(self, command: Command) -> None:
+        """Send a command, from any thread. Ignored after its end."""
+        ...
+
+    def events(self) -> AsyncIterator[EngineEvent]:
+        """Its events, in order, for one reader. Ends with the engine."""
+        ...
+
+    def take_kv_events(self) -> KVEventReader:
+        """The reader of its events about blocks, once."""
+        ...
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it."""
+        ...
