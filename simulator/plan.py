@@ -17,10 +17,12 @@ QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
 TENANTS = ("a", "b", "c")
 
-FaultKind = Literal["kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip", "replace"]
+FaultKind = Literal[
+    "kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip", "replace", "kill_peer"
+]
 _KINDS: tuple[FaultKind, ...] = (
     "kill", "kill", "kill_engine", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway",
-    "flip", "replace",
+    "flip", "replace", "kill_peer", "kill_peer",
 )  # fmt: skip
 
 
@@ -28,7 +30,8 @@ _KINDS: tuple[FaultKind, ...] = (
 class Fault:
     """Something that happens ``at_s`` seconds after the service is ready, to ``target``, for ``for_s`` seconds.
     ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``replace``: the
-    worker is drained and leaves, and another one joins."""
+    worker is drained and leaves, and another one joins. ``kill_peer``: as soon as a worker fetches a prefix for a
+    prompt that it is to hand off, the decode worker that waits for it is killed."""
 
     at_s: float
     kind: FaultKind
@@ -72,7 +75,7 @@ class Plan:
     def draw(cls, seed: int, num_requests: int = 50) -> Self:
         """The plan of a seed."""
         draw = random.Random(f"plan/{seed}")
-        prefill, decode = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+        prefill, decode = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
         roles = {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
         roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
         gateways = draw.choice([1, 1, 2])
@@ -85,7 +88,7 @@ class Plan:
             max_num_seqs=draw.choice([2, 4, 16]),
             max_num_batched_tokens=draw.choice([8, 32, 128]),
             chunk_tokens=draw.choice([None, None, 8]),
-            prefix_caching=draw.random() < 0.8,
+            prefix_caching=draw.random() < 0.9,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
             bytes_per_s=draw.choice([3e4, 2e5, 2e6]),
@@ -94,8 +97,10 @@ class Plan:
         )
         config = {
             "router": {
-                "policy": draw.choice(["least_tokens", "prefix_affinity", "kv_aware", "round_robin", "power_of_two"]),
-                "prefix_fetch": draw.choice(["off", "auto", "always"]),
+                "policy": draw.choice(
+                    ["least_tokens", "prefix_affinity", "kv_aware", "round_robin", "round_robin", "power_of_two"]
+                ),
+                "prefix_fetch": draw.choice(["off", "auto", "always", "always"]),
                 "first_token": draw.choice(["prefill", "prefill", "decode"]),
                 "max_unread_tokens": draw.choice([4, 1024]),
                 "max_queue": draw.choice([8, 256]),
@@ -167,6 +172,8 @@ def _fault(draw: random.Random, roles: dict[str, Role], gateways: int) -> Fault:
             ]
             here = draw.choice(others)
             return Fault(at_s, kind, here, lasting, draw.choice([each for each in others if each != here]))
+        case "kill_peer":
+            return Fault(at_s, kind, "")
         case "kill_gateway":
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}")
         case "flip":

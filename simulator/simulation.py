@@ -19,6 +19,7 @@ import msgspec
 from contract.kv import Reason
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
+from pdserve.core.handoff import prefix_transfer_id
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
@@ -41,6 +42,8 @@ REST_S = 60.0
 """Within which everything is released after that."""
 ABORT_S = 1.0
 """Within which a request is gone whose client has left."""
+PEER_S = 2.0
+"""How long a fault waits for its moment."""
 DRAIN_S, LEAVE_S = 2.0, 8.0
 """Within which a worker that leaves is drained, and has ended."""
 LAST_REQUESTS = 40
@@ -304,6 +307,8 @@ class _Simulation:
                 self._flip(fault.target, Role(fault.other))
             case "replace":
                 self._replace(fault.target)
+            case "kill_peer":
+                self._kill_peer(self.world.now_s + PEER_S)
             case "kill" if worker is not None:
                 worker.process.kill()
             case "pause" if worker is not None:
@@ -317,6 +322,24 @@ class _Simulation:
                 self.loop.call_later(fault.for_s, engine.process.resume)
             case _:
                 self.tell("it has no target")
+
+    def _kill_peer(self, until_s: float) -> None:
+        """Kill the decode worker of a prompt whose prefix is being fetched. Looks for one until ``until_s``."""
+        for each in self.workers.values():
+            incarnation = None if each.worker is None else each.worker._incarnation
+            if each.worker is None or incarnation is None:
+                continue
+            for served in each.worker._table._requests.values():
+                if served.prefix_source is None or served._peer is None:
+                    continue
+                transfer = incarnation.kv._receiver._by_attempt.get(prefix_transfer_id(served.attempt_id))
+                peer = self.workers.get(served.peer.worker_id)
+                if transfer is not None and transfer.fetch is not None and peer is not None:
+                    self.tell(f"{served.peer.worker_id} is killed while {served.attempt_id} fetches its prefix")
+                    peer.process.kill()
+                    return
+        if self.world.now_s < until_s:
+            self.loop.call_later(0.001, self._kill_peer, until_s)
 
     def _flip(self, worker_id: str, role: Role) -> None:
         if worker_id not in self.roles:
