@@ -13,7 +13,7 @@ from engine.scheduling.batch import SampledToken
 from engine.scheduling.kv_connector import TransferConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerEvent, SchedulerOutput
 from pdserve.core.clock import FakeClock
-from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
+from pdserve.core.errors import CapacityExceeded, InvalidRequest, from_wire
 from pdserve.core.request import AGED_S
 from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import submit
@@ -256,16 +256,7 @@ def test_the_same_id_again_is_not_taken_for_the_aborted_one() -> None:
     assert rig.free == 32
 
 
-def test_options_out_of_range() -> None:
-    for index in range(5):
-        limits = [8, 8, 8, 8, 8]
-        limits[index] = 0
-        with pytest.raises(ConfigError, match="must be at least 1, got 0"):
-            SchedulerConfig(limits[0], limits[1], limits[2], limits[3], limits[4])
-    with pytest.raises(ConfigError, match="chunk_tokens: must be 'off' or at least 1, got 0"):
-        SchedulerConfig(8, 8, 8, 8, 8, chunk_tokens=0)
-    with pytest.raises(ConfigError, match="batching: must be continuous or static, got 'x'"):
-        scheduler_class("x", None)
+def test_the_serving_scheduler_is_the_default() -> None:
     assert scheduler_class("continuous", None) is scheduler_class("continuous", 3) is Scheduler
 
 

@@ -30,7 +30,9 @@ def test_its_services_have_settings_that_the_configuration_knows(
 @pytest.mark.parametrize("kind", EXPERIMENTS, ids=lambda kind: kind.name)
 def test_its_tests_run_it(kind: type[Experiment]) -> None:
     tests = Path(__file__).parent / f"test_{kind.name.replace('-', '_')}.py"
-    assert re.search(r"\b(run_experiment|measured)\(|\bpdserve\(\s*\"experiment\"", tests.read_text())
+    assert re.search(
+        r"\b(run_experiment|measured|measured_on_service)\(|\bpdserve\(\s*\"experiment\"", tests.read_text()
+    )
 
 
 @pytest.mark.parametrize(

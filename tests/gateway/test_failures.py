@@ -35,12 +35,6 @@ STATUS_OF = {
     "ModelError": ("FAILED_PRECONDITION", 503),
     "LaunchError": ("FAILED_PRECONDITION", 503),
     "InvalidRequest": ("INVALID_ARGUMENT", 400),
-    "DuplicateRequest": ("INVALID_ARGUMENT", 409),
-    "UnknownModel": ("INVALID_ARGUMENT", 404),
-    "HostNotAllowed": ("INVALID_ARGUMENT", 403),
-    "UnsupportedMediaType": ("INVALID_ARGUMENT", 415),
-    "BodyTooLarge": ("INVALID_ARGUMENT", 413),
-    "BodyIncomplete": ("INVALID_ARGUMENT", 408),
     "Unauthenticated": ("UNAUTHENTICATED", 401),
     "CapacityExceeded": ("RESOURCE_EXHAUSTED", 400),
     "NotReady": ("UNAVAILABLE", 503),
@@ -55,6 +49,16 @@ STATUS_OF = {
     "ChecksumMismatch": ("UNAVAILABLE", 503),
 }
 
+KINDS = {
+    "DuplicateRequest": 409,
+    "UnknownModel": 404,
+    "HostNotAllowed": 403,
+    "UnsupportedMediaType": 415,
+    "BodyTooLarge": 413,
+    "BodyIncomplete": 408,
+}
+"""HTTP statuses of kinds of `InvalidRequest`."""
+
 
 def family(root: type[PdserveError]) -> list[type[PdserveError]]:
     # Only the tree's own: tests elsewhere may have made classes of theirs.
@@ -65,6 +69,8 @@ def family(root: type[PdserveError]) -> list[type[PdserveError]]:
 def test_every_error_has_the_statuses_that_it_should() -> None:
     found = {kind.__name__: statuses_of(kind("x")) for kind in family(PdserveError)}
     assert {name: (code.name, status) for name, (code, status) in found.items()} == STATUS_OF
+    for kind, status in KINDS.items():
+        assert statuses_of(InvalidRequest("x", kind=kind)) == (grpc.StatusCode.INVALID_ARGUMENT, status)
     assert statuses_of(CapacityExceeded("x", retry_after_s=1.0)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 429)
     assert statuses_of(ValueError("x")) == (grpc.StatusCode.INTERNAL, 500)
 

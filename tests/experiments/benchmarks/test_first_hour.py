@@ -150,7 +150,7 @@ def test_a_step_of_which_nothing_ran_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "limit_s"),
     [
-        pytest.param("links", 4.0, id="two processes"),
+        pytest.param("links", 1.0, id="two processes"),
         pytest.param("soak", 20.0, id="a service", marks=pytest.mark.soak),
     ],
 )
