@@ -25,6 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # within their time limit.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# Tests fork while gRPC's threads run, to start a process in namespaces of its own. gRPC's handlers of forks broke one.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # The same examples every time: what fails here fails again. `--hypothesis-profile explore` draws others.
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("explore", max_examples=1_000)
