@@ -25,7 +25,7 @@ class Violation(AssertionError):
 
 
 class WorldEngine:
-    """Implements `worker.ports.EnginePort` for the worker thread ``control``. ``memory`` is its pool."""
+    """Implements `contract.engine.EnginePort` for the worker thread ``control``. ``memory`` is its pool."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Pipe:
 
 
 class _KVReader:
-    """Implements `worker.ports.KVEventReader`, over a pipe."""
+    """Implements `contract.engine.KVEventReader`, over a pipe."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

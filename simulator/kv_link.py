@@ -113,12 +113,10 @@ class WorldLink(KVLink):
         self._payload: _Sent | None = None
         self._unread: deque[_Sent] = deque()
         self._why = ""
-        self._lost = asyncio.Event()
         connection.attach(side, _running(), self._arrived.put_nowait, self._end)
 
     def _end(self, why: str) -> None:
         self._why = self._why or why
-        self._lost.set()
         self._arrived.put_nowait(None)
         for sent in self._unread:
             sent.done.set()

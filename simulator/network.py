@@ -6,17 +6,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from contract.control import Serve
 from pdserve.core.errors import PdserveError
 from simulator.loop import World, WorldLoop
 
 KEEPALIVE_S = 10.0
 """After so long without a way between its ends, a connection breaks at both."""
-
-Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
 class Process:

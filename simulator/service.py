@@ -36,7 +36,7 @@ from runtime.secret import ServiceSecret
 from simulator.engine import WorldEngine
 from simulator.kv_link import WorldTransport
 from simulator.loop import World, WorldLoop
-from simulator.model import NUM_LAYERS, SLOT_BYTES
+from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES
 from simulator.network import Network, Process, StreamWire
 from worker.client import WorkerClient
 from worker.incarnation import Incarnation
@@ -91,7 +91,6 @@ class WorldWorker:
         self.loop = self.process.loop("control")
         self.engines: list[WorldEngine] = []
         self.worker: Worker | None = None
-        self.ended = False
         self._tell = tell
         self.loop.call_soon(lambda: self.loop.create_task(self._run()))
 
@@ -110,7 +109,6 @@ class WorldWorker:
             await worker.run()
         except PdserveError as error:
             self._tell(f"{self.spec.worker_id} ends: {error}")
-        self.ended = True
         self.process.kill()
 
     # --- WorkerPorts -------------------------------------------------------------------------------------------------
@@ -146,7 +144,7 @@ class WorldWorker:
                 max_model_len=settings.num_blocks * settings.block_size,
                 block_size=settings.block_size,
                 num_blocks=settings.num_blocks,
-                eos_token_ids=(0,),
+                eos_token_ids=(EOS_TOKEN_ID,),
                 prefix_caching=settings.prefix_caching,
                 chunk_tokens=settings.chunk_tokens,
             ),

@@ -214,7 +214,7 @@ class _Simulation:
         )
 
     def _say_farewell(self) -> None:
-        """Send a few requests more, one after the other: the service must be as it was before the faults."""
+        """Send a few requests more, four at a time: the service must be as it was before the faults."""
         self._running += 1
         self.loop.create_task(self._farewell()).add_done_callback(lambda _: self._farewell_ended())
 
