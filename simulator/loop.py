@@ -15,6 +15,9 @@ from typing import Any, TypeVar, TypeVarTuple
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+BEGIN_S = 1_000.0
+"""What the world's clock says when a world begins."""
+
 TURN_S = 1e-6
 """Virtual seconds that a turn takes, so that a loop that polls does not stop the clock."""
 MAX_BURST = 8
@@ -65,7 +68,7 @@ class World:
     has handled (as asyncio's exception handlers are)."""
 
     def __init__(self, chance: random.Random, on_error: Callable[[dict[str, Any]], None]) -> None:
-        self.now_s = 1_000.0
+        self.now_s = BEGIN_S
         self.turns = 0
         self._random = chance.random
         self.on_error = on_error

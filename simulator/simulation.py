@@ -26,7 +26,7 @@ from pdserve.core.worker import Role
 from router.breaker import BreakerState
 from router.registered_worker import RegisteredWorker
 from simulator.engine import Violation
-from simulator.loop import Stuck, World, WorldLoop
+from simulator.loop import BEGIN_S, Stuck, World, WorldLoop
 from simulator.model import answer
 from simulator.network import Network, Process, StreamWire
 from simulator.plan import ClientRequest, Fault, Plan
@@ -100,7 +100,7 @@ def _run(plan: Plan, lines: list[str]) -> Result:
     simulation = _Simulation(plan, lines)
     simulation.run()
     world = simulation.world
-    return Result(plan, simulation.outcomes, simulation.violations, list(lines), world.now_s, world.turns)
+    return Result(plan, simulation.outcomes, simulation.violations, list(lines), world.now_s - BEGIN_S, world.turns)
 
 
 class _Simulation:
@@ -139,7 +139,7 @@ class _Simulation:
 
     def tell(self, text: str) -> None:
         """Write a line of the trace."""
-        self.lines.append(f"{self.world.now_s - 1000.0:10.6f} {text}")
+        self.lines.append(f"{self.world.now_s - BEGIN_S:10.6f} {text}")
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -577,7 +577,7 @@ class _TraceHandler(logging.Handler):
         """Write a line with the time and the thread of the world."""
         loop = asyncio._get_running_loop()
         if isinstance(loop, WorldLoop):
-            text = f"{loop.time() - 1000.0:10.6f} {loop.name}: {record.getMessage()}"
+            text = f"{loop.time() - BEGIN_S:10.6f} {loop.name}: {record.getMessage()}"
             if record.exc_info and record.exc_info[1] is not None:
                 text += f": {record.exc_info[1]!r}"
             self._lines.append(text)
