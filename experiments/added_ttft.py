@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from experiments.environment import beside_text
 from experiments.experiment import Cell, option
 from experiments.matrix import (
     IDLE,
@@ -44,6 +43,7 @@ from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
+from ops.machine_load import beside_text
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
@@ -70,7 +70,7 @@ class AddedTtftOptions(PairOptions):
     prompt_lens: tuple[PositiveInt, ...] = option(
         (128, 512, 1024, 2048), description="prompt lengths in tokens", quick=[128, 512]
     )
-    transports: tuple[str, ...] = Field(("shm", "tcp"), description="transports to compare")
+    transports: tuple[str, ...] = option(("shm", "tcp"), description="transports to compare", quick=["shm"])
     overlaps: tuple[Literal["none", "chunk", "layer"], ...] = option(
         ("layer", "chunk", "none"),
         description="overlap modes to compare (see transfer.overlap)",

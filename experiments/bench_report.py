@@ -19,7 +19,7 @@ from pydantic import Field
 
 from experiments import environment
 from experiments.bench_plan import PERCENTILES, BenchPlan
-from experiments.environment import BUSY, LOAD, OtherRequests, beside_text, cores_of_others, load_facts
+from experiments.environment import BUSY, OtherRequests
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Load, Outcome
 from experiments.modes import PD, SLO, added_ms, added_text, pairs_of
@@ -48,6 +48,7 @@ from experiments.run_folder import (
     failures,
     unexpected_bytes,
 )
+from ops.machine_load import LOAD, beside_text
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
@@ -123,6 +124,7 @@ def report_of(plan: BenchPlan, mode: str, load: Load, before: ServiceStatus) -> 
         "busy": None if others is None else asdict(others),
         "slo_ms": None if slo is None else dict(slo.limits_ms),
         "leaked_blocks": None,
+        LOAD: None,
         "by_mode": {name: _distributions(of_mode, plan.percentiles) for name, of_mode in by_mode.items()},
         "added_ms": {figure: added_ms(pairs_of(rows), figure) if plan.paired else None for figure in Figure},
     }
@@ -150,14 +152,12 @@ class BenchRecorder:
         self.folder = RunFolder.create(root, BenchRun.name, options)
         self._begun_s = time.monotonic()
         self._load_begun_s: dict[str, float] = {}
-        self._before_cores = 0.0
 
     def begin(self, status: ServiceStatus) -> None:
         """Write ``env.json``. The cell begins now."""
         self.folder.write_environment(
             {"machine": environment.machine(), "service": environment.service(status), "seed": self._plan.seed}
         )
-        self._before_cores = cores_of_others()  # the service's own are among them, and idle
         self._begun_s = time.monotonic()
 
     def record(self, outcome: Outcome) -> None:
@@ -167,7 +167,7 @@ class BenchRecorder:
         self.folder.append(row_of(outcome, self._plan, offset_s))
 
     def finish(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Write the cell; the last report has the leaked blocks."""
+        """Write the cell; the last report has the leaked blocks and the machine's load."""
         facts = {
             "loads": [
                 {key: report[key] for key in ("mode", "duration_s", "unsent", "partial", "planned")}
@@ -176,7 +176,7 @@ class BenchRecorder:
             BUSY: [{"arm": each["mode"], **each["busy"]} for each in reports if each["busy"] is not None],
             "leaked_blocks": reports[-1]["leaked_blocks"],
             "workload": reports[0]["workload"],
-            **load_facts(self._before_cores, None),
+            LOAD: reports[-1][LOAD],
         }
         duration_s = round(time.monotonic() - self._begun_s, 3)
         self.folder.finish_cell(FinishedCell(CELL, {"mode": str(self._plan.mode)}, duration_s, facts))

@@ -1,14 +1,12 @@
-"""Where and beside what a run takes place: what ``env.json`` says of machine and service, load that other processes put
-on this host, and requests of others on the service."""
+"""Where and beside what a run takes place: what ``env.json`` says of machine and service, and requests of others on the
+service."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,71 +125,6 @@ def _commit() -> str | None:
 def _git(root: Path, *arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
-
-
-BESIDE_CORES = 0.25
-"""What is measured while other processes use this many cores or more is measured beside other load."""
-LOAD = "machine_load"
-"""The fact of a cell that has ``cores`` of this host, and how many of them other processes used: ``before_cores`` and
-``during_cores`` (null if the service's processes are not known, because it was running already)."""
-_BEFORE_S = 0.5
-
-
-def own_processes() -> list[psutil.Process]:
-    """This process and its descendants: the load generator, and every service that it started."""
-    this = psutil.Process()
-    return [this, *this.children(recursive=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class CpuUse:
-    """CPU seconds that this host and the processes of a measurement have used so far, by the kernel's counters. What
-    other virtual machines took (steal) counts as use of this host."""
-
-    at_s: float
-    host_s: float
-    own_s: Mapping[int, float]
-
-    @classmethod
-    def now(cls, own: Sequence[psutil.Process]) -> Self:
-        """Up to this moment; processes of ``own`` that have ended are left out."""
-        times, own_s = psutil.cpu_times(), {}
-        for process in own:
-            with contextlib.suppress(psutil.Error):
-                own_s[process.pid] = sum(process.cpu_times()[:4])  # user and system, children that ended included
-        busy = ("user", "nice", "system", "irq", "softirq", "steal")
-        return cls(time.monotonic(), sum(getattr(times, each, 0.0) for each in busy), own_s)
-
-    def others_s(self, since: CpuUse) -> float:
-        """What all other processes used since then."""
-        own_s = sum(now_s - since.own_s.get(pid, 0.0) for pid, now_s in self.own_s.items())
-        return max(0.0, self.host_s - since.host_s - own_s)
-
-    def others_cores(self, since: CpuUse) -> float:
-        """The same as a number of cores."""
-        return self.others_s(since) / max(self.at_s - since.at_s, 1e-9)
-
-
-def cores_of_others() -> float:
-    """How many cores other processes use now, measured over half a second."""
-    own = own_processes()
-    since = CpuUse.now(own)
-    time.sleep(_BEFORE_S)
-    return CpuUse.now(own).others_cores(since)
-
-
-def load_facts(before_cores: float, during_cores: float | None) -> dict[str, Any]:
-    """The fact `LOAD` of a cell. ``during_cores``: None if the service's processes are not known."""
-    during = None if during_cores is None else round(during_cores, 3)
-    return {LOAD: {"cores": os.cpu_count(), "before_cores": round(before_cores, 3), "during_cores": during}}
-
-
-def beside_text(facts: Mapping[str, Any]) -> str:
-    """``beside other load: 1.2 of 2 cores`` if other processes used `BESIDE_CORES` before or during a cell with these
-    facts; else empty."""
-    load = facts.get(LOAD) or {}
-    most = max((load[key] or 0.0 for key in ("before_cores", "during_cores") if key in load), default=0.0)
-    return f"beside other load: {most:.1f} of {load['cores']} cores" if most >= BESIDE_CORES else ""
 
 
 BUSY = "busy"

@@ -14,12 +14,13 @@ from typing import Any, ClassVar, Self, Unpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from experiments.deployment import Deployment, Service, run_in_loop
-from experiments.environment import BUSY, CpuUse, OtherRequests, own_processes
+from experiments.environment import BUSY, OtherRequests
 from experiments.load import Load, Outcome, run_load
 from experiments.report.page import Report
 from experiments.run_folder import CONFIG, ENVIRONMENT, Figures, Parameters, RequestRow, RunData, RunFolder
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
+from ops.machine_load import CpuUse, own_processes
 from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
@@ -126,7 +127,7 @@ class Bench:
         self.advance = advance
         self.tell = tell
         self._record = record
-        self.processes = [] if attached else own_processes()
+        self._processes, self._know_processes = own_processes(Target.of(target) if attached else None)
         self._started_s = time.monotonic()
 
     @property
@@ -165,15 +166,15 @@ class Bench:
     ) -> RequestRow:
         """Send one request, wait for its end, and write its row. A failure is a row as well. ``due_s``: when an open
         loop had to send it; without it the request is alone on the service, and what other processes use is noted."""
-        before, sent_s = CpuUse.now(self.processes), self.elapsed_s
+        before, sent_s = CpuUse.now(self._processes), self.elapsed_s
         place: dict[str, Any] = {"arm": arm, "repeat": repeat, "index": index, "kind": kind, "sent_s": sent_s}
         place["scheduled_s"] = sent_s if due_s is None else due_s
         try:
             generation = await client.generate(prompt, ignore_eos=True, **options).result()
         except PdserveError as error:
             return self.record(None, error, **place)
-        if due_s is None and not self.attached:
-            place["others_cpu_s"] = round(CpuUse.now(self.processes).others_s(before), 3)
+        if due_s is None and self._know_processes:
+            place["others_cpu_s"] = round(CpuUse.now(self._processes).others_s(before), 3)
         return self.record(generation, **place)
 
     async def load(

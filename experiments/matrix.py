@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from experiments.environment import LOAD, beside_text
 from experiments.experiment import Bench, Cell, Experiment
 from experiments.load import Lag
 from experiments.modes import (
@@ -51,6 +50,7 @@ from experiments.warm_up import requests_of
 from experiments.workloads.catalog import fitted
 from experiments.workloads.conversation import Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
+from ops.machine_load import LOAD, beside_text
 from pdserve.client.async_client import AsyncClient
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval

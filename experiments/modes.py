@@ -21,7 +21,6 @@ import numpy as np
 from pydantic import Field
 
 from checkpoints.source import resolve_model
-from experiments.environment import BESIDE_CORES
 from experiments.experiment import Bench, Options, option
 from experiments.run_folder import Figures, FinishedCell, RequestRow
 from experiments.statistics import percentile
@@ -29,6 +28,7 @@ from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import Workload
 from ops.doctor.handoff_prediction import HandoffPart, LinkRate, Overlap, handoff_parts, hiding_gbs, predict
+from ops.machine_load import BESIDE_CORES
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.request import Prompt
 from pdserve.client.status import ServiceStatus
@@ -51,6 +51,8 @@ ENOUGH_SHARE = 0.05
 """An interval is narrow if its half width is at most this share of the added time."""
 CHECK_PAIRS = 4
 """Whether the intervals are narrow is checked each time that so many pairs were added."""
+SPARE = "spare_pairs_s"
+"""The fact of a cell of pairs: seconds for pairs that it and the cells before it had and did not need."""
 _WARM_UP_PAIRS = 2
 _DISTURBED_S = 0.03
 
@@ -62,8 +64,9 @@ class PairOptions(Options):
         40.0,
         ge=0,
         le=86_400,
-        description="seconds per idle cell within which pairs are added until the intervals are narrow",
-        quick=42.0,
+        description="seconds per idle cell within which pairs are added until the intervals are narrow; what a cell "
+        "does not need, the next ones have",
+        quick=45.0,
     )
     narrow_ms: float = Field(
         2.0, gt=0, description="half width of a narrow interval, in ms; 5 % of the added time are narrow as well"
@@ -88,11 +91,12 @@ async def send_pairs(
 ) -> None:
     """Send two rounds or more of ``requests`` (prompts and output lengths) to all workers without rows, then pairs in
     the order A B B A, whose requests get rows: at least as many as the cell has steps, and further ones until the
-    intervals of both figures are narrow, or ``options.pairs_s`` are over. No prefix cache helps, as every request has a
-    salt of its own."""
+    intervals of both figures are narrow, or ``options.pairs_s`` and what earlier cells had to spare are over. No prefix
+    cache helps, as every request has a salt of its own."""
     await warm_up(bench, client, requests, ARMS, rounds=_WARM_UP_PAIRS)
     await bench.settle(client, "pairs")
-    end_s, least = bench.elapsed_s + options.pairs_s, bench.cell.work
+    spare_s = next((facts[SPARE] for facts in reversed(bench.earlier.values()) if SPARE in facts), 0.0)
+    end_s, least = bench.elapsed_s + options.pairs_s + spare_s, bench.cell.work
     rows: list[RequestRow] = []
     for number in itertools.count():
         differences_ms = [_differences_ms(pairs_of(rows), each) for each in Figure]
@@ -105,6 +109,7 @@ async def send_pairs(
             rows.append(await bench.send(client, prompt, max_tokens=output_len, salt=salt, **place))
         if number < least:
             bench.advance(1)
+    bench.facts[SPARE] = round(max(0.0, end_s - bench.elapsed_s), 3)
 
 
 def pairs_of(rows: Sequence[RequestRow]) -> list[Pair]:

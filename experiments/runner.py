@@ -14,21 +14,13 @@ from typing import Any, Protocol, Unpack
 
 from experiments import environment
 from experiments.deployment import Deployment, Service
-from experiments.environment import (
-    BUSY,
-    LOAD,
-    CpuUse,
-    beside_text,
-    busy_texts,
-    cores_of_others,
-    load_facts,
-    own_processes,
-)
+from experiments.environment import BUSY, busy_texts
 from experiments.experiment import Bench, Cell, Experiment, RunKind
 from experiments.report.drawing import TableBlock, table
 from experiments.report.page import Report
 from experiments.run_folder import CONFIG, Figures, FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
+from ops.machine_load import LOAD, LoadMeter, beside_text
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import Target
 from pdserve.core.errors import InvalidRequest
@@ -203,7 +195,8 @@ def _run_cell(
     else:
         deployment.stop()  # a cell without a service measures the machine alone
         _note_environment(experiment, folder, None)
-    before_cores = cores_of_others()
+    attached = Target.of(target) if deployment.attached else None
+    meter = LoadMeter.begin(attached)
     progress.cell(cell)
     earlier = {each.cell: each.facts for each in folder.load().cells}
     bench = Bench(
@@ -215,11 +208,10 @@ def _run_cell(
         attached=deployment.attached,
         earlier=earlier,
     )
-    since = CpuUse.now(bench.processes)
+    begun_s = time.monotonic()
     bench.run(experiment.measure)
-    until = CpuUse.now(own_processes())
-    duration_s = round(until.at_s - since.at_s, 3)
-    facts |= load_facts(before_cores, None if bench.attached else until.others_cores(since))
+    duration_s = round(time.monotonic() - begun_s, 3)
+    facts |= meter.facts()
     if cell.service is not None:
         deployment.check()  # requests that failed because the service ended are no result; --resume repeats the cell
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))

@@ -159,7 +159,10 @@ def bench(
     reports, page = asyncio.run(_run(Target.of(target, **access), plan, into))
     if as_json:
         arms = {report["mode"]: report for report in reports}
-        ends = {"partial": any(map(itemgetter("partial"), reports)), "leaked_blocks": reports[-1]["leaked_blocks"]}
+        from ops.machine_load import LOAD
+
+        ends = {"partial": any(map(itemgetter("partial"), reports))}
+        ends |= {key: reports[-1][key] for key in ("leaked_blocks", LOAD)}
         print_json(reports[0] if plan.loads == 1 else {**ends, "arms": arms})
     else:
         console = stdout_console()
@@ -200,13 +203,14 @@ def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | 
 
 
 async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[Report], Path | None]:
-    """Reports of the loads, of which the last one has the leaked blocks of all; and the page of the run's folder, if
-    one is to be made in ``into``."""
+    """Reports of the loads, of which the last one has the leaked blocks and the machine's load of all; and the page of
+    the run's folder, if one is to be made in ``into``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from experiments.bench_plan import fitted, run_bench
     from experiments.bench_report import BenchRecorder, report_of
     from experiments.load import Outcome
+    from ops.machine_load import LoadMeter
     from ops.settled import leaked_blocks, settled
     from pdserve.client.async_client import AsyncClient
 
@@ -222,6 +226,7 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
         before = await settled(client)
         plan = await fitted(client, plan, before)
         stop, hurry = asyncio.Event(), asyncio.Event()
+        meter = LoadMeter.begin(target)
         recorder = None
         if into is not None:
             recorder = BenchRecorder(into, plan, str(target))
@@ -244,9 +249,10 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
                 progress.update(task, advance=1, failed=f"[red]{failed} failed[/]" if failed else "")
 
             loads = await run_bench(client, plan, before, on_done, stop)
+            load_facts = meter.facts()
             reports: list[Report] = [report_of(plan, *load) for load in loads]
             leaked = await _unless(hurry, leaked_blocks(client, before))
-        reports[-1] = {**reports[-1], "leaked_blocks": leaked}
+        reports[-1] = {**reports[-1], "leaked_blocks": leaked, **load_facts}
         return reports, None if recorder is None else _draw(recorder, reports)
 
 
@@ -302,11 +308,15 @@ async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int
 
 
 def _summary(reports: Sequence[Report]) -> list[str]:
+    from ops.machine_load import beside_text
+
     lines = [f"workload    {reports[0]['workload']}"]
     for report in reports:
         if len(reports) > 1:
             lines.append(f"{report['mode']} (alone on the service)")
         lines.extend(_of_load(report))
+    if beside := beside_text(reports[-1]):
+        lines.append(f"machine     {beside}")
     leaked = reports[-1]["leaked_blocks"]
     lines.append(f"leaked      {'unknown' if leaked is None else f'{leaked} blocks'}")
     return lines
@@ -343,7 +353,7 @@ def _of_load(report: Report) -> list[str]:
             f"{lag['p50_ms']:.2f} ms p50, {lag['p99_ms']:.2f} p99, {lag['max_ms']:.2f} max between schedule and sending"
         )
         behind = "; the load is behind its schedule, and latencies contain that wait" if lag["behind"] else ""
-        lines.append(f"lag         {text} between schedule and sending{behind}")
+        lines.append(f"lag         {text}{behind}")
     if report["unsent"]:
         unsent = counted_requests(report["unsent"])
         lines.append(f"unsent      {unsent} still waited for --max-concurrency at the end")

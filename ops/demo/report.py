@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class DemoReport:
     errors: list[PdserveError] = field(default_factory=list)
     leaked_blocks: int = 0
     rounds: int = 0
+    load_facts: Mapping[str, Any] = field(default_factory=dict)  # `LoadMeter.facts`
 
     @property
     def disaggregated(self) -> list[Generation]:
@@ -106,6 +107,7 @@ class DemoReport:
             "unattributed": {figure.value: self.unattributed(figure) for figure in Figure},
             "leaked_blocks": self.leaked_blocks,
             "rounds": self.rounds,
+            **self.load_facts,
             "added_ttft_ms": {
                 figure.value: None if (added := self.added_ms(figure)) is None else added.to_dict() for figure in Figure
             },

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from ops.demo.prompts import CALIBRATION, demo_prompts
 from ops.demo.report import DemoReport, PairedRound
+from ops.machine_load import LoadMeter, beside_text
 from ops.settled import leaked_blocks, settled
 from ops.waterfall.bars import longest, proof
 from ops.waterfall.picture import save_waterfalls
@@ -43,6 +44,7 @@ async def run_demo(target: str | Target, png: Path, console: Console, rounds: in
         prompts = await _prepare(client)
         report = DemoReport(requests=len(prompts))
         before = await settled(client)
+        meter = LoadMeter.begin(Target.of(target))
         await _at_once(client, prompts, report, console)
         if report.live:
             console.print()
@@ -54,6 +56,7 @@ async def run_demo(target: str | Target, png: Path, console: Console, rounds: in
                 saved = await asyncio.to_thread(save_waterfalls, report.live, png, title)
                 console.print(f"picture: {saved}\n")
         await _rounds(client, prompts, report, rounds, console)
+        report.load_facts = meter.facts()
         report.leaked_blocks = await leaked_blocks(client, before)
     _summarise(report, console)
     return report
@@ -119,20 +122,26 @@ async def _rounds(
 
 
 def _summarise(report: DemoReport, console: Console) -> None:
+    beside = beside_text(report.load_facts)
     console.print(
-        f"disaggregated against colocated: the same {report.requests} prompts, one request at a time, modes "
-        f"interleaved,\n{report.rounds} rounds; medians of the rounds in ms (added: of the paired differences)"
+        f"disaggregated against colocated{beside and f' ({beside})'}: the same {report.requests} prompts, one request "
+        f"at a time, modes interleaved,\n{report.rounds} rounds; medians of the rounds in ms (added: of the paired "
+        "differences)"
     )
     console.print(_paired_table(report))
+    unclear = False
     for figure in Figure:
         added = report.added_ms(figure)
         text = "not measured" if added is None else escape(added.text())
         if added is not None and added.known and not added.sign:
-            text += " (no difference could be measured)"
+            unclear, text = True, f"{text} (no difference could be measured)"
         console.print(
             f"added {figure.value}: [bold]{text}[/], the median of the prompts' paired differences, with its "
             f"{100 * CONFIDENCE:.0f} % interval"
         )
+    if unclear:
+        quiet = " a quiet machine," if beside else ""
+        console.print(f"To measure smaller differences:{quiet} more rounds (--rounds {4 * report.rounds}), more cores.")
     pairs = len(report.pairs)
     equal = sum(pair.tokens_equal for pair in report.pairs)
     console.print(f"tokens: {equal} of {pairs} pairs equal (greedy); leaked blocks: {report.leaked_blocks}")

@@ -84,7 +84,7 @@ def clear_leftovers(ray_folder: str, noted: Iterable[ProcessId] = ()) -> str:
     noted = tuple(noted)
     ended: set[psutil.Process] = set()
     deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
-    while family := _family(folder, noted):  # repeated, because a process that ends may have started another
+    while family := family_of(folder, noted):  # repeated, because a process that ends may have started another
         ended |= family
         for process in family:
             with contextlib.suppress(psutil.Error):
@@ -101,7 +101,8 @@ def clear_leftovers(ray_folder: str, noted: Iterable[ProcessId] = ()) -> str:
     return " and ".join(found)
 
 
-def _family(folder: Path | None, noted: Iterable[ProcessId]) -> set[psutil.Process]:
+def family_of(folder: Path | None, noted: Iterable[ProcessId]) -> set[psutil.Process]:
+    """The running processes of the Ray in this folder, the ``noted`` ones, and their descendants; without this one."""
     family = {process for identity in noted if (process := find(identity)) is not None}
     if folder is not None:
         family.update(_processes_of(folder))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
-from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, find
+from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, family_of, find
 from pdserve.core.address import join_address, split_address, stays_on_this_host, target_of
 from pdserve.core.config import GatewayConfig
 from pdserve.core.errors import LaunchError
@@ -246,6 +246,11 @@ class ServiceState:
     def process(self) -> psutil.Process | None:
         """The supervisor's process, if it is still running."""
         return find((self.pid, self.create_time))
+
+    def running_processes(self) -> set[psutil.Process]:
+        """Its processes on this host."""
+        folder = Path(self.ray_folder) if self.ray_folder else None
+        return family_of(folder, ((self.pid, self.create_time), *self.processes))
 
     def _clear(self) -> str:
         left = clear_leftovers(self.ray_folder, self.processes)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
-from experiments.environment import CpuUse
 from experiments.experiment import Bench, Cell
 from experiments.modes import PairOptions, send_pairs
 from experiments.run_folder import RequestRow
@@ -43,6 +41,24 @@ async def test_pairs_are_added_until_narrow_or_the_time_is_over(
     assert all(row.others_cpu_s is not None and row.others_cpu_s >= 0 for row in rows)
 
 
+async def test_what_a_cell_does_not_need_of_its_time_the_next_ones_have(service: ScriptedService) -> None:
+    facts: dict[str, Mapping[str, Any]] = {}
+    counts = []
+    async with AsyncClient(service.target) as client:
+        for name, narrow_ms in (("easy", 1e9), ("hard", 1e-9)):
+            rows: list[RequestRow] = []
+            bench = Bench(Cell(name, {}, work=6), service.target, rows.append, lambda steps: None, earlier=facts)
+            options = PairOptions.choose({"pairs_s": 1.0, "narrow_ms": narrow_ms})
+            begun_s = bench.elapsed_s
+            await send_pairs(bench, client, requests_of(Synthetic(Fixed(8), Fixed(4)), 0, 100), options)
+            facts[name] = bench.facts
+            counts.append((len(rows) // 2, bench.elapsed_s - begun_s))
+    assert 0 < facts["easy"]["spare_pairs_s"] < 1.0
+    assert facts["hard"]["spare_pairs_s"] == 0
+    assert counts[1][1] >= 1.0 + facts["easy"]["spare_pairs_s"]
+    assert counts[0][0] < counts[1][0]
+
+
 @pytest.mark.parametrize("spread_ms", [2.0, 4.0, 6.0])
 def test_intervals_hold_the_true_value_although_pairs_stop_once_they_are_narrow(spread_ms: float) -> None:
     """By simulation: of differences with heavy tails, up to 60 pairs. Stopping early costs a few percent at most."""
@@ -57,17 +73,3 @@ def test_intervals_hold_the_true_value_although_pairs_stop_once_they_are_narrow(
         stopped += pairs < drawn.size
     assert stopped > runs / 5
     assert 0.9 <= hits / runs <= 0.97
-
-
-def test_what_other_processes_use_is_counted_apart_from_the_measurements_own() -> None:
-    burn = "import time\nwhile time.process_time() < 0.5: pass\ninput()"
-    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE) as child:
-        process = psutil.Process(child.pid)
-        without, own = [psutil.Process()], [psutil.Process(), process]
-        before, before_own = CpuUse.now(without), CpuUse.now(own)
-        while sum(process.cpu_times()[:2]) < 0.45:
-            process.is_running()
-        after_own, after = CpuUse.now(own), CpuUse.now(without)
-        child.communicate(b"\n")
-    assert after.others_s(before) - after_own.others_s(before_own) >= 0.3
-    assert after.others_cores(before) == pytest.approx(after.others_s(before) / (after.at_s - before.at_s))

@@ -12,6 +12,7 @@ from ops.cli.main import main
 from ops.demo import run
 from ops.demo.prompts import demo_prompts
 from ops.demo.report import DemoReport, PairedRound
+from ops.machine_load import LoadMeter
 from pdserve.core.errors import NotReady
 from pdserve.core.timeline import Figure
 from pdserve.pb import inference_pb2 as pb
@@ -19,7 +20,7 @@ from tests.ops.made_up import made_up
 from tests.pdserve.scripted_service import ScriptedService
 
 FINDINGS = {"requests", "failed", "tokens_equal_colocated", "kv_bytes_equal_expected", "unattributed", "leaked_blocks",
-            "rounds", "added_ttft_ms"}  # fmt: skip
+            "rounds", "machine_load", "added_ttft_ms"}  # fmt: skip
 
 
 def demo(service: ScriptedService, png: Path, *options: str) -> int:
@@ -71,6 +72,18 @@ def test_rounds_that_are_asked_for_are_run_and_others_end_in_time(
     assert not any(line.startswith("{") for line in out.splitlines())  # JSON only where it is asked for
     assert demo(service, tmp_path / "w.png") == 0
     assert "1 of 5 rounds were run in 0 s; --rounds 5 runs all of them" in capsys.readouterr().out
+
+
+def test_the_demo_names_other_load_and_what_would_narrow_an_interval_that_contains_0(
+    service: ScriptedService, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = {"machine_load": {"cores": 2, "before_cores": 0.0, "during_cores": 1.3}}
+    monkeypatch.setattr(LoadMeter, "facts", lambda self: load)
+    assert demo(service, tmp_path / "w.png", "--rounds", "2") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "disaggregated against colocated (beside other load: 1.3 of 2 cores): the same 8 prompts" in out
+    assert "(no difference could be measured)" in out
+    assert "To measure smaller differences: a quiet machine, more rounds (--rounds 8), more cores." in out
 
 
 def test_prompts_have_very_different_lengths_and_fit() -> None:
