@@ -16,7 +16,8 @@ help:  ## list the targets
 
 install: $(INSTALLED)  ## make .venv with what serving, measuring and the client need
 
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are first imported: most never are, and compiling all takes longer than the demo.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
