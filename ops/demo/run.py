@@ -125,8 +125,8 @@ def _summarise(report: DemoReport, console: Console) -> None:
     beside = beside_text(report.load_facts)
     console.print(
         f"disaggregated against colocated{beside and f' ({beside})'}: the same {report.requests} prompts, one request "
-        f"at a time, modes interleaved,\n{report.rounds} rounds; medians of the rounds in ms (added: of the paired "
-        "differences)"
+        f"at a time, modes interleaved, {report.rounds} round{'s' * (report.rounds > 1)}; medians of the rounds in ms (added: of the "
+        "paired differences)"
     )
     console.print(_paired_table(report))
     unclear = False
