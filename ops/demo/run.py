@@ -122,11 +122,10 @@ async def _rounds(
 
 
 def _summarise(report: DemoReport, console: Console) -> None:
-    beside = beside_text(report.load_facts)
+    beside, rounds = beside_text(report.load_facts), f"{report.rounds} round{'s' * (report.rounds > 1)}"
     console.print(
         f"disaggregated against colocated{beside and f' ({beside})'}: the same {report.requests} prompts, one request "
-        f"at a time, modes interleaved, {report.rounds} round{'s' * (report.rounds > 1)}; medians of the rounds in ms (added: of the "
-        "paired differences)"
+        f"at a time, modes interleaved, {rounds}; medians of the rounds in ms (added: of the paired differences)"
     )
     console.print(_paired_table(report))
     unclear = False
@@ -141,7 +140,9 @@ def _summarise(report: DemoReport, console: Console) -> None:
         )
     if unclear:
         quiet = " a quiet machine," if beside else ""
-        console.print(f"To measure smaller differences:{quiet} more rounds (--rounds {4 * report.rounds}), more cores.")
+        console.print(
+            f"To measure smaller differences:{quiet} more rounds (--rounds {min(100, 4 * report.rounds)}), more cores."
+        )
     pairs = len(report.pairs)
     equal = sum(pair.tokens_equal for pair in report.pairs)
     console.print(f"tokens: {equal} of {pairs} pairs equal (greedy); leaked blocks: {report.leaked_blocks}")
