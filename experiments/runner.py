@@ -20,7 +20,7 @@ from experiments.report.drawing import TableBlock, table
 from experiments.report.page import Report
 from experiments.run_folder import CONFIG, Figures, FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
-from ops.machine_load import LOAD, LoadMeter, beside_text
+from ops.machine_load import LOAD, MachineLoad, beside_text
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import Target
 from pdserve.core.errors import InvalidRequest
@@ -196,7 +196,7 @@ def _run_cell(
         deployment.stop()  # a cell without a service measures the machine alone
         _note_environment(experiment, folder, None)
     attached = Target.of(target) if deployment.attached else None
-    meter = LoadMeter.begin(attached)
+    meter = MachineLoad.begin(attached)
     progress.cell(cell)
     earlier = {each.cell: each.facts for each in folder.load().cells}
     bench = Bench(

@@ -17,7 +17,7 @@ from pdserve.client.target import Target
 BESIDE_CORES = 0.25
 """What is measured while other processes use this many cores or more is measured beside other load."""
 LOAD = "machine_load"
-"""The key of the facts of a measurement (`LoadMeter.facts`)."""
+"""The key of the facts of a measurement (`MachineLoad.facts`)."""
 _BEFORE_S = 0.5
 
 
@@ -63,7 +63,7 @@ class CpuUse:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadMeter:
+class MachineLoad:
     """Measures what other processes use before and during a measurement, which begins when the meter is made."""
 
     before_cores: float

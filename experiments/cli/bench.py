@@ -210,7 +210,7 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
     from experiments.bench_plan import fitted, run_bench
     from experiments.bench_report import BenchRecorder, report_of
     from experiments.load import Outcome
-    from ops.machine_load import LoadMeter
+    from ops.machine_load import MachineLoad
     from ops.settled import leaked_blocks, settled
     from pdserve.client.async_client import AsyncClient
 
@@ -226,7 +226,7 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
         before = await settled(client)
         plan = await fitted(client, plan, before)
         stop, hurry = asyncio.Event(), asyncio.Event()
-        meter = LoadMeter.begin(target)
+        meter = MachineLoad.begin(target)
         recorder = None
         if into is not None:
             recorder = BenchRecorder(into, plan, str(target))

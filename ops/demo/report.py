@@ -42,7 +42,7 @@ class DemoReport:
     errors: list[PdserveError] = field(default_factory=list)
     leaked_blocks: int = 0
     rounds: int = 0
-    load_facts: Mapping[str, Any] = field(default_factory=dict)  # `LoadMeter.facts`
+    load_facts: Mapping[str, Any] = field(default_factory=dict)  # `MachineLoad.facts`
 
     @property
     def disaggregated(self) -> list[Generation]:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ops.demo.prompts import CALIBRATION, demo_prompts
 from ops.demo.report import DemoReport, PairedRound
-from ops.machine_load import LoadMeter, beside_text
+from ops.machine_load import MachineLoad, beside_text
 from ops.settled import leaked_blocks, settled
 from ops.waterfall.bars import longest, proof
 from ops.waterfall.picture import save_waterfalls
@@ -44,7 +44,7 @@ async def run_demo(target: str | Target, png: Path, console: Console, rounds: in
         prompts = await _prepare(client)
         report = DemoReport(requests=len(prompts))
         before = await settled(client)
-        meter = LoadMeter.begin(Target.of(target))
+        meter = MachineLoad.begin(Target.of(target))
         await _at_once(client, prompts, report, console)
         if report.live:
             console.print()

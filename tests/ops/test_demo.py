@@ -12,7 +12,7 @@ from ops.cli.main import main
 from ops.demo import run
 from ops.demo.prompts import demo_prompts
 from ops.demo.report import DemoReport, PairedRound
-from ops.machine_load import LoadMeter
+from ops.machine_load import MachineLoad
 from pdserve.core.errors import NotReady
 from pdserve.core.timeline import Figure
 from pdserve.pb import inference_pb2 as pb
@@ -78,7 +78,7 @@ def test_the_demo_names_other_load_and_what_would_narrow_an_interval_that_contai
     service: ScriptedService, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = {"machine_load": {"cores": 2, "before_cores": 0.0, "during_cores": 1.3}}
-    monkeypatch.setattr(LoadMeter, "facts", lambda self: load)
+    monkeypatch.setattr(MachineLoad, "facts", lambda self: load)
     assert demo(service, tmp_path / "w.png", "--rounds", "2") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "disaggregated against colocated (beside other load: 1.3 of 2 cores): the same 8 prompts" in out

@@ -12,7 +12,7 @@ import pytest
 
 from ops.launch.leftovers import end_processes
 from ops.launch.state import ServiceState
-from ops.machine_load import LOAD, CpuUse, LoadMeter, beside_text, own_processes
+from ops.machine_load import LOAD, CpuUse, MachineLoad, beside_text, own_processes
 from pdserve.client.target import Target
 
 PORT = 50999
@@ -35,13 +35,13 @@ def test_the_processes_of_a_service_that_was_running_already_are_the_measurement
     own, complete = own_processes(service)
     assert foreign not in own
     assert not complete
-    assert LoadMeter.begin(service).facts()[LOAD]["during_cores"] is None
+    assert MachineLoad.begin(service).facts()[LOAD]["during_cores"] is None
     ServiceState(foreign.pid, foreign.create_time(), PORT, "", target=f"localhost:{PORT}").claim()
     own, complete = own_processes(service)
     assert foreign in own
     assert psutil.Process() in own
     assert complete
-    facts = LoadMeter.begin(service).facts()[LOAD]
+    facts = MachineLoad.begin(service).facts()[LOAD]
     assert all(facts[key] >= 0 for key in ("cores", "before_cores", "during_cores"))
 
 
