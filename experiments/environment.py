@@ -149,8 +149,8 @@ class OtherRequests:
     def text(self, what: str) -> str:
         """A sentence about ``what`` is measured beside them."""
         return (
-            f"{what} began on a busy service: {self.running} running and {self.queued} queued requests were not the "
-            "measurement's, and the figures include what they cost."
+            f"{what} began on a busy service beside requests that were not the measurement's ({self.running} running, "
+            f"{self.queued} queued), and the figures include what they cost."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +20,11 @@ from experiments.report.drawing import TableBlock, table
 from experiments.report.page import Report
 from experiments.run_folder import CONFIG, Figures, FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
-from ops.machine_load import LOAD, MachineLoad, beside_text
+from ops.machine_load import LOAD, MachineLoad, beside_cores, beside_text
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import Target
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import counted
 from pdserve.version import VERSION
 
 PLANNED = "planned_cells"
@@ -166,7 +167,12 @@ def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
     figures = kind.summarise(run)
     report: Report = kind.report(run, figures)
     report.caveats = [*report.caveats, *_measuring_caveats(run), *_resumption_caveats(run)]
-    _tell_load(run, report)
+    beside = {cell.cell: text for cell in run.cells if (text := beside_text(cell.facts))}
+    _tell_load(run, report, beside)
+    if beside and not any(text in report.answer for text in beside.values()):
+        most = max((cell.facts for cell in run.cells), key=beside_cores)
+        cells = f"{len(beside)} of {counted(len(run.cells), 'cell')}"
+        report.answer = f"Measured {beside_text(most)} (in {cells}). {report.answer}"
     if (planned := run.environment.get(PLANNED, 0)) > len(run.cells):
         report.answer = f"Interrupted: {len(run.cells)} of {planned} cells were measured. {report.answer}"
     summary = {**figures, "answer": report.answer, "caveats": list(report.caveats)}
@@ -250,10 +256,9 @@ def _measuring_caveats(run: RunData) -> list[str]:
     ]
 
 
-def _tell_load(run: RunData, report: Report) -> None:
-    """Add a table of the machine's load beside the cells, and name it where other tables have a cell that was measured
-    beside other load."""
-    beside = {cell.cell: text for cell in run.cells if (text := beside_text(cell.facts))}
+def _tell_load(run: RunData, report: Report, beside: Mapping[str, str]) -> None:
+    """Add a table of the machine's load beside the cells, and name it where other tables have one of the cells that
+    were measured ``beside`` other load."""
     for place, block in enumerate(report.blocks):
         if isinstance(block, TableBlock):
             named = [(f"{row[0]} ({beside[row[0]]})" if row[0] in beside else row[0], *row[1:]) for row in block.rows]

@@ -89,9 +89,13 @@ class MachineLoad:
         return {LOAD: {"cores": os.cpu_count(), "before_cores": before_cores, "during_cores": during_cores}}
 
 
-def beside_text(facts: Mapping[str, Any]) -> str:
-    """``beside other load: 1.2 of 2 cores`` if other processes used `BESIDE_CORES` before or during a measurement with
-    these facts; else empty."""
+def beside_cores(facts: Mapping[str, Any]) -> float:
+    """How many cores other processes used, before or during a measurement with these facts; 0 if that is unknown."""
     load = facts.get(LOAD) or {}
-    most = max((load[key] or 0.0 for key in ("before_cores", "during_cores") if key in load), default=0.0)
-    return f"beside other load: {most:.1f} of {load['cores']} cores" if most >= BESIDE_CORES else ""
+    return max((load[key] or 0.0 for key in ("before_cores", "during_cores") if key in load), default=0.0)
+
+
+def beside_text(facts: Mapping[str, Any]) -> str:
+    """``beside other load: 1.2 of 2 cores`` if other processes used `BESIDE_CORES` or more; else empty."""
+    most = beside_cores(facts)
+    return f"beside other load: {most:.1f} of {facts[LOAD]['cores']} cores" if most >= BESIDE_CORES else ""

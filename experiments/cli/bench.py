@@ -309,6 +309,7 @@ async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int
 
 def _summary(reports: Sequence[Report]) -> list[str]:
     from ops.machine_load import beside_text
+    from pdserve.core.request import counted
 
     lines = [f"workload    {reports[0]['workload']}"]
     for report in reports:
@@ -318,7 +319,7 @@ def _summary(reports: Sequence[Report]) -> list[str]:
     if beside := beside_text(reports[-1]):
         lines.append(f"machine     {beside}")
     leaked = reports[-1]["leaked_blocks"]
-    lines.append(f"leaked      {'unknown' if leaked is None else f'{leaked} blocks'}")
+    lines.append(f"leaked      {'unknown' if leaked is None else counted(leaked, 'block')}")
     return lines
 
 

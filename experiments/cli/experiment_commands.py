@@ -30,6 +30,7 @@ from ops.cli.options import (
 )
 from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.request import counted
 
 app = typer.Typer()
 
@@ -99,8 +100,8 @@ def _measure(experiment: Experiment, folder: RunFolder, access: AccessOptions, a
         if finished := folder.finished():
             print_note(
                 stderr_console(),
-                f"{len(finished)} finished cells are kept; go on with: pdserve experiment {experiment.name} --resume "
-                f"{folder.path}, or draw them with: pdserve report {folder.path}",
+                f"{counted(len(finished), 'finished cell')} kept; go on with: pdserve experiment {experiment.name} "
+                f"--resume {folder.path}, or draw them with: pdserve report {folder.path}",
             )
         raise
     _finish(experiment.name, outcome, as_json)

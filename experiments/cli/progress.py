@@ -18,6 +18,7 @@ from experiments.report.drawing import TableBlock
 from ops.cli.options import plain_table, print_note, stderr_console
 from ops.launch.state import note_report
 from pdserve.core.errors import LaunchError
+from pdserve.core.request import counted
 
 _CELL_S = 10.0
 """What a cell takes beside its ``sending_s`` before any was measured: the start of a service, and warm-up."""
@@ -43,12 +44,13 @@ class RunProgress:
         self._total, self._done = len(cells), finished
         self._cells = self._bars.add_task(self._name, total=len(cells), completed=finished)
         if finished:
-            self._console.print(f"{self._name}: {finished} of {len(cells)} cells were measured before")
+            self._console.print(f"{self._name}: {finished} of {counted(len(cells), 'cell')} measured before")
         sending_s = sum(cell.sending_s for cell in cells[finished:])
         if sending_s:
+            to_come = counted(len(cells) - finished, "cell")
             self._console.print(
-                f"{self._name}: {len(cells) - finished} cells; their loads and pairs take up to {sending_s / 60:.1f} "
-                "min; starts of services, warm-up and queues that empty come on top"
+                f"{self._name}: {to_come}; their loads and pairs take up to {sending_s / 60:.1f} min; starts of "
+                "services, warm-up and queues that empty come on top"
             )
 
     def cell(self, cell: Cell) -> None:

@@ -56,10 +56,12 @@ def _show(console: Console, report: Report) -> None:
         console.print(f"[{_COLORS[level]}]{level:4}[/] {check}: {escape(', '.join(where))}: {escape(what)}")
         if remedy:
             console.print(f"     → {escape(remedy)}")
+    from pdserve.core.request import counted
+
     fails, warnings = (sum(finding.level == level for finding in report.findings) for level in ("fail", "warn"))
     verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
-    examined = f"{len(report.nodes)} nodes, {len(report.pairs)} pairs examined"
-    console.print(f"{verdict}: {examined}; {fails} would fail, {warnings} warnings")
+    examined = f"{counted(len(report.nodes), 'node')}, {counted(len(report.pairs), 'pair')} examined"
+    console.print(f"{verdict}: {examined}; {fails} would fail, {counted(warnings, 'warning')}")
 
 
 def _grouped(report: Report) -> dict[tuple[str, str, str, str], list[str]]:

@@ -150,8 +150,8 @@ def scale(
         console.print(f"{worker_id} is a {role} worker now")
     if scaled.waiting:
         console.print(
-            f"[yellow]{', '.join(scaled.waiting)} wait for a node[/]: no device slot is free, and Ray was asked for a "
-            "node (`ray status` shows the demand); they serve as soon as it has joined"
+            f"[yellow]waiting for a node: {', '.join(scaled.waiting)}[/]; no device slot is free, and Ray was asked "
+            "for a node (`ray status` shows the demand), on which they will serve"
         )
 
 

@@ -152,6 +152,11 @@ class FailedAttempt(NamedTuple):
         return ": ".join(part for part in self if part)
 
 
-def counted_requests(count: int) -> str:
+def counted(count: int, noun: str) -> str:
     """``1 request``, ``2,000 requests``: for messages."""
-    return f"{count:,} request{'s' if count != 1 else ''}"
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
+def counted_requests(count: int) -> str:
+    """`counted` for requests."""
+    return counted(count, "request")

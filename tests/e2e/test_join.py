@@ -73,7 +73,7 @@ def test_workers_come_and_go_and_a_node_dies(at_home: Cli, head: RayNode, tmp_pa
             # Everything is taken: one more waits, and Ray knows.
             more = at_home.done("scale", "--prefill", "2", "--target", target).stderr
             assert "scaled: 2P2D" in more
-            assert "prefill-1 wait for a node" in more
+            assert "waiting for a node: prefill-1" in more
             assert "prefill-1: starting" not in more
             assert states(wait_for(target, "awaited", lambda s: "prefill-1" in states(s)))["prefill-1"] == "awaited"
             assert "{'CPU': 1.0} * 1" in pending_demand(head, str(home))

@@ -16,7 +16,7 @@ from experiments.experiment import Cell
 
 
 @pytest.mark.parametrize(
-    ("finished", "words"), [(0, "3 cells; their loads and pairs take up to 2.0 min"), (2, "1 cells; ")]
+    ("finished", "words"), [(0, "3 cells; their loads and pairs take up to 2.0 min"), (2, "1 cell; ")]
 )
 def test_the_planned_time_of_the_loads_is_printed(finished: int, words: str) -> None:
     output = io.StringIO()

@@ -18,8 +18,8 @@ from experiments import deployment, environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.report.page import Report
-from experiments.run_folder import RequestRow, RunData, RunFolder
-from experiments.runner import run_experiment
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
+from experiments.runner import redraw, run_experiment
 from pdserve import AsyncClient, Client
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, LaunchError, NotReady, PdserveError, PeerLost, WorkerLost
@@ -135,7 +135,7 @@ def test_what_is_measured_beside_requests_of_others_has_a_caveat(tmp_path: Path)
     folder, progress = RunFolder.create(tmp_path, "scripted", {}), Quiet()
     with local_cluster({}) as cluster:
         outcome = run_experiment(Disturbed(({}, nothing)), folder, progress, target=cluster.target)
-    text = "pairs began on a busy service: 1 running and 0 queued requests were not the measurement's"
+    text = "pairs began on a busy service beside requests that were not the measurement's (1 running, 0 queued)"
     assert outcome.summary is not None
     (caveat,) = outcome.summary["caveats"]
     assert caveat.startswith(f"0: {text}")
@@ -292,3 +292,12 @@ def test_an_error_says_how_to_go_on(tmp_path: Path, pdserve: Any) -> None:
     ran = pdserve("experiment", "added-ttft", "--resume", str(folder))
     assert ran.code == 1
     assert f"go on with: pdserve experiment added-ttft --resume {folder}" in ran.err
+
+
+def test_a_headline_names_other_load_in_any_question(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "scripted", {})
+    for name, cores in (("0", 0.0), ("1", 1.3), ("2", 0.4)):
+        load = {"cores": 2, "before_cores": 0.1, "during_cores": cores}
+        folder.finish_cell(FinishedCell(name, {}, 1.0, {"machine_load": load}))
+    answer = redraw(Scripted(), folder)["answer"]
+    assert answer.startswith("Measured beside other load: 1.3 of 2 cores (in 2 of 3 cells). ")

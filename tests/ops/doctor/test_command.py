@@ -22,7 +22,7 @@ def test_this_host(cli: Cli) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert "prefill-0 → decode-0" in run.stdout
     assert "shm" in run.stdout
-    assert run.stdout.splitlines()[-1].startswith("fit: 1 nodes, 1 pairs examined; 0 would fail")
+    assert run.stdout.splitlines()[-1].startswith("fit: 1 node, 1 pair examined; 0 would fail")
 
 
 def test_cuda_without_a_gpu(cli: Cli) -> None:
