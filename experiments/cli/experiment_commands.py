@@ -20,6 +20,7 @@ from experiments.series import FINISHED, Series, SeriesPlan
 from experiments.sweep import Sweep, SweepOptions
 from ops.cli.options import (
     ACCESS_OPTIONS,
+    CONNECTION,
     access_of,
     print_json,
     print_note,
@@ -37,7 +38,12 @@ app = typer.Typer()
 DEFAULT_OUTPUT = Path("results")
 
 _Target = Annotated[
-    str | None, typer.Option("--target", help="measure this running service (host:port) instead of starting services")
+    str | None,
+    typer.Option(
+        "--target",
+        help="measure this running service (host:port) instead of starting services",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 _Output = Annotated[Path, typer.Option("--output", help="folder in which NAME/STAMP is made for the run")]
 _Resume = Annotated[
@@ -166,6 +172,18 @@ def _command(
     return run
 
 
+_PANELS = {
+    "Load": "load rate rates slo duration rounds requests arrive decoding backlog turns pause scale",
+    "Data": "model seed dataset trace prompt prefix prefixes len lens median contexts context widths",
+}
+"""Words in the names of an experiment's options, by the panel of help in which those stand."""
+
+
+def _panel(name: str) -> str:
+    words = set(name.split("_"))
+    return next((panel for panel, known in _PANELS.items() if words & set(known.split())), "Settings and repetition")
+
+
 def _option(kind: type[Experiment], name: str) -> Any:
     """The typer annotation of an option: numbers are checked by typer, everything else by the experiment's options."""
     field = kind.options_type.model_fields[name]
@@ -177,10 +195,12 @@ def _option(kind: type[Experiment], name: str) -> Any:
         annotation = next(each for each in get_args(annotation) if each is not type(None))
     plain = annotation if annotation in (int, float) else str
     flags = f"--{name.replace('_', '-')}"
+    look: dict[str, Any] = {"help": text, "rich_help_panel": _panel(name)}
     if annotation is bool:
-        return Annotated[bool | None, typer.Option(f"{flags}/--no-{name.replace('_', '-')}", help=text)]
-    choices = " | ".join(get_args(annotation)) if get_origin(annotation) is Literal else None
-    return Annotated[plain | None, typer.Option(flags, help=text, metavar=choices)]
+        return Annotated[bool | None, typer.Option(f"{flags}/--no-{name.replace('_', '-')}", **look)]
+    if get_origin(annotation) is Literal:
+        look |= {"help": f"{', '.join(get_args(annotation))}: {text}", "metavar": "<choice>"}
+    return Annotated[plain | None, typer.Option(flags, **look)]
 
 
 def _shown(value: Any) -> str:

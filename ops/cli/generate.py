@@ -51,7 +51,7 @@ _REQUEST_OPTIONS: Mapping[str, tuple[Any, str]] = {
 
 
 @with_access
-@with_options("request", _REQUEST_OPTIONS, "Request")
+@with_options("request", _REQUEST_OPTIONS, "Sampling")
 def generate(
     access: AccessOptions,
     request: dict[str, Any],

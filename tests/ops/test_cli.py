@@ -102,7 +102,9 @@ def test_the_version_and_short_help(pdserve: Any) -> None:
     ("command", "panels"),
     [
         (("bench",), ("Load", "Data", "Connection")),
-        (("generate",), ("Request", "Connection")),
+        (("generate",), ("Sampling", "Connection")),
+        (("demo",), ("Connection",)),
+        (("experiment", "added-ttft"), ("Connection", "Data", "Settings and repetition", "Load")),
         (("compare",), ()),
         (("token", "new"), ()),
     ],
