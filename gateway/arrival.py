@@ -15,7 +15,7 @@ MAX_USER_CHARACTERS = 256  # of a user's name, as far as it tells users apart
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class AdmittedCall:
     """A call that was admitted."""
 
     caller: Caller

@@ -24,7 +24,7 @@ from gateway.grpc_api.interceptor import Interceptor
 from gateway.grpc_api.server_options import server_options
 from gateway.http_api.app import make_app
 from gateway.http_api.bodies import Bodies
-from gateway.http_api.exchange import Served
+from gateway.http_api.exchange import ServedModel
 from gateway.http_api.server import HttpServer
 from gateway.inference import Inference, Observer
 from gateway.live import LastRequests, live_view
@@ -288,7 +288,7 @@ class Gateway:
         if not config.served_http_port:
             return None
         bodies = Bodies(self._context_length, self._max_message_bytes)
-        served = Served(self._inference, self._model, self._chat_template, bodies)
+        served = ServedModel(self._inference, self._model, self._chat_template, bodies)
         app = make_app(
             served,
             self._version,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.arrival import Arrival, Claim
+from gateway.arrival import AdmittedCall, Claim
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
 from gateway.tokenizer import Tokenizer
@@ -106,10 +106,10 @@ class Observer:
         """Token number ``index`` of a request (from 0) reached the gateway ``seconds`` after the one before, which says
         nothing about how quickly its client reads."""
 
-    def finished(self, completion: Completion, arrival: Arrival) -> None:
+    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
         """A request ended with an answer."""
 
-    def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
+    def failed(self, error: PdserveError, arrival: AdmittedCall | None) -> None:
         """A call ended with ``error``: with `RequestAborted` if its client cancelled it. Without an ``arrival``, it was
         not admitted."""
 
@@ -160,7 +160,7 @@ class Inference:
             self.failed(error)
             raise
 
-    def failed(self, error: PdserveError, arrival: Arrival | None = None) -> None:
+    def failed(self, error: PdserveError, arrival: AdmittedCall | None = None) -> None:
         """Tell the observers of a call that ended with ``error``, without an ``arrival`` before it was admitted."""
         for observer in self._observers:
             observer.failed(error, arrival)
@@ -168,7 +168,7 @@ class Inference:
     @contextmanager
     def admission(
         self, caller: Caller, timeout_s: float | None, traceparent: str = "", host: str = ""
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[AdmittedCall]:
         """Admit a call, which counts as in progress until the context ends, before its message is parsed.
         ``timeout_s`` is the client's (None: the default). Observers are told of the error that ends
         the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
@@ -176,7 +176,7 @@ class Inference:
         received_s = self._clock.now()
         timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
         deadline = Deadline(received_s + timeout_s, self._clock)
-        arrival = Arrival(caller, received_s, deadline, traceparent, host)
+        arrival = AdmittedCall(caller, received_s, deadline, traceparent, host)
         try:
             if self.draining is not None:
                 raise NotReady(*self.draining.args)
@@ -209,18 +209,18 @@ class Inference:
         """Note that the message of an admitted call was read. Many in a short time pause running requests."""
         self._router.was_read()
 
-    def within(self, arrival: Arrival, timeout_s: float) -> None:
+    def within(self, arrival: AdmittedCall, timeout_s: float) -> None:
         """Set the deadline that the client has given, ``timeout_s`` after the call came."""
         arrival.deadline.move(arrival.received_s + timeout_s, self._clock)
 
-    async def limits(self, arrival: Arrival, mode: Mode = Mode.AUTO) -> Limits:
+    async def limits(self, arrival: AdmittedCall, mode: Mode = Mode.AUTO) -> Limits:
         """The workers' limits. If no worker has registered yet, waits for one within the call's deadline if the service
         was ready before the gateway was restarted, and else raises the error that says why."""
         doing = "waiting for the service's workers to report to the gateway"
         return await arrival.deadline.bound(self._await_limits(mode), doing)
 
     async def generate(
-        self, submission: Submission, arrival: Arrival, task: asyncio.Task[Any] | None = None
+        self, submission: Submission, arrival: AdmittedCall, task: asyncio.Task[Any] | None = None
     ) -> AsyncGenerator[OutputToken | Completion, None]:
         """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers. A
         later call with its id cancels ``task`` (default: the one that iterates).
@@ -270,7 +270,7 @@ class Inference:
             claim.ended.set()
 
     async def _claim(
-        self, key: tuple[str, str], submission: Submission, arrival: Arrival, task: asyncio.Task[Any] | None
+        self, key: tuple[str, str], submission: Submission, arrival: AdmittedCall, task: asyncio.Task[Any] | None
     ) -> Claim:
         """Use a request id. If a call uses it and asks for the same, that call ends first: a client whose connection
         broke need not wait until the gateway has noticed. `InvalidRequest` if it asks for something else."""
@@ -303,7 +303,7 @@ class Inference:
         finally:
             unsubscribe()
 
-    async def _read(self, submission: Submission, request_id: str, arrival: Arrival, limits: Limits) -> Request:
+    async def _read(self, submission: Submission, request_id: str, arrival: AdmittedCall, limits: Limits) -> Request:
         check_token_options(submission.sampling, limits.vocab_size)
         prompt = await prompt_of(submission, self.tokenizer, limits, arrival.client())
         fitted = fit_max_tokens(submission, len(prompt), limits)
@@ -350,7 +350,7 @@ class Inference:
                 record.prompt_logprobs = alone.prompt_logprobs
 
     async def _tokens(
-        self, record: Session, output: OutputText, arrival: Arrival
+        self, record: Session, output: OutputText, arrival: AdmittedCall
     ) -> AsyncGenerator[OutputToken | Completion, None]:
         timeline, now = record.timeline, self._clock.now
         finish_reason = FinishReason.ERROR
@@ -385,7 +385,7 @@ class Inference:
                     break
         yield self._completion(Completion(record, output, finish_reason), arrival)
 
-    def _completion(self, completion: Completion, arrival: Arrival) -> Completion:
+    def _completion(self, completion: Completion, arrival: AdmittedCall) -> Completion:
         """``completion``, of which the observers are told."""
         completion.record.timeline.record(EventKind.FINISHED, GATEWAY, self._clock.now())
         for observer in self._observers:

@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gateway.arrival import Arrival
+from gateway.arrival import AdmittedCall
 from gateway.inference import Completion, Observer
 from gateway.scaling_report import GatewayLoad, ScalingReport, within_objective
 from pdserve.core.errors import PdserveError, RequestAborted
@@ -40,7 +40,7 @@ _LATENCIES_S = (
 _PAIR = ("prefill_worker", "decode_worker", "transport")
 
 
-class Series:
+class LabelSeries:
     """The values of one combination of labels."""
 
     __slots__ = ("_bounds", "counts", "total")
@@ -67,16 +67,16 @@ class LatencyHistogram(Collector):
         self, name: str, what: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
     ) -> None:
         self._name, self._what, self._labels, self._bounds = name, what, tuple(labels), tuple(bounds)
-        self._series: dict[tuple[str, ...], Series] = {}
+        self._series: dict[tuple[str, ...], LabelSeries] = {}
         if not labels:
             self.of()
         registry.register(self)
 
-    def of(self, *values: str) -> Series:
+    def of(self, *values: str) -> LabelSeries:
         """The series with these values of the labels."""
         series = self._series.get(values)
         if series is None:
-            series = self._series[values] = Series(self._bounds)
+            series = self._series[values] = LabelSeries(self._bounds)
         return series
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
@@ -140,11 +140,11 @@ class Metrics(Observer, Collector):
         """A token came ``seconds`` after the one before."""
         self._gaps.observe(seconds)
 
-    def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
+    def failed(self, error: PdserveError, arrival: AdmittedCall | None) -> None:
         """A request ended with ``error``, or was refused."""
         (self._cancelled if isinstance(error, RequestAborted) else self._failed(error.kind)).inc()
 
-    def finished(self, completion: Completion, arrival: Arrival) -> None:
+    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
         """A request ended with an answer."""
         record, result = completion.record, completion.result
         timeline, mode = record.timeline, completion.mode

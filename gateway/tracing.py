@@ -18,7 +18,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.arrival import Arrival
+from gateway.arrival import AdmittedCall
 from gateway.inference import Completion, Observer
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, RequestAborted
@@ -44,7 +44,7 @@ class Tracing(Observer):
         self._ids = RandomIdGenerator()
         self._clock = clock
 
-    def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
+    def failed(self, error: PdserveError, arrival: AdmittedCall | None) -> None:
         """Make the span of a request that failed. One that was not admitted, or was cancelled, has none."""
         if arrival is None or isinstance(error, RequestAborted) or (ends := self._ends(arrival)) is None:
             return
@@ -54,7 +54,7 @@ class Tracing(Observer):
         now_s = self._clock.now()
         self._send("request", *ends, epoch_ns(arrival.received_s), epoch_ns(now_s), attributes, SpanKind.SERVER, status)
 
-    def finished(self, completion: Completion, arrival: Arrival) -> None:
+    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
         """Make the spans of a request that ended with an answer."""
         if (ends := self._ends(arrival)) is None:
             return
@@ -79,7 +79,7 @@ class Tracing(Observer):
         """Send what is left, within a few seconds."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _ends(self, arrival: Arrival) -> tuple[SpanContext, SpanContext | None] | None:
+    def _ends(self, arrival: AdmittedCall) -> tuple[SpanContext, SpanContext | None] | None:
         """The context of a request's span and that of its parent (None: it begins a trace). None if the client does
         not sample its trace."""
         if not arrival.traceparent:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from gateway.arrival import Arrival
+from gateway.arrival import AdmittedCall
 from gateway.failures import end_call, sent_in_time
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.interceptor import CALLER, metadata_of
@@ -69,7 +69,7 @@ class InferenceServicer:
         completion = await asyncio.to_thread(completion_to_proto, output, tokenizer)
         return pb.GenerateResponse(completion=completion)
 
-    async def _message(self, peer: str, context: Context, arrival: Arrival) -> bytes:
+    async def _message(self, peer: str, context: Context, arrival: AdmittedCall) -> bytes:
         """The request. `InvalidRequest` if the call has none, `DeadlineExceeded` if it comes too late."""
         reading = self._guard.read(peer, context.read())
         message = await arrival.deadline.bound(reading, "the client was sending its message")
@@ -82,7 +82,7 @@ class InferenceServicer:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
         peer, traceparent = context.peer(), metadata_of(context.invocation_metadata(), "traceparent")
         self._guard.authenticated(peer)
-        arrival: Arrival | None = None
+        arrival: AdmittedCall | None = None
         beginning: asyncio.Future[None] | None = None
         try:
             # A call that is refused because of the queue or a limit is refused before its message is read.

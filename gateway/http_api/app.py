@@ -16,7 +16,7 @@ from gateway.callers import Caller
 from gateway.failures import http_failure
 from gateway.http_api.access import Access, caller_of
 from gateway.http_api.calls import detokenization, generation, tokenization
-from gateway.http_api.exchange import Served
+from gateway.http_api.exchange import ServedModel
 from gateway.http_api.openapi import answers, describe, failures, generates, manual, takes
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.metrics import CONTENT_TYPE
@@ -36,7 +36,7 @@ _LIVE_CONTENT = f"{_CONTENT}; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def make_app(
-    served: Served,
+    served: ServedModel,
     version: str,
     problem: Callable[[], PdserveError | None],
     metrics: Callable[[], bytes],
@@ -160,7 +160,7 @@ def make_app(
     return app
 
 
-def _model(served: Served, created_s: int) -> dict[str, Any]:
+def _model(served: ServedModel, created_s: int) -> dict[str, Any]:
     limits = served.inference.known_limits()
     return {
         "id": served.model,

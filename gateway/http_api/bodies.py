@@ -38,7 +38,7 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in _DEPTH)
 T = TypeVar("T")
 
 
-class Shape(NamedTuple):
+class BodyLimits(NamedTuple):
     """The most that a JSON text may hold: ``values`` in all, and among them ``nodes``, which cost most: lists, objects,
     and their fields."""
 
@@ -50,7 +50,7 @@ class JsonCount:
     """Counts the values of a JSON text while its parts arrive. `InvalidRequest`, which begins with ``what``, once they
     exceed ``shape``. What comes after a mistake in the JSON may be miscounted, but no parser reads it either."""
 
-    def __init__(self, shape: Shape, what: str) -> None:
+    def __init__(self, shape: BodyLimits, what: str) -> None:
         self._shape = shape
         self._what = what
         self._values = self._nodes = self._depth = 0
@@ -93,7 +93,7 @@ class JsonCount:
 class Body:
     """A body of ``client`` that arrives, one of ``bodies``."""
 
-    def __init__(self, bodies: Bodies, client: str, shape: Shape) -> None:
+    def __init__(self, bodies: Bodies, client: str, shape: BodyLimits) -> None:
         self._bodies = bodies
         self.client = client
         self._count = JsonCount(shape, "body: it has")
@@ -138,7 +138,7 @@ class Bodies:
         self._parser = SharedThreads(1, "bodies")
 
     @contextlib.contextmanager
-    def arriving(self, client: str, headers: Headers, shape: Callable[[int], Shape]) -> Iterator[Body]:
+    def arriving(self, client: str, headers: Headers, shape: Callable[[int], BodyLimits]) -> Iterator[Body]:
         """A body that has not been read yet; ``shape`` gives its bounds for a context. Its bytes count until the
         context ends, because a call keeps what was parsed of them. `InvalidRequest` if it is not JSON, and what
         `Body.expect` raises."""

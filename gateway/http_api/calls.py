@@ -12,9 +12,9 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from gateway.arrival import Arrival
+from gateway.arrival import AdmittedCall
 from gateway.http_api.answers import Answer, ChatAnswer, CompletionAnswer
-from gateway.http_api.exchange import Exchange, Served
+from gateway.http_api.exchange import Exchange, ServedModel
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.http_api.submissions import chat, completions, render
 from gateway.inference import Completion, OutputToken
@@ -27,7 +27,7 @@ Prepared = tuple[list[Submission], Answer, float | None]
 _READS = "the client was reading the answer"
 
 
-def generation(served: Served, body_type: type[CompletionBody] | type[ChatBody], headers: Headers) -> Exchange:
+def generation(served: ServedModel, body_type: type[CompletionBody] | type[ChatBody], headers: Headers) -> Exchange:
     """A call that generates text. Its ``headers`` may have its request id."""
     prefix = "chatcmpl" if body_type is ChatBody else "cmpl"
     request_id = headers.get("x-request-id") or f"{prefix}-{uuid.uuid4().hex}"
@@ -51,7 +51,7 @@ def generation(served: Served, body_type: type[CompletionBody] | type[ChatBody],
     return Exchange(served, body_type, prepare, partial(_generate, served))
 
 
-async def _generate(served: Served, exchange: Exchange, prepared: Prepared, arrival: Arrival) -> None:
+async def _generate(served: ServedModel, exchange: Exchange, prepared: Prepared, arrival: AdmittedCall) -> None:
     """Send the outputs, as a whole or as a stream."""
     submissions, answer, timeout_s = prepared
     if timeout_s is not None:
@@ -88,7 +88,7 @@ async def _generate(served: Served, exchange: Exchange, prepared: Prepared, arri
 
 
 async def _outputs(
-    served: Served, submissions: Sequence[Submission], arrival: Arrival
+    served: ServedModel, submissions: Sequence[Submission], arrival: AdmittedCall
 ) -> AsyncGenerator[tuple[int, Output], None]:
     """The outputs of all submissions, each with its index, as they come. The first failure ends all."""
     if len(submissions) == 1:
@@ -127,7 +127,7 @@ def _text(submission: Submission, tokenizer: Tokenizer | None) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt) if tokenizer else ""
 
 
-def tokenization(served: Served) -> Exchange:
+def tokenization(served: ServedModel) -> Exchange:
     """``POST /tokenize``: the token ids of a prompt or of messages."""
 
     def prepare(body: TokenizeBody) -> tuple[str, bool | None, bool]:
@@ -137,7 +137,7 @@ def tokenization(served: Served) -> Exchange:
         text = render(served.chat_template, body.messages, body.tools, body.add_generation_prompt)
         return text, bool(body.add_special_tokens), body.return_token_strs
 
-    async def respond(exchange: Exchange, prepared: tuple[str, bool, bool], arrival: Arrival) -> None:
+    async def respond(exchange: Exchange, prepared: tuple[str, bool, bool], arrival: AdmittedCall) -> None:
         text, special, with_texts = prepared
         tokenizer, limits = _tokenizer(served), await served.inference.limits(arrival)
         reading = text_to_token_ids(text, tokenizer, limits, special, arrival.client())
@@ -150,17 +150,17 @@ def tokenization(served: Served) -> Exchange:
     return Exchange(served, TokenizeBody, prepare, respond)
 
 
-def detokenization(served: Served) -> Exchange:
+def detokenization(served: ServedModel) -> Exchange:
     """``POST /detokenize``: the text of token ids."""
 
-    async def respond(exchange: Exchange, token_ids: list[int], arrival: Arrival) -> None:
+    async def respond(exchange: Exchange, token_ids: list[int], arrival: AdmittedCall) -> None:
         check_token_ids("tokens", token_ids, await served.inference.limits(arrival))
         await exchange.send_json({"prompt": _tokenizer(served).decode(token_ids)})
 
     return Exchange(served, DetokenizeBody, lambda body: body.tokens, respond)
 
 
-def _tokenizer(served: Served) -> Tokenizer:
+def _tokenizer(served: ServedModel) -> Tokenizer:
     if served.inference.tokenizer is None:
         raise InvalidRequest("model: it has no tokenizer")
     return served.inference.tokenizer

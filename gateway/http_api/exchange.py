@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.arrival import Arrival
+from gateway.arrival import AdmittedCall
 from gateway.chat_template import ChatTemplate
 from gateway.failures import error_object, http_failure, sent_in_time, statuses_of
 from gateway.http_api.access import caller_of
@@ -28,7 +28,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What the calls need."""
 
     inference: Inference
@@ -49,10 +49,10 @@ class Exchange(Response):
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         body_type: type[CallBody],
         prepare: Callable[[Any], Any],
-        respond: Callable[[Exchange, Any, Arrival], Awaitable[None]],
+        respond: Callable[[Exchange, Any, AdmittedCall], Awaitable[None]],
     ) -> None:
         # Starlette's own attributes of a response are not used: everything is sent by `__call__`.
         self.background = None
@@ -106,7 +106,7 @@ class Exchange(Response):
             failure = error
         await sent_in_time(self._send_failure(failure, scope, receive))
 
-    async def _run(self, body: Body, arrival: Arrival) -> None:
+    async def _run(self, body: Body, arrival: AdmittedCall) -> None:
         await self._respond(self, await self._served.bodies.parse(body, self._read, arrival.deadline), arrival)
 
     def _read(self, data: bytearray) -> Any:

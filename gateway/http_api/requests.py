@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.http_api.bodies import Shape
+from gateway.http_api.bodies import BodyLimits
 from gateway.validation import MAX_SHORT_CHARACTERS
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import MAX_PRIORITY, Mode
@@ -102,9 +102,9 @@ class CallBody(_Body):
     model: str | None = Field(None, description="the served model's name; may be left out")
 
     @classmethod
-    def shape(cls, context_length: int) -> Shape:
+    def shape(cls, context_length: int) -> BodyLimits:
         """The most that a body may hold, with a model of ``context_length`` tokens."""
-        return Shape(MAX_CHAT_VALUES, MAX_CHAT_NODES)
+        return BodyLimits(MAX_CHAT_VALUES, MAX_CHAT_NODES)
 
 
 class StreamOptions(_Body):
@@ -248,10 +248,10 @@ class CompletionBody(GenerationBody):
     suffix: Literal[""] | None = None
 
     @classmethod
-    def shape(cls, context_length: int) -> Shape:
+    def shape(cls, context_length: int) -> BodyLimits:
         """See `CallBody.shape`."""
         token_ids = min(MAX_CHOICES * context_length, max(MAX_TOKEN_IDS, context_length))
-        return Shape(token_ids + MAX_STOP_TOKEN_IDS + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
+        return BodyLimits(token_ids + MAX_STOP_TOKEN_IDS + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
 
     @property
     def is_prompt_alone(self) -> bool:
@@ -272,7 +272,7 @@ class TextPart(_Body):
     text: str
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A message of a chat. Further fields go to the chat template as they are."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -281,7 +281,7 @@ class Message(BaseModel):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
@@ -350,9 +350,9 @@ class DetokenizeBody(CallBody):
     tokens: TokenIds
 
     @classmethod
-    def shape(cls, context_length: int) -> Shape:
+    def shape(cls, context_length: int) -> BodyLimits:
         """See `CallBody.shape`. So a body with a few tokens too many still learns that of its field."""
-        return Shape(2 * context_length + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
+        return BodyLimits(2 * context_length + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
 
 
 class _Repr(reprlib.Repr):

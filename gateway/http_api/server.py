@@ -42,7 +42,7 @@ MAX_STUCK_LOOKS = 6
 """A closed connection ends when its client has read nothing between so many looks."""
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """Refuses what is not HTTP in the shape of all other errors. Ends when its client keeps it waiting."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -173,7 +173,7 @@ class HttpServer(uvicorn.Server):
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 
 from gateway.chat_template import NO_TEMPLATE, ChatTemplate
-from gateway.http_api.bodies import JsonCount, Shape
+from gateway.http_api.bodies import BodyLimits, JsonCount
 from gateway.http_api.requests import (
     MAX_CHAT_NODES,
     MAX_CHAT_VALUES,
     MAX_CHOICES,
     ChatBody,
+    ChatMessage,
     CompletionBody,
     GenerationBody,
-    Message,
     ToolChoice,
 )
 from gateway.tool_calls import FORMATS, ToolCallParser, calls_grammar, functions_of
@@ -88,7 +88,7 @@ def tool_calls(body: ChatBody, template: ChatTemplate | None) -> ToolCallParser 
 
 def render(
     template: ChatTemplate | None,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
     variables: Mapping[str, Any] | None = None,
@@ -96,7 +96,7 @@ def render(
     """The prompt of a chat."""
     if template is None:
         raise InvalidRequest(NO_TEMPLATE)
-    arguments = JsonCount(Shape(MAX_CHAT_VALUES, MAX_CHAT_NODES), "messages: the arguments of tool calls have")
+    arguments = JsonCount(BodyLimits(MAX_CHAT_VALUES, MAX_CHAT_NODES), "messages: the arguments of tool calls have")
     return template.render(
         [_plain(message, arguments) for message in messages],
         tools=tools,
@@ -105,7 +105,7 @@ def render(
     )
 
 
-def _plain(message: Message, arguments: JsonCount) -> dict[str, Any]:
+def _plain(message: ChatMessage, arguments: JsonCount) -> dict[str, Any]:
     """The message as templates expect it: content is text, and arguments of tool calls are objects, counted with those
     of other messages."""
     plain = {key: value for key, value in message.model_dump().items() if value is not None or key == "content"}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ops.doctor.network import ClockReading
-    from ops.doctor.report import ExaminedNode, ExaminedPair, Report
+    from ops.doctor.report import DoctorReport, ExaminedNode, ExaminedPair
     from pdserve.core.config import PdserveConfig
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -33,7 +33,7 @@ def doctor(settings: PdserveConfig, as_json: JsonOption = False) -> None:
     raise SystemExit(1 if report.failed else 0)
 
 
-def _show(console: Console, report: Report) -> None:
+def _show(console: Console, report: DoctorReport) -> None:
     from rich.markup import escape
 
     need = ""
@@ -64,7 +64,7 @@ def _show(console: Console, report: Report) -> None:
     console.print(f"{verdict}: {examined}; {fails} would fail, {counted(warnings, 'warning')}")
 
 
-def _grouped(report: Report) -> dict[tuple[str, str, str, str], list[str]]:
+def _grouped(report: DoctorReport) -> dict[tuple[str, str, str, str], list[str]]:
     """Where each finding was made: what was found in several places is shown once."""
     places: dict[tuple[str, str, str, str], list[str]] = {}
     for each in report.findings:

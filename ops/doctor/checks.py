@@ -14,7 +14,7 @@ from gateway.security import security_of
 from gateway.tokenizer import load_tokenizer
 from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, read_clock
 from ops.doctor.node_report import NodeReport
-from ops.doctor.report import Endpoints, ExaminedNode, Finding, Report, fail, ok, port_taken, warn
+from ops.doctor.report import DoctorReport, Endpoints, ExaminedNode, Finding, fail, ok, port_taken, warn
 from ops.launch.ports import free_ports, port_base
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
@@ -32,11 +32,11 @@ _ANSWER_S = 5.0
 _GATEWAY = "the gateway"
 _HERE = "the gateway's host"
 _SERVICE = "the service"
-Check = Callable[[Report], Iterator[Finding]]
+Check = Callable[[DoctorReport], Iterator[Finding]]
 _SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` does), then restart Ray there"
 
 
-def check_versions(seen: Report) -> Iterator[Finding]:
+def check_versions(seen: DoctorReport) -> Iterator[Finding]:
     """Versions have to be those of the gateway's host."""
     here = seen.gateway_host
     for node, report in _reported(seen):
@@ -57,7 +57,7 @@ def check_versions(seen: Report) -> Iterator[Finding]:
             yield warn("version", node.name, what, "install the same: results and speed may differ between workers")
 
 
-def check_models(seen: Report) -> Iterator[Finding]:
+def check_models(seen: DoctorReport) -> Iterator[Finding]:
     """The gateway needs the tokenizer, and every worker the same weights."""
     here, model = seen.gateway_host, seen.config.model.path
     if here.model_error:
@@ -91,7 +91,7 @@ def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:
     yield warn("dtype", _SERVICE, choice.note, remedy)
 
 
-def check_cores(seen: Report) -> Iterator[Finding]:
+def check_cores(seen: DoctorReport) -> Iterator[Finding]:
     """Engines on CPUs need cores of their own, which no other service has claimed."""
     cluster = seen.config.cluster
     if seen.device != "cpu" or cluster.oversubscribe:
@@ -109,7 +109,7 @@ def check_cores(seen: Report) -> Iterator[Finding]:
         yield warn("cores", node.name, what, remedy)
 
 
-def check_devices(seen: Report) -> Iterator[Finding]:
+def check_devices(seen: DoctorReport) -> Iterator[Finding]:
     """torch has to be able to use the GPUs that Ray assigns."""
     for node, report in _reported(seen) if seen.device == "cuda" else ():
         claimed, usable = int(node.node.num_gpus), len(report.devices)
@@ -127,7 +127,7 @@ def check_devices(seen: Report) -> Iterator[Finding]:
         yield fail("device", node.name, what, remedy)
 
 
-def check_mps(seen: Report) -> Iterator[Finding]:
+def check_mps(seen: DoctorReport) -> Iterator[Finding]:
     """Without MPS, the transfers and the steps of a GPU take turns."""
     if seen.device != "cuda" or seen.config.cluster.mps == "off":
         return
@@ -137,7 +137,7 @@ def check_mps(seen: Report) -> Iterator[Finding]:
             yield warn("mps", node.name, what, "see docs/gpu.md; or accept that with cluster.mps: off")
 
 
-def check_memory(seen: Report) -> Iterator[Finding]:
+def check_memory(seen: DoctorReport) -> Iterator[Finding]:
     """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
     if (need := seen.need) is None:
         return
@@ -157,7 +157,7 @@ def check_memory(seen: Report) -> Iterator[Finding]:
             yield warn("memory", node.name, f"{what}: little is left for other processes", remedy)
 
 
-def check_context(seen: Report) -> Iterator[Finding]:
+def check_context(seen: DoctorReport) -> Iterator[Finding]:
     """Requests as long as the context have to be what the model was made for, and to fit a worker's KV pool."""
     need, source = seen.need, seen.source
     if need is None or source is None:
@@ -178,7 +178,7 @@ def check_context(seen: Report) -> Iterator[Finding]:
         )
 
 
-def _memories(seen: Report) -> Iterator[tuple[ExaminedNode, int, int]]:
+def _memories(seen: DoctorReport) -> Iterator[tuple[ExaminedNode, int, int]]:
     """The nodes with workers, and the bytes that are free for how many of them: on a host, or on its fullest GPU."""
     for node, report in _reported(seen):
         if not node.seats or (seen.device == "cuda" and not report.devices):
@@ -190,7 +190,7 @@ def _memories(seen: Report) -> Iterator[tuple[ExaminedNode, int, int]]:
             yield node, report.memory_bytes, len(node.seats)
 
 
-def check_clocks(seen: Report) -> Iterator[Finding]:
+def check_clocks(seen: DoctorReport) -> Iterator[Finding]:
     """Breakdowns are corrected by the offsets of monotonic clocks; wall clocks matter only for reading logs."""
     for node, report in _reported(seen):
         clock = node.clock
@@ -216,7 +216,7 @@ def check_clocks(seen: Report) -> Iterator[Finding]:
             yield warn("clock", node.name, what, remedy)
 
 
-def check_endpoints(seen: Report) -> Iterator[Finding]:
+def check_endpoints(seen: DoctorReport) -> Iterator[Finding]:
     """Probes have to be able to listen as the workers would, on interfaces that connect the hosts."""
     own_port = seen.own_port
     for node in seen.nodes:
@@ -245,7 +245,7 @@ def check_endpoints(seen: Report) -> Iterator[Finding]:
                 yield fail("interface", node.name, what, remedy)
 
 
-def _reported(seen: Report) -> Iterator[tuple[ExaminedNode, NodeReport]]:
+def _reported(seen: DoctorReport) -> Iterator[tuple[ExaminedNode, NodeReport]]:
     return ((node, node.report) for node in seen.nodes if node.report is not None)
 
 
@@ -265,7 +265,7 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB"
 
 
-def check_gateway_port(seen: Report) -> Iterator[Finding]:
+def check_gateway_port(seen: DoctorReport) -> Iterator[Finding]:
     """The public ports have to be free, unless the examined service itself runs."""
     gateway = seen.config.gateway
     if seen.own_port:
@@ -280,7 +280,7 @@ def check_gateway_port(seen: Report) -> Iterator[Finding]:
             yield fail("port", _GATEWAY, str(error), f"end the process that holds it, or choose another {key}")
 
 
-def check_access(seen: Report) -> Iterator[Finding]:
+def check_access(seen: DoctorReport) -> Iterator[Finding]:
     """The files for TLS and tokens have to be there, and others must not reach the service unprotected."""
     checks = partial(security_of, seen.config.gateway, MonotonicClock()), partial(plane_tls, seen.config.cluster)
     for check in checks:
@@ -290,7 +290,7 @@ def check_access(seen: Report) -> Iterator[Finding]:
             yield fail("access", _GATEWAY, str(error), "see docs/security.md")
 
 
-def check_tokenizer(seen: Report) -> Iterator[Finding]:
+def check_tokenizer(seen: DoctorReport) -> Iterator[Finding]:
     """The gateway needs the ``tokenizer.json`` of the model's folder to accept text."""
     folder = None if seen.source is None else seen.source.folder
     try:
@@ -302,7 +302,7 @@ def check_tokenizer(seen: Report) -> Iterator[Finding]:
         yield fail("tokenizer", _GATEWAY, str(error), "download the file again")
 
 
-def check_registry(seen: Report, host: str, timeout_s: float, pool: Executor) -> Iterator[Finding]:
+def check_registry(seen: DoctorReport, host: str, timeout_s: float, pool: Executor) -> Iterator[Finding]:
     """Every node has to reach the workers' registry on the gateway's ``host``: all of them dial a listener."""
     port = port_base(seen.config.cluster)
     try:
@@ -328,7 +328,7 @@ def check_registry(seen: Report, host: str, timeout_s: float, pool: Executor) ->
             yield fail("control", node.name, what, REMEDIES[found])
 
 
-def check_control(seen: Report, timeout_s: float, pool: Executor) -> Iterator[Finding]:
+def check_control(seen: DoctorReport, timeout_s: float, pool: Executor) -> Iterator[Finding]:
     """The gateway has to reach every worker's control port. Sets the nodes' clocks, which are compared one after the
     other, because concurrent work in this process would increase the error."""
     ends = [(node, each) for node in seen.nodes for each in node.endpoints.values() if each.control]
@@ -351,7 +351,7 @@ def check_control(seen: Report, timeout_s: float, pool: Executor) -> Iterator[Fi
             node.clock = read_clock(address, timeout_s)
 
 
-def check_reach(seen: Report) -> Iterator[Finding]:
+def check_reach(seen: DoctorReport) -> Iterator[Finding]:
     """Pairs that cannot connect. An end that could not listen has a finding of its own."""
     for pair in seen.pairs:
         meeting = pair.meeting
@@ -362,7 +362,7 @@ def check_reach(seen: Report) -> Iterator[Finding]:
         yield fail("reach", pair.name, what, REMEDIES[meeting.obstacle])
 
 
-def check_speed(seen: Report) -> Iterator[Finding]:
+def check_speed(seen: DoctorReport) -> Iterator[Finding]:
     """Links that are much slower than others of their kind, or too slow for this model."""
     endpoints = {worker_id: each for node in seen.nodes for worker_id, each in node.endpoints.items()}
     best: dict[tuple[str, bool], float] = {}
@@ -386,7 +386,7 @@ def check_speed(seen: Report) -> Iterator[Finding]:
         yield warn("link", pair.name, what, remedy)
 
 
-def check_measured(seen: Report) -> Iterator[Finding]:
+def check_measured(seen: DoctorReport) -> Iterator[Finding]:
     """Pairs beyond `MOST_MEASURED`."""
     left = sum(pair.meeting.figures is not None and not pair.gbs for pair in seen.pairs)
     if left:

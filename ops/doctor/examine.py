@@ -18,7 +18,7 @@ from ops.doctor.handoff_prediction import LinkRate, handoff_parts, hidden_tokens
 from ops.doctor.network import REMEDIES, Obstacle, dial
 from ops.doctor.node_report import NodeReport, report_versions
 from ops.doctor.probes import Site, local_site
-from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Meeting, Report, Seat, fail, warn
+from ops.doctor.report import DoctorReport, Endpoints, ExaminedNode, ExaminedPair, Meeting, Seat, fail, warn
 from ops.launch.discovery import prepare_environment
 from ops.launch.plan import Node, plan, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import first_port, port_base
@@ -51,7 +51,7 @@ _MEET_S = 60.0  # beyond the probe's own timeouts
 Progress = Callable[[str], None]
 
 
-def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> Report:
+def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> DoctorReport:
     """Examine the hosts that ``config`` would run on. A Ray that cannot be joined is a finding, too."""
     address = config.cluster.address
     if address == "local":
@@ -74,9 +74,9 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
         return Examination(config, site, progress).run()
 
 
-def _not_joined(config: PdserveConfig, why: str, remedy: str) -> Report:
+def _not_joined(config: PdserveConfig, why: str, remedy: str) -> DoctorReport:
     finding = fail("join", config.cluster.address, " ".join(why.split()), remedy)
-    return Report(config, config.cluster.device, findings=[finding])
+    return DoctorReport(config, config.cluster.device, findings=[finding])
 
 
 def seats_of(
@@ -112,12 +112,12 @@ class Examination:
         self._site, self._say = site, progress
         # Any service but the examined one is an obstacle.
         own_port = config.gateway.port if config.gateway.port in site.services else 0
-        self._seen = Report(config, "cpu", site.services, own_port, site.node_id)
+        self._seen = DoctorReport(config, "cpu", site.services, own_port, site.node_id)
         self._secret = ServiceSecret.new()  # of the probes
         self._nodes: dict[str, ExaminedNode] = {}
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
-    def run(self) -> Report:
+    def run(self) -> DoctorReport:
         """Examine all nodes, and end the probes."""
         with ThreadPoolExecutor(_AT_ONCE, "doctor") as pool:
             try:
@@ -127,7 +127,7 @@ class Examination:
                 probes = [probe for node in self._nodes.values() for probe in node.probes.values()]
                 list(pool.map(lambda probe: probe.close(), probes))
 
-    def _examine(self, pool: ThreadPoolExecutor) -> Report:
+    def _examine(self, pool: ThreadPoolExecutor) -> DoctorReport:
         seen = self._seen
         seats = self._seat(list(self._site.nodes))
         seen.nodes = [*self._nodes.values()]

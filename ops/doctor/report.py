@@ -240,7 +240,7 @@ class ExaminedPair:
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """The examination of the hosts that a service of ``config`` would run on, filled in as it goes on. It stays empty
     if Ray cannot be joined."""
 

@@ -24,7 +24,7 @@ COLORS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class StageBar:
     """A stage, which starts where the previous one ended. ``length_ms`` is negative for a clock error or residue; the
     next bar then starts earlier."""
 
@@ -39,13 +39,13 @@ class Bar:
         return min(self.start_ms, self.start_ms + self.length_ms)
 
 
-def bars(breakdown: Breakdown) -> list[Bar]:
+def bars(breakdown: Breakdown) -> list[StageBar]:
     """The breakdown's stages, laid end to end from 0 to its total."""
-    placed: list[Bar] = []
+    placed: list[StageBar] = []
     start_ms = 0.0
     for stage, length_ms in breakdown.stages_ms.items():
         percent = 100 * length_ms / breakdown.total_ms if breakdown.total_ms else 0.0
-        placed.append(Bar(stage, start_ms, length_ms, percent))
+        placed.append(StageBar(stage, start_ms, length_ms, percent))
         start_ms += length_ms
     return placed
 

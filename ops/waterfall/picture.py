@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ops.waterfall.bars import COLORS, Bar, bars, longest, proof
+from ops.waterfall.bars import COLORS, StageBar, bars, longest, proof
 from pdserve.client.generation import Generation
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.timeline import Breakdown, Figure
@@ -121,7 +121,7 @@ def _draw_panel(axes: Any, prefix: str, generation: Generation, breakdown: Break
     _style(axes)
 
 
-def _label(axes: Any, bar: Bar, row: int, total_ms: float) -> None:
+def _label(axes: Any, bar: StageBar, row: int, total_ms: float) -> None:
     """The stage's duration and share: inside a long bar, else beside it where there is room."""
     right_ms = bar.left_ms + abs(bar.length_ms)
     inside = abs(bar.length_ms) > 0.4 * total_ms

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ops.waterfall.bars import COLORS, Bar, bars, longest, proof, reused
+from ops.waterfall.bars import COLORS, StageBar, bars, longest, proof, reused
 from pdserve.client.generation import Generation, TransferDetails
 from pdserve.core.timeline import Breakdown, Figure
 
@@ -121,7 +121,7 @@ def _of_ceiling(transfer: TransferDetails) -> str:
     return f", {100 * transfer.gbs / transfer.ceiling_gbs:.0f}% of its link" if transfer.ceiling_gbs else ""
 
 
-def _positioned(bar: Bar, scale_ms: float) -> Text:
+def _positioned(bar: StageBar, scale_ms: float) -> Text:
     left = max(0.0, bar.left_ms) / scale_ms * _BAR_WIDTH
     length = abs(bar.length_ms) / scale_ms * _BAR_WIDTH
     column = min(_BAR_WIDTH - 1, int(left))

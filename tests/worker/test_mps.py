@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ops.doctor.checks import check_mps
-from ops.doctor.report import Report
+from ops.doctor.report import DoctorReport
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError
 from pdserve.core.worker import Role
@@ -315,4 +315,4 @@ def test_the_setting() -> None:
     assert PdserveConfig().cluster.mps == "auto"
     assert PdserveConfig.parse({"cluster": {"mps": "off"}}).cluster.mps == "off"
     assert PdserveConfig.parse({"cluster": {"mps": False}}).cluster.mps == "off"  # as YAML reads off
-    assert list(check_mps(Report(PdserveConfig(), "cuda"))) == []
+    assert list(check_mps(DoctorReport(PdserveConfig(), "cuda"))) == []

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
-from gateway.http_api.bodies import FREE_BYTES, MAX_DEPTH, MIN_ROOM_BYTES, JsonCount, Shape
+from gateway.http_api.bodies import FREE_BYTES, MAX_DEPTH, MIN_ROOM_BYTES, BodyLimits, JsonCount
 from gateway.http_api.requests import MAX_CHAT_NODES, MAX_CHOICES, MAX_MESSAGES
 from gateway.validation import MIN_MESSAGE_BYTES
 from pdserve.core.errors import InvalidRequest
@@ -61,7 +61,7 @@ def sizes(value: object) -> tuple[int, int, int]:
 
 def counted(data: bytes, cuts: list[int], values: int, nodes: int) -> None:
     """Count ``data`` in parts."""
-    count = JsonCount(Shape(values, nodes), "body: it has")
+    count = JsonCount(BodyLimits(values, nodes), "body: it has")
     bounds = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     for start, end in itertools.pairwise(bounds):
         count.add(data[start:end])

@@ -11,7 +11,7 @@ from typing import Any
 from ops.doctor.examine import Examination
 from ops.doctor.node_report import ROOT
 from ops.doctor.probes import ProbeHandle, ProbeProcess, Site
-from ops.doctor.report import Finding, Level, Report
+from ops.doctor.report import DoctorReport, Finding, Level
 from ops.launch.plan import Node
 from pdserve.core.config import PdserveConfig
 
@@ -49,7 +49,7 @@ class PlantedHost:
         return process
 
 
-def examine(host: PlantedHost, **sections: Mapping[str, Any]) -> Report:
+def examine(host: PlantedHost, **sections: Mapping[str, Any]) -> DoctorReport:
     """With free ports, unless ``sections`` of the configuration say otherwise."""
     gateway = {"host": "127.0.0.1", "port": 0, **sections.pop("gateway", {})}
     transfer = {"transport": "tcp", "connect_timeout_s": 2.0, **sections.pop("transfer", {})}
@@ -57,13 +57,13 @@ def examine(host: PlantedHost, **sections: Mapping[str, Any]) -> Report:
     return Examination(config, host.site).run()
 
 
-def found(report: Report, check: str, level: Level = "fail") -> list[Finding]:
+def found(report: DoctorReport, check: str, level: Level = "fail") -> list[Finding]:
     """The findings of a check that have this level; what has to be acted on has a remedy."""
     findings = [each for each in report.findings if each.check == check and each.level is level]
     assert all(each.remedy for each in findings if level != "ok")
     return findings
 
 
-def troubles(report: Report) -> list[str]:
+def troubles(report: DoctorReport) -> list[str]:
     """The checks that failed, each once."""
     return sorted({each.check for each in report.findings if each.level == "fail"})

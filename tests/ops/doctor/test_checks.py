@@ -30,7 +30,7 @@ from ops.doctor.checks import (
 from ops.doctor.handoff_prediction import HandoffPrediction
 from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_report import Device, NodeReport
-from ops.doctor.report import Endpoints, ExaminedNode, ExaminedPair, Finding, Level, Meeting, Report, Seat, fail
+from ops.doctor.report import DoctorReport, Endpoints, ExaminedNode, ExaminedPair, Finding, Level, Meeting, Seat, fail
 from ops.launch.plan import Node
 from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
@@ -81,10 +81,10 @@ def node(
 
 def seen(
     nodes: Sequence[ExaminedNode] = (), device: str = "cpu", own_port: int = 0, *, sections: Any = None, **found: Any
-) -> Report:
+) -> DoctorReport:
     """What was seen by a doctor for a configuration with these ``sections``."""
     config = PdserveConfig.parse(sections or {})
-    return Report(config, device, (), own_port, **{"here": REPORT, "need": NEED, "nodes": [*nodes], **found})
+    return DoctorReport(config, device, (), own_port, **{"here": REPORT, "need": NEED, "nodes": [*nodes], **found})
 
 
 def levels(findings: Sequence[Finding]) -> list[Level]:

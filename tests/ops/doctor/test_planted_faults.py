@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints.source import resolve_model
 from ops.doctor.checks import check_tokenizer
 from ops.doctor.node_report import PACKAGES, ROOT, report_node
-from ops.doctor.report import Level, Report
+from ops.doctor.report import DoctorReport, Level
 from pdserve.core.config import PdserveConfig
 from tests.local_cluster import free_port, free_ports
 from tests.ops.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
@@ -223,7 +223,9 @@ def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level
     (folder / "tokenizer.json").unlink()
     if content is not None:
         (folder / "tokenizer.json").write_text(content)
-    (finding,) = check_tokenizer(Report(PdserveConfig(), "cpu", source=replace(resolve_model("tiny"), folder=folder)))
+    (finding,) = check_tokenizer(
+        DoctorReport(PdserveConfig(), "cpu", source=replace(resolve_model("tiny"), folder=folder))
+    )
     assert (finding.level, said in finding.what, bool(finding.remedy)) == (level, True, True)
 
 
