@@ -29,7 +29,9 @@ from pdserve.core.sampling import SamplingParams, StructuredOutputs
 from tests.engine.harness import BLOCK, Outbox, make_core, make_runner, submit
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
-SUITE = json.loads(Path(__file__).with_name("json_schema_suite.json").read_text())["cases"]
+RECORDED = Path(__file__).with_name("json_schema_suite.json")
+"""Made by `record_json_schema_suite.py`."""
+SUITE = json.loads(RECORDED.read_text())["cases"]
 VOCABULARY, EOS = 4096, 0
 PROMPT = [300, 301, 302, 303]
 WORDS = StructuredOutputs("regex", "([a-z]{3}[0-9] ){8}")
@@ -39,20 +41,88 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "additionalProperties": (2, 0),
     "allOf": (2, 2),
     "anyOf": (1, 0),
+    "boolean_schema": (2, 0),
     "const": (0, 5),
+    "contains": (7, 0),
+    "defs": (1, 0),
+    "dependentRequired": (4, 0),
+    "dependentSchemas": (4, 0),
+    "dynamicRef": (20, 0),
     "enum": (0, 4),
+    "format": (9, 10),
+    "if-then-else": (10, 0),
+    "maxContains": (4, 0),
     "maxItems": (1, 0),
     "maxLength": (1, 0),
+    "maxProperties": (1, 0),
+    "minContains": (8, 0),
     "minItems": (1, 0),
     "minLength": (1, 0),
+    "minProperties": (1, 0),
     "multipleOf": (1, 0),
     "not": (9, 0),
     "oneOf": (9, 0),
+    "optional/bignum": (4, 0),
+    "optional/cross-draft": (1, 0),
+    "optional/dependencies-compatibility": (7, 0),
+    "optional/dynamicRef": (1, 0),
+    "optional/ecmascript-regex": (2, 1),
+    "optional/float-overflow": (0, 1),
+    "optional/format/ecmascript-regex": (1, 0),
+    "optional/format/email": (0, 4),
+    "optional/format/idn-email": (1, 0),
+    "optional/format/idn-hostname": (2, 0),
+    "optional/format/ipv6": (0, 4),
+    "optional/format/iri-reference": (1, 0),
+    "optional/format/iri": (1, 0),
+    "optional/format/json-pointer": (1, 0),
+    "optional/format/regex": (1, 0),
+    "optional/format/relative-json-pointer": (1, 0),
+    "optional/format/uri-reference": (1, 0),
+    "optional/format/uri-template": (1, 0),
+    "optional/format-assertion": (2, 0),
+    "optional/unknownKeyword": (1, 0),
+    "patternProperties": (3, 0),
+    "propertyNames": (6, 0),
+    "ref": (6, 0),
+    "refRemote": (15, 0),
     "type": (0, 1),
+    "unevaluatedItems": (27, 0),
+    "unevaluatedProperties": (41, 0),
     "uniqueItems": (6, 0),
+    "vocabulary": (2, 0),
 }
 """Of files of the suite: how many groups of cases llguidance refuses, and how many instances of the others do not pass
-though they match. All of these are other notations of a number or a string, or other orders of properties."""
+though they match. Most of these are other notations of a number or a string, or other orders of properties; the rest
+are rare forms of addresses, and formats that the draft itself takes for annotations."""
+LENIENT = {
+    "optional/ecmascript-regex": r".*zero-width whitespace does not match",
+    "optional/format/date": r".*(29 days in February \(normal\)|2021 is not a leap year)",
+    "optional/format/date-time": r".*invalid date-time with leap second",
+    "optional/format/time": r".*invalid leap second",
+}
+"""What passes though it does not match, as docs/sampling.md says: formats check each field of a date or time alone, and
+patterns are read as the Rust crate regex reads them."""
+KEYWORDS: dict[str, Any] = {
+    "$dynamicAnchor": "node",
+    "$dynamicRef": "#node",
+    "contains": {"type": "integer"},
+    "dependencies": {"a": ["b"]},
+    "dependentRequired": {"a": ["b"]},
+    "dependentSchemas": {"a": {"required": ["b"]}},
+    "else": {"type": "string"},
+    "format": "iri",
+    "if": {"type": "integer"},
+    "maxContains": 2,
+    "minContains": 1,
+    "not": {"type": "integer"},
+    "propertyNames": {"maxLength": 3},
+    "then": {"minimum": 1},
+    "unevaluatedItems": False,
+    "unevaluatedProperties": False,
+    "uniqueItems": True,
+}
+"""Keywords of the suite that llguidance does not enforce."""
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +153,10 @@ def accepts(structures: Structures, wanted: StructuredOutputs, token_ids: Sequen
 
 @pytest.mark.parametrize("name", SUITE)
 def test_the_json_schema_test_suite(structures: Structures, tokenizer: Tokenizer, name: str) -> None:
-    """No schema lets an instance through that does not match it. Instances that match it pass, but for other notations
-    of a number or a string, and another order of properties. What cannot be compiled is refused by its name."""
-    refused, unlike = 0, []
+    """No schema lets an instance through that does not match it, but for those of `LENIENT`. Instances that match it
+    pass, but for other notations of a number or a string, and another order of properties. What cannot be compiled is
+    refused by its name."""
+    refused, unlike, lenient = 0, [], []
     for group in SUITE[name]:
         wanted = StructuredOutputs("json", json.dumps(group["schema"]))
         try:
@@ -96,10 +167,30 @@ def test_the_json_schema_test_suite(structures: Structures, tokenizer: Tokenizer
         for description, data, valid in group["tests"]:
             token_ids = tokenizer.encode(json.dumps(data, ensure_ascii=False), add_special_tokens=False).ids
             passes = accepts(structures, wanted, token_ids)
-            assert valid or not passes, f"{group['description']}: {description}"
+            if passes and not valid:
+                lenient.append(f"{group['description']}: {description}")
             if valid and not passes:
                 unlike.append(f"{group['description']}: {description}")
     assert (refused, len(unlike)) == EXPECTED.get(name, (0, 0)), unlike
+    assert bool(lenient) == (name in LENIENT), lenient
+    assert [each for each in lenient if not re.match(LENIENT[name], each)] == []
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_keywords_that_are_not_enforced_are_refused_by_name(structures: Structures, keyword: str) -> None:
+    """Also below other keywords, and behind a reference."""
+    for place in (lambda it: it, lambda it: {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": it}}):
+        schema = json.dumps(place({keyword: KEYWORDS[keyword]}))
+        with pytest.raises(InvalidRequest, match=rf"cannot be used: Un.*\b{re.escape(keyword.strip('$'))}\b"):
+            structures.match(StructuredOutputs("json", schema), ()).result(60)
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:1234/integer.json", "file:///integer.json", "integer.json"])
+def test_references_to_other_documents_are_refused(structures: Structures, uri: str) -> None:
+    """Nothing is fetched."""
+    schema = json.dumps({"items": {"$ref": uri}})
+    with pytest.raises(InvalidRequest, match=r"Resource '.*integer\.json' .* Default retriever does not fetch"):
+        structures.match(StructuredOutputs("json", schema), ()).result(60)
 
 
 def run(core: EngineCore, outbox: Outbox, *submits: Submit) -> dict[str, list[int]]:
