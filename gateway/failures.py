@@ -54,6 +54,7 @@ STATUSES: Mapping[type[BaseException], tuple[StatusCode, int]] = {
 INVALID = {
     "HostNotAllowed": 403,  # the header Host is not a name of the service
     "UnknownModel": 404,  # another model is served
+    "UnknownPath": 404,  # of HTTP: the API has no such path
     "BodyIncomplete": 408,  # the body did not arrive within the deadline
     "DuplicateRequest": 409,  # another request in progress has the same request id
     "BodyTooLarge": 413,  # the body exceeds the limit of messages
@@ -85,7 +86,7 @@ def statuses_of(error: BaseException) -> tuple[StatusCode, int]:
 
 def grpc_failure(error: BaseException) -> GrpcFailure:
     """The status, message and trailing metadata of a call that ended with ``error``. Its details are an ``ErrorInfo``
-    with the error's class, a ``BadRequest`` if a field is wrong, and a ``RetryInfo`` if it is known when to come
+    with the error's kind, a ``BadRequest`` if a field is wrong, and a ``RetryInfo`` if it is known when to come
     back."""
     code, _ = statuses_of(error)
     kind, message = to_wire(error)
@@ -125,7 +126,7 @@ async def end_call(context: Context, error: BaseException) -> NoReturn:
 
 
 def error_object(error: BaseException, status: int) -> Mapping[str, Any]:
-    """The body of an HTTP answer: ``error.param`` is the field, if one is wrong; ``error.code`` the error's class."""
+    """The body of an HTTP answer: ``error.param`` is the field, if one is wrong; ``error.code`` its kind."""
     kind, message = to_wire(error)
     sort = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": sort, "param": field_of(error), "code": kind}}

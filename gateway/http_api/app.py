@@ -25,6 +25,7 @@ from pdserve.core.errors import InvalidRequest, PdserveError
 _READING = (400, 404, 408, 413, 415, 429, 503, 504)
 """Statuses of routes that read a body and generate nothing."""
 _NO_TEXT = "it is not served: the service generates text, and makes no embeddings, rankings or scores"
+_NO_PATH = "there is no such path; GET /docs shows those that are served"
 _CONTENT = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Pages load nothing."""
 _NO_REPORT = """<!doctype html><html lang="en"><meta charset="utf-8"><title>pdserve: no report yet</title>
@@ -150,9 +151,12 @@ def make_app(
     async def refuse_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         # The scope's path, because `request.url` is put together from the header Host, which may be no host at all.
-        path = request.scope["path"]
-        why = _NO_TEXT if path.rpartition("/")[2] in ("embeddings", "rerank", "score") else error.detail
-        body, _, _ = http_failure(InvalidRequest(f"path: {request.method} {path}: {why}"))
+        path, kind, why = request.scope["path"], "InvalidRequest", error.detail
+        if error.status_code == 404:
+            kind, why = "UnknownPath", _NO_PATH
+        if path.rpartition("/")[2] in ("embeddings", "rerank", "score"):
+            why = _NO_TEXT
+        body, _, _ = http_failure(InvalidRequest(f"path: {request.method} {path}: {why}", kind=kind))
         return JSONResponse(body, error.status_code, dict(error.headers or {}))
 
     app.add_exception_handler(PdserveError, refuse)

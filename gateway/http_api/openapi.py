@@ -75,7 +75,7 @@ def _answers() -> dict[str, Schema]:
         "message": {"type": "string", "description": "begins with the field that is wrong"},
         "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
         "param": {**_or_null(_TEXT), "description": "the field that is wrong"},
-        "code": {"type": "string", "description": "the error's class in pdserve/core/errors.py"},
+        "code": {"type": "string", "description": "the error's kind; see docs/api.md"},
     }
     return {
         "Completion": _answer("text_completion", text, usage, whole=True),

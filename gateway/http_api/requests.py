@@ -58,6 +58,8 @@ UNKNOWN_FIELD = "unknown_field"
 
 _TYPE_NAMES = frozenset({"str", "constrained-str"})
 """How pydantic names members of unions among the places of an error, where such a name could be that of a field."""
+_GUIDED = frozenset({"guided_json", "guided_regex", "guided_choice", "guided_grammar"})
+"""Fields that older versions of vLLM have."""
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
 
 Count = Annotated[int, Field(ge=0, lt=2**32)]
@@ -398,7 +400,10 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
     place = ".".join(parts) or "body"
     if first["type"] == UNKNOWN_FIELD:
         if _PLAIN_NAME.fullmatch(message):
-            return InvalidRequest(f"{'.'.join([*parts, message])}: unknown field; leave it out")
+            advice = "leave it out"
+            if message in _GUIDED:
+                advice = f"send structured_outputs: {{{message.removeprefix('guided_')}: ...}} instead"
+            return InvalidRequest(f"{'.'.join([*parts, message])}: unknown field; {advice}")
         return InvalidRequest(f"{place}: unknown field {_SHOWN.repr(message)}; leave it out")
     if first["type"] == "missing":
         return InvalidRequest(f"{place}: it is missing")

@@ -52,6 +52,7 @@ STATUS_OF = {
 KINDS = {
     "DuplicateRequest": 409,
     "UnknownModel": 404,
+    "UnknownPath": 404,
     "HostNotAllowed": 403,
     "UnsupportedMediaType": 415,
     "BodyTooLarge": 413,

@@ -136,3 +136,15 @@ async def test_tokens_of_text_and_back(shared_http: Http) -> None:
         ("/detokenize", {"tokens": [999_999]}),
     ):
         assert (await shared_http.post(path, **body)).status_code == 400
+
+
+@shared
+@pytest.mark.parametrize("form", ["json", "regex", "choice", "grammar"])
+async def test_older_names_of_structured_outputs_tell_the_field(shared_http: Http, form: str) -> None:
+    for body in ({"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}):
+        path = PATH if "prompt" in body else "/v1/chat/completions"
+        error = (await shared_http.post(path, **body, **{f"guided_{form}": "x"})).json()["error"]
+        assert error["param"] == f"guided_{form}"
+        assert error["message"].endswith(f": unknown field; send structured_outputs: {{{form}: ...}} instead")
+    error = (await shared_http.post(PATH, prompt="x", guided_whitespace_pattern="x")).json()["error"]
+    assert error["message"] == "guided_whitespace_pattern: unknown field; leave it out"
