@@ -149,7 +149,8 @@ async def test_auto_is_pd_unless_it_cannot_be_or_the_deployment_says_otherwise(
     result = await cluster.served(cluster.record(mode=Mode.AUTO))
     assert result.mode is mode
     if not decode:
-        with pytest.raises(NotReady, match=r"no decode worker is ready .*; modes auto and colocated need none"):
+        remedy = "modes auto and colocated need none; .* by `pdserve scale --decode 1`"
+        with pytest.raises(NotReady, match=rf"no decode worker is ready .*; {remedy}"):
             await cluster.served(cluster.record(mode=Mode.PD))
 
 
