@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 10.0
 _SILENCE_TIMEOUT_S = 900.0  # above `gateway.default_timeout_s`, so that the service's own deadline is what ends a wait
+_WHY = re.compile(r"/why(?: +([0-9]{1,9}))?")
 _HELP = (
-    "/why shows where the time of the last answer went, /new begins another conversation, /quit or Ctrl-D leaves; "
-    "Ctrl-C ends an answer"
+    "/why shows where the time of the last answer went, /why N that of answer N; /new begins another conversation, "
+    "/quit or Ctrl-D leaves, Ctrl-C ends an answer"
 )
 
 
@@ -41,7 +43,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="seed of the sampling (default: random)")] = None,
 ) -> None:
     """Chat with the served model in the terminal. The model's chat template makes the prompt of the whole conversation.
-    /why shows where the time to first token of the last answer went."""
+    /why shows where the time to first token of the last answer went, /why N that of the conversation's answer N."""
     from ops.waterfall.terminal import waterfall
     from pdserve.core.errors import PdserveError
 
@@ -55,7 +57,8 @@ def chat(
     beginning = [] if system is None else [{"role": "system", "content": system}]
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     options |= {"stream": True, "return_token_ids": True, "pdserve": {"mode": mode, "breakdown": True}}
-    messages, last = [*beginning], None
+    messages = [*beginning]
+    answers: list[Generation | None] = []
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -67,18 +70,23 @@ def chat(
         if line == "/quit":
             return
         if line == "/new":
-            messages, last = [*beginning], None
-        elif line == "/why":
-            console.print("there is no complete answer yet" if last is None else waterfall(last))
+            messages, answers = [*beginning], []
+        elif why := _WHY.fullmatch(line):
+            number = int(why[1] or len(answers))
+            generation = answers[number - 1] if 1 <= number <= len(answers) else None
+            console.print(
+                f"there is no complete answer {why[1] or 'yet'}" if generation is None else waterfall(generation)
+            )
         elif line.startswith("/"):
             console.print(_HELP, markup=False)
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                text, last = _answer(service, {**options, "messages": asked})
+                text, generation = _answer(service, {**options, "messages": asked})
             except PdserveError as error:  # the conversation stays as it was
                 remarks.print(f"error: {error}", soft_wrap=True, markup=False)
                 continue
+            answers.append(generation)
             messages = [*asked, {"role": "assistant", "content": text}]
 
 

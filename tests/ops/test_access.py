@@ -111,7 +111,7 @@ def test_the_environment_gives_them_once_for_all_commands(
 
 
 def test_a_token_does_not_leave_this_host_unencrypted(pdserve: Any, token_file: Path) -> None:
-    for command in COMMANDS:
+    for command in (*COMMANDS, ("chat",)):
         ran = pdserve(*command, "--target", "192.0.2.1:7", "--token-file", str(token_file))
         assert ran.code == 2
         assert ran.err.startswith("error: token: it would travel to 192.0.2.1:7 unencrypted")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+from tests.certificates import Certificates
 from tests.command_line import PDSERVE
-from tests.gateway.http_api.conftest import Http
+from tests.gateway.fuzzing import PATIENT
+from tests.gateway.http_api.conftest import Http, StartHttp
+from tests.gateway.test_callers import entry, save
 from tests.local_cluster import ROOT, free_port
 
 ON_A_TERMINAL = (
@@ -83,6 +88,15 @@ async def test_a_conversation_with_its_breakdowns(http: Http) -> None:
         for part in ("3 tokens · pd · p0 → d0", "network", "kv_exposed", "first_decode", "= expected"):
             assert part in told
         await terminal.until("> ")
+        terminal.type("/why 1\n")
+        of_the_first = await terminal.until("clock error")
+        prompt_tokens = [int(re.findall(r"(\d+) \+ 3 tokens", each)[0]) for each in (of_the_first, told)]
+        assert prompt_tokens[0] < prompt_tokens[1]
+        await terminal.until("> ")
+        for number in ("0", "3"):
+            terminal.type(f"/why {number}\n")
+            await terminal.until(f"there is no complete answer {number}")
+            await terminal.until("> ")
         terminal.type("/new\n")
         await terminal.until("> ")
         terminal.type("again\n")
@@ -119,6 +133,32 @@ async def test_ctrl_c_ends_the_answer_and_not_the_chat(http: Http) -> None:
     assert "[user] more\n" in prompts(http)[-1]
     assert "the quick" in prompts(http)[-1]
     assert "xxx" not in prompts(http)[-1]
+
+
+async def test_over_tls_with_a_token(start_http: StartHttp, certificates: Certificates, tmp_path: Path) -> None:
+    gateway = {"tls_cert": str(certificates.server.cert), "tls_key": str(certificates.server.key)}
+    gateway["tokens"] = str(save(tmp_path / "tokens.yaml", entry("a", "good")))
+    http = await start_http("p0", "d0", gateway=gateway, router=PATIENT)
+    (tmp_path / "token").write_text("good\n")
+    target = f"https://localhost:{http.service.gateway.http_port}"
+
+    async def said(*options: str) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *PDSERVE, "chat", "--target", target, "--max-tokens", "3", *options,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=ROOT,
+        )  # fmt: skip
+        out, _ = await asyncio.wait_for(process.communicate(b"the quick\n/why\n"), 60)
+        return process.returncode, out.decode()
+
+    ca, token = ("--ca", str(certificates.ca)), ("--token-file", str(tmp_path / "token"))
+    code, out = await said(*ca, *token)
+    assert (code, "chatting with fake at https://localhost" in out, "kv_exposed" in out) == (0, True, True), out
+    assert "good" not in out
+    code, out = await said(*ca)
+    assert (code, "no bearer token" in out) == (1, True), out
+    code, out = await said(*token)
+    assert (code, "certificate" in out) == (1, True), out
+    assert len(prompts(http)) == 1
 
 
 async def test_a_port_without_the_api_is_told(http: Http) -> None:
