@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from experiments.compare import Comparison, Limit, Missing, compare, flatten, vi
 from experiments.run_folder import RequestRow, RunFolder
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
+from tests.local_cluster import ROOT
 
 
 def run(
@@ -127,6 +131,31 @@ def test_the_command(tmp_path: Path, pdserve: Any) -> None:
     assert ran.json["violations"] == [{"key": "rows.load.pd.ttft_ms", "limit_percent": 5.0}]
     assert "worse: rows.load.pd.ttft_ms: 11 became 21" in ran.err
     assert pdserve("compare", str(b.path), str(a.path), "--limit", "ttft_ms=5").code == 0
+
+
+@pytest.mark.parametrize(
+    ("document", "call"),
+    [
+        (path.name, call)
+        for path in sorted((ROOT / "docs").glob("*.md"))
+        for call in re.findall(r"^pdserve (compare .*)$", path.read_text(), re.MULTILINE)
+    ],
+)
+def test_documented_calls(
+    tmp_path: Path, pdserve: Any, monkeypatch: pytest.MonkeyPatch, document: str, call: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, *arguments = shlex.split(call)
+    for place, values in zip(arguments[:2], ([10.0, 12.0, 11.0] * 2, [20.0, 22.0, 21.0] * 2), strict=True):
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        made = run(tmp_path / "made", values, SUMMARY, "added-ttft")
+        for index, value in enumerate(values):
+            made.append(RequestRow(cell="512", arm="pd", repeat=0, index=index, ttft_decode_ms=value))
+        made.path.rename(place)
+    (limit,) = [value for option, value in itertools.pairwise(arguments) if option == "--limit"]
+    ran = pdserve("compare", *arguments)
+    assert ran.code == 1, "B takes twice as long"
+    assert f"worse: rows.512.pd.{limit.partition('=')[0]}: 11 became 21" in ran.err
 
 
 def test_arms_of_other_names_correspond_where_each_run_has_one(tmp_path: Path, pdserve: Any) -> None:
