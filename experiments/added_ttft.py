@@ -38,7 +38,7 @@ from experiments.matrix import (
     under_load,
 )
 from experiments.modes import ARMS, ATTAINMENT, PD, PairOptions, added_text, slo_text
-from experiments.report.drawing import ARM_LOOKS, PALETTE, Mark, Panel, Picture, Rule, TableBlock
+from experiments.report.drawing import ARM_LOOKS, INK, PALETTE, Mark, Panel, Picture, Rule, TableBlock
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, Parameters, RunData
 from experiments.workloads.conversation import Room, Workload
@@ -48,6 +48,7 @@ from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import CONFIDENCE, Interval, apart
+from pdserve.core.request import counted
 from pdserve.core.timeline import UNATTRIBUTED, Figure
 
 WIDTHS = ("mha", "gqa", "mla", "mqa")
@@ -260,7 +261,7 @@ def _break_even(judged: Sequence[Figures]) -> Figures:
         if not onwards(cell, colocated):
             shares, further = cell["attainment"], onwards(cell, judged)
             point = {
-                **{key: cell[key] for key in ("cell", "prompt_len", "rate", "slo_ms")},
+                **{key: cell[key] for key in ("cell", "prompt_len", "rate", "slo_ms", "n")},
                 **_place(cell),
                 "attainment": {arm: shares[arm]["mean"] for arm in ARMS},
                 "distinct": apart(shares[PD], shares[ARMS[1]]) > 0,
@@ -318,7 +319,9 @@ def _answer(cells: Sequence[Figures], run: RunData) -> str:
     ]
     if _told(cell):
         known = [cause for cause in cell["causes_ms"].items() if abs(cause[1]) > cell["clock_error_ms"]]
-        named = " and ".join(f"{name} ({ms:+.2f} ms)" for name, ms in sorted(known, key=lambda c: -abs(c[1]))[:2])
+        total = Interval.from_dict(cell["added_ttft_ms"][Figure.TTFT_DECODE])
+        largest_ms = sorted(known, key=lambda cause: -abs(cause[1]))[:2]
+        named = " and ".join(f"{name} ({_signed(total, ms)} ms)" for name, ms in largest_ms)
         largest = f"The largest causes are {named}" if named else "No cause exceeds the clock error"
         explained = f"the stages explain {cell['explained_pct']:.0f} % of what token 2 waits longer"
         sentences.append(f"{largest}; together {explained}.")
@@ -345,8 +348,8 @@ def _answer_under_load(summary: Figures, loaded: Sequence[Figures]) -> str:
         chance = " Their intervals overlap or are missing, so this may be chance."
     return (
         f"Under load ({', '.join(place_of(found))}) {pays} from prompts of {found['prompt_len']} tokens at "
-        f"{found['rate']:g} requests/s on: there {shares[PD]:.0%} of the disaggregated requests meet the SLO "
-        f"({slo_text(found['slo_ms'])}), and {shares['colocated']:.0%} of the colocated ones. Of the "
+        f"{found['rate']:g} requests/s on: there {shares[PD]:.0%} of {counted(found['n'], 'disaggregated request')} "
+        f"meet the SLO ({slo_text(found['slo_ms'])}), and {shares['colocated']:.0%} of the colocated ones. Of the "
         f"{only_pd + neither} measured loads from there on, only disaggregated requests meet it in {only_pd}, and "
         f"neither in {neither}."
         + chance
@@ -358,30 +361,42 @@ def _answer_under_load(summary: Figures, loaded: Sequence[Figures]) -> str:
     )
 
 
+def _signed(interval: Interval, ms: float) -> str:
+    return f"{'+' * (ms >= 0)}{interval.written(ms)}"
+
+
 def _waterfall(cell: Figures) -> Picture:
     """The colocated ``ttft_decode``, what each stage adds to it, and the disaggregated one, which is both together."""
     loaded, from_ms = under_load(cell), cell["colocated_ms"]
     total = Interval.from_dict(cell["added_ttft_ms"][Figure.TTFT_DECODE])
     # Unexplained: what is unattributed and, of pairs, the distance of the middle half's mean from the median.
+    edges_ms = cell.get("cause_intervals_ms") or {}  # runs of earlier versions have none
     causes = {name: ms for name, ms in cell["causes_ms"].items() if abs(ms) >= 0.005}
     causes["unexplained"] = cell["unexplained_ms"]
     starts = [*itertools.accumulate(causes.values(), initial=from_ms)]
     pd, colocated = ({**look, "name": look["label"]} for look in ARM_LOOKS.values())
     bars = [
-        {**colocated, "from": 0.0, "ms": from_ms, "text": f"{from_ms:.2f}"},
+        {**colocated, "from": 0.0, "ms": {"mean": from_ms}, "text": total.written(from_ms)},
         *(
             {
                 "name": name,
                 "from": start,
-                "ms": ms,
-                "text": f"{ms:+.2f}",
+                "ms": {"lo": None, "hi": None, **edges_ms.get(name, {}), "mean": ms},
+                "text": _signed(total, ms),
                 "color": COLORS.get(name, COLORS[UNATTRIBUTED]),
             }
             for (name, ms), start in zip(causes.items(), starts, strict=False)
         ),
-        {**pd, "from": 0.0, "ms": from_ms + total.value, "text": f"{from_ms + total.value:.2f}"},
+        {
+            "name": "added",
+            "from": from_ms,
+            "ms": {"mean": total.value, "lo": total.lo, "hi": total.hi},
+            "text": _signed(total, total.value),
+            "color": INK,
+        },
+        {**pd, "from": 0.0, "ms": {"mean": from_ms + total.value}, "text": total.written(from_ms + total.value)},
     ]
-    edges = [*starts, from_ms + total.value]
+    edges = [*starts, *(from_ms + ms for ms in (total.value, total.lo, total.hi) if ms == ms)]  # nan: no interval
     margin = max(0.5 * (max(edges) - min(edges)), 0.5)
     low, looks = max(0.0, min(edges) - margin), {bar["name"]: {"color": bar["color"]} for bar in bars}
     panel = Panel(
@@ -401,8 +416,9 @@ def _waterfall(cell: Figures) -> Picture:
     return Picture(
         "causes_under_load" if loaded else "causes",
         f"From colocated to disaggregated, stage by stage ({', '.join(filter(None, (*where, beside_text(cell))))})",
-        f"{means}. Each bar is the difference of one stage between the arms. Together they are the added ttft_decode "
-        f"of {total.text()}, except for {cell['unexplained_ms']:+.2f} ms that no stage explains.{chance}",
+        f"{means}. Each bar is the difference of one stage between the arms, with its 95 % interval. Together they "
+        f"are the added ttft_decode of {total.text()}, except for {_signed(total, cell['unexplained_ms'])} ms that no "
+        f"stage explains.{chance}",
         [panel],
     )
 

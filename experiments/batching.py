@@ -385,8 +385,8 @@ def _answer(summary: Figures) -> str:
         if not apart(last["tokens_per_s"], first["tokens_per_s"]):
             gain = "no difference in tokens per second could be measured"
         parts.append(
-            f"A decode step for {last['batch']} requests takes {last['step_ms']['mean']:.1f} ms, one for "
-            f"{first['batch']} {first['step_ms']['mean']:.1f} ms: {gain}."
+            f"A decode step for {counted_requests(last['batch'])} takes {interval_text(last['step_ms'])} ms, one for "
+            f"{first['batch']} {interval_text(first['step_ms'])} ms: {gain}."
         )
     if ratios := summary["static_over_continuous"]:
         rates = [summary["batching"][name]["output_tokens_per_s"] for name in (STATIC, CONTINUOUS)]
@@ -401,14 +401,15 @@ def _answer(summary: Figures) -> str:
     if pools := summary["pools"]:
         paged, run = pools["paged"], pools["contiguous-request"]
         parts.append(
-            f"In the simulation a paged pool runs {paged['running']['mean']:.1f} requests at a time and contiguous "
-            f"reservation {run['running']['mean']:.1f}: {paged['output_tokens_per_s']['mean']:.0f} against "
-            f"{run['output_tokens_per_s']['mean']:.0f} output tokens/s."
+            f"In the simulation a paged pool runs {interval_text(paged['running'])} requests at a time and contiguous "
+            f"reservation {interval_text(run['running'])}: {interval_text(paged['output_tokens_per_s'])} against "
+            f"{interval_text(run['output_tokens_per_s'])} output tokens/s."
         )
     if (arm := summary["batching"].get(AS_CONFIGURED)) and arm["e2e_ms"]:
         parts.append(
-            f"As it is configured, the service makes {arm['output_tokens_per_s']['mean']:.0f} output tokens/s at most; "
-            f"a request takes {arm['e2e_ms']['mean']:.0f} ms on average (p99: {arm['e2e_ms']['p99']:.0f} ms)."
+            f"As it is configured, the service makes {interval_text(arm['output_tokens_per_s'])} output tokens/s at "
+            f"most; {counted_requests(arm['e2e_ms']['n'])} take {arm['e2e_ms']['mean']:.0f} ms on average (p99: "
+            f"{arm['e2e_ms']['p99']:.0f} ms)."
         )
     return " ".join(parts) or "Nothing was measured."
 

@@ -18,6 +18,7 @@ from experiments.catalogue import run_of
 from experiments.environment import version_text
 from experiments.run_folder import Figures, RunFolder
 from experiments.statistics import difference_interval
+from ops.machine_load import beside_cores, beside_text
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
 
@@ -159,7 +160,10 @@ def verdict(a: RunFolder, b: RunFolder, found: Sequence[Comparison]) -> str:
     versions = " and ".join(
         f"{name}: {version_text(folder.environment.get('machine', {}))}" for name, folder in (("A", a), ("B", b))
     )
-    return f"{versions}; {text}; {len(found) - len(known)} figures have no interval."
+    loads = [max((cell.facts for cell in run.load().cells), key=beside_cores, default={}) for run in (a, b)]
+    beside = {name: words for name, load in zip("AB", loads, strict=True) if (words := beside_text(load))}
+    told = "".join(f" {name} was measured {words}." for name, words in beside.items())
+    return f"{versions}; {text}; {len(found) - len(known)} figures have no interval.{told}"
 
 
 def violations(
@@ -206,14 +210,15 @@ def _name_of(entry: Any) -> str:
 
 
 def _figures(run: RunFolder, arm: str | None) -> dict[str, Any]:
-    """The latencies since they were due of the successful requests, by cell, arm (``arm`` instead of their own), kind
-    (if any) and figure; then the figures of the summary, in which ``arm`` is the name of its only arm."""
-    found: dict[str, list[float]] = {}
+    """The latencies since they were due of the successful requests, each with its repeat, by cell, arm (``arm`` instead
+    of their own), kind (if any) and figure; then the figures of the summary, in which ``arm`` is the name of its only
+    arm."""
+    found: dict[str, list[tuple[float, int]]] = {}
     for row in (each.since_due() for each in run.load().rows if each.error is None):
         for name in _LATENCIES:
             if (value := getattr(row, name)) is not None:
                 key = ".".join(filter(None, ("rows", row.cell, arm or row.arm, row.kind, name)))
-                found.setdefault(key, []).append(float(value))
+                found.setdefault(key, []).append((float(value), row.repeat))
     summary = run.summary
     if arm is not None and summary.get("arms"):
         summary["arms"] = {arm: next(iter(summary["arms"].values()))}
@@ -222,9 +227,12 @@ def _figures(run: RunFolder, arm: str | None) -> dict[str, Any]:
 
 def _compared(key: str, a: Any, b: Any) -> Comparison:
     if isinstance(a, list) and isinstance(b, list):
-        interval = difference_interval(a, b)
+        # Requests of one repeat share a queue. Where there is one repeat only, they were sent one at a time.
+        (of_a, repeats_a), (of_b, repeats_b) = zip(*a, strict=True), zip(*b, strict=True)
+        groups = [each if len(set(each)) > 1 else None for each in (repeats_a, repeats_b)]
+        interval = difference_interval(of_a, of_b, groups=(groups[0], groups[1]))
         assert interval is not None
-        return Comparison(key, statistics.fmean(a), statistics.fmean(b), interval if interval.known else None)
+        return Comparison(key, statistics.fmean(of_a), statistics.fmean(of_b), interval if interval.known else None)
     first, second = (each.value if isinstance(each, Interval) else each for each in (a, b))
     difference = None
     if isinstance(a, Interval) and isinstance(b, Interval) and a.known and b.known:

@@ -25,7 +25,7 @@ from experiments.workloads.conversation import Workload
 from experiments.workloads.options import WorkloadOptions
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import Interval
+from pdserve.core.interval import Interval, interval_text
 
 _IDLE_PAIRS = 8
 _MOST_DEVICES = 4
@@ -235,8 +235,9 @@ def _answer(summary: Figures) -> str:
     ]
     return (
         f"{before}{split['split']}{after} serves at most "
-        f"{_goodput(split):.2f} {_PER_DEVICE} within {slo_text(summary['slo_ms'])}. That is {kind} the "
-        f"{_goodput(colocated):.2f} of {colocated['devices']} colocated workers (difference {gain.text(_PER_DEVICE)}). "
+        f"{interval_text(split['goodput_rps_per_device'])} {_PER_DEVICE} within {slo_text(summary['slo_ms'])}. That is "
+        f"{kind} the {interval_text(colocated['goodput_rps_per_device'])} of {colocated['devices']} colocated workers "
+        f"(difference {gain.text(_PER_DEVICE)}). "
         f"At least {100 * ATTAINMENT:.0f} % of the requests meet the SLO {up_to[0]} disaggregated and {up_to[1]} "
         "colocated."
     )

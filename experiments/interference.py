@@ -61,8 +61,8 @@ from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, Interval, apart, median_interval
-from pdserve.core.request import Mode, counted_requests
+from pdserve.core.interval import MIN_VALUES, Interval, apart, interval_text, median_interval
+from pdserve.core.request import Mode, counted, counted_requests
 
 CALIBRATION = "calibration"
 """The cell that times a long prompt, from which the rate of arrivals follows."""
@@ -232,10 +232,13 @@ class Interference(Experiment):
         answer = "No window was measured."
         if told:
             figures = "; ".join(
-                f"{_label(name)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms"
-                + (f" (longest gap beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)" if arm["stall_ms"] else "")
-                + f", median TTFT of the long prompts {arm['long_ttft_ms']['p50']:.0f} ms, "
-                f"{arm['output_tokens_per_s']['mean']:.0f} output tokens/s"
+                f"{_label(name)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms of {counted(arm['itl_ms']['n'], 'gap')}"
+                + (
+                    (arm["stall_ms"] and f" (median longest beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)")
+                    or ""
+                )
+                + f", median TTFT of {counted(arm['long_ttft_ms']['n'], 'long prompt')} "
+                f"{arm['long_ttft_ms']['p50']:.0f} ms, {interval_text(arm['output_tokens_per_s'])} output tokens/s"
                 for name, arm in ((name, arms[name]) for name in told)
             )
             load = f"{traffic['decoding']} decoding requests and prompts of {traffic['prompt_len']} tokens arriving"
@@ -261,7 +264,8 @@ class Interference(Experiment):
             f"{traffic['decoding']} requests decode all the time; in each window {traffic['arrivals']} prompts of "
             f"{traffic['prompt_len']} tokens (output {OUTPUT_LEN}) arrive within "
             f"{traffic['arrive_s']:g} s at the times of a Poisson process, the same in all arms; arms are "
-            "interleaved A B B A; intervals are 95 % bootstrap over windows"
+            "interleaved A B B A; intervals are 95 % bootstrap over "
+            "windows, that of the ratio of p99s from the order of the windows' ratios"
         )
         report = Report(self.title, self.question, answer, setup_of(run, method), [], caveats, summary["failed"])
         if not arms:

@@ -38,6 +38,7 @@ from ops.doctor.handoff_prediction import Overlap
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
+from pdserve.core.request import counted
 
 TOLERANCE, TOLERANCE_MS = 0.15, 3.0
 """A prediction is right if it is off by no more than one of these."""
@@ -230,8 +231,8 @@ class LinkSweep(ModeMatrix):
         """The curves over bandwidth, what named links would expose, and a table of all cells."""
         cells, (how, *told) = summary["cells"], _SHAPINGS[summary["shaping"]]
         method = (
-            f"{how}; prompts of {self.options.prompt_len} tokens, one request at a time, both modes A B B A; intervals "
-            "are 95 % bootstrap"
+            f"{how}; prompts of {self.options.prompt_len} tokens, one request at a time, both modes A B B A; added "
+            "times are medians of the differences, with 95 % intervals from their order"
         )
         caveats = [
             *told,
@@ -330,7 +331,8 @@ def _answer(summary: Figures) -> str:
         at = "no rate is enough" if rate is None else f"{rate:.3g} Gbit/s"
         parts.append(f"{where} with overlap {overlap} (by arithmetic: {at})")
     return (
-        f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {phi_gbps:.3g} Gbit/s here. More than "
+        f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {phi_gbps:.3g} Gbit/s here, by the prefill of "
+        f"{counted(cells[0]['n'], 'pair')}. More than "
         f"a tenth of the prefill time is exposed below {'; '.join(parts)}. {right}"
     )
 

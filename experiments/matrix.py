@@ -163,7 +163,8 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
     ``ttft_decode``, disaggregated minus colocated; ``arms_ms`` by arm (`latencies`); ``causes_ms`` by stage, with
     ``unexplained_ms`` and ``explained_pct`` of ``ttft_decode``, and ``colocated_ms``, that of the colocated requests
     that the causes are of; the keys of `handoffs`; ``kv_bytes``, ``kv_bytes_expected``, ``kv_bytes_equal``;
-    ``tokens_equal`` and ``tokens_equal_share``; ``machine_load``.
+    ``tokens_equal`` and ``tokens_equal_share``; ``machine_load``. ``cause_intervals_ms`` has the causes with their
+    intervals.
 
     Of pairs the added time is the median of the differences (`added_ms`), and causes are of their middle half. Under
     load the added time is the difference of the arms' means, latencies count from when requests were due, and there are
@@ -188,7 +189,7 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
         "errors": {arm: sum(row.error is not None for row in each) for arm, each in sent.items()},
         "added_ttft_ms": added,
         "arms_ms": {arm: latencies(each) for arm, each in done.items()},
-        **_causes(causing, added[Figure.TTFT_DECODE]),
+        **_causes(causing, added[Figure.TTFT_DECODE], loaded, seed),
         **handoffs(cell, done[PD]),
         **{key: sum(getattr(row, key) for row in done[PD]) for key in ("kv_bytes", "kv_bytes_expected")},
         "kv_bytes_equal": unexpected_bytes(rows) is None,
@@ -216,17 +217,26 @@ def latencies(rows: Rows) -> dict[str, float | None]:
     return {key: value and round(value, 4) for key, value in found.items()}
 
 
-def _causes(arms: Sequence[Rows], added: Figures | None) -> Figures:
+def _causes(arms: Sequence[Rows], added: Figures | None, loaded: bool, seed: int) -> Figures:
     """Why ``ttft_decode`` differs between two arms: the difference of the means of each stage, what is left, and the
-    share that is explained; null if one of the arms has no request."""
+    share that is explained; null if one of the arms has no request. Unless ``loaded``, the arms' rows are pairs."""
     if added is None or not all(arms):
-        return dict.fromkeys(("colocated_ms", "causes_ms", "unexplained_ms", "explained_pct"))
-    pd, colocated = (stages_of(rows).fillna(0.0).mean().reindex((LAG, *STAGE_NAMES), fill_value=0.0) for rows in arms)
+        return dict.fromkeys(("colocated_ms", "causes_ms", "cause_intervals_ms", "unexplained_ms", "explained_pct"))
+    pd, colocated = (stages_of(rows).fillna(0.0).reindex(columns=[LAG, *STAGE_NAMES], fill_value=0.0) for rows in arms)
+    rounds = [row.repeat for row in arms[1]], [row.repeat for row in arms[0]]
+    intervals = {
+        stage: difference_interval(colocated[stage].tolist(), pd[stage].tolist(), seed, rounds)
+        if loaded
+        else mean_interval([a - b for a, b in zip(pd[stage], colocated[stage], strict=True)], seed)
+        for stage in pd
+    }
+    causes_ms = pd.mean() - colocated.mean()
     added_ms = Interval.from_dict(added).value
-    unexplained_ms = added_ms - float((pd - colocated).sum())
+    unexplained_ms = added_ms - float(causes_ms.sum())
     return {
         "colocated_ms": round(statistics.fmean(values_of(arms[1], "ttft_decode_ms")), 4),
-        "causes_ms": (pd - colocated).round(4).to_dict(),
+        "causes_ms": causes_ms.round(4).to_dict(),
+        "cause_intervals_ms": {stage: each and each.to_dict() for stage, each in intervals.items()},
         "unexplained_ms": round(unexplained_ms, 4),
         "explained_pct": round(100 * (1 - abs(unexplained_ms / added_ms)), 2) if added_ms else 100.0,
     }

@@ -37,8 +37,8 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import NAMES, ROUTING_POLICIES
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, apart
-from pdserve.core.request import Mode, counted_requests
+from pdserve.core.interval import MIN_VALUES, apart, interval_text
+from pdserve.core.request import Mode, counted, counted_requests
 
 BASELINE = "round_robin"
 _CALIBRATION = "calibration"
@@ -289,15 +289,18 @@ def _answer(summary: Figures) -> str:
         name for name, each in policies.items() if each is not winner and apart(each["ttft_ms"], winner["ttft_ms"]) <= 0
     ]
     lowest = f"a mean TTFT that could not be told from that of {', '.join(alike)}" if alike else "the lowest mean TTFT"
-    text = (
-        f"{winner['policy']} has {lowest}, {winner['ttft_ms']['mean']:.0f} ms, with {winner['hit_rate']:.0%} cached "
-        "tokens."
-    )
+    text = f"{winner['policy']} has {lowest}, {_measured(winner)}."
     if (baseline := policies.get(BASELINE, winner)) is winner:
         return text
+    times = f", {winner['x_round_robin']:.2f} times as much"
+    more = times if apart(baseline["ttft_ms"], winner["ttft_ms"]) > 0 else ""
+    return f"{text} {BASELINE} has {_measured(baseline)}{more}."
+
+
+def _measured(policy: Figures) -> str:
     return (
-        f"{text} {BASELINE} has {baseline['ttft_ms']['mean']:.0f} ms, {winner['x_round_robin']:.2f} times as much, "
-        f"with {baseline['hit_rate']:.0%}."
+        f"{interval_text(policy['ttft_ms'])} ms (over {counted(policy['n'], 'request')}, {policy['hit_rate']:.0%} of "
+        "whose prompt tokens were cached)"
     )
 
 
