@@ -233,10 +233,7 @@ class Interference(Experiment):
         if told:
             figures = "; ".join(
                 f"{_label(name)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms of {counted(arm['itl_ms']['n'], 'gap')}"
-                + (
-                    (arm["stall_ms"] and f" (median longest beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)")
-                    or ""
-                )
+                + (f" (longest of a prompt: {arm['stall_ms']['p50']:.0f} ms, median)" if arm["stall_ms"] else "")
                 + f", median TTFT of {counted(arm['long_ttft_ms']['n'], 'long prompt')} "
                 f"{arm['long_ttft_ms']['p50']:.0f} ms, {interval_text(arm['output_tokens_per_s'])} output tokens/s"
                 for name, arm in ((name, arms[name]) for name in told)

@@ -331,9 +331,9 @@ def _answer(summary: Figures) -> str:
         at = "no rate is enough" if rate is None else f"{rate:.3g} Gbit/s"
         parts.append(f"{where} with overlap {overlap} (by arithmetic: {at})")
     return (
-        f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {phi_gbps:.3g} Gbit/s here, by the prefill of "
-        f"{counted(cells[0]['n'], 'pair')}. More than "
-        f"a tenth of the prefill time is exposed below {'; '.join(parts)}. {right}"
+        f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {phi_gbps:.3g} Gbit/s here, by the "
+        f"prefill of {counted(cells[0]['n'], 'pair')}. More than a tenth of the prefill time is exposed below "
+        f"{'; '.join(parts)}. {right}"
     )
 
 

@@ -171,7 +171,7 @@ CLAIM = re.compile(
 """What only the headline of a run that shows an effect says."""
 NUMBER = re.compile(r"[0-9.]+ (ms|s|µs|GB/s|Gbit/s|requests/s|(output )?tokens/s)\b")
 COUNTED = re.compile(
-    r"\[|±|\b[1-9][0-9,]* (disaggregated )?(requests?|pairs?|gaps?|long prompts?|cells|measured loads)\b"
+    r"\[|±|by arithmetic|\b[1-9][0-9,]* (disaggregated )?(request|pair|gap|long prompt|cell|measured load)s?\b"
 )
 """A measured figure, and the interval or the count that has to stand in its sentence."""
 PLANTED: dict[str, tuple[Callable[[], tuple[dict[str, Any], RunData]], str]] = {
