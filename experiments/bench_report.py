@@ -23,6 +23,7 @@ from experiments.bench_plan import BenchPlan, parse_percentiles
 from experiments.environment import BUSY, OtherRequests
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Load, Outcome
+from experiments.matrix import unclear_text
 from experiments.modes import PD, SLO, added_ms, added_text, pairs_of
 from experiments.report.drawing import (
     ARM_LOOKS,
@@ -243,7 +244,7 @@ class BenchRun(RunKind):
             blocks.append(_time_picture(arms))
         blocks.append(latency_table(figures))
         setup = [*setup_of(run, ", ".join(how)), ("workload", summary["workload"])]
-        return Report("Benchmark", self.question, _answer(summary), setup, blocks, caveats, summary["failed"])
+        return Report("Benchmark", self.question, _answer(summary, run), setup, blocks, caveats, summary["failed"])
 
 
 def arm_figures(rows: Rows, load: Figures, slo: SLO | None, percentiles: Sequence[float], scheduled: bool) -> Figures:
@@ -287,7 +288,7 @@ def _distributions(rows: Rows, percentiles: Sequence[float]) -> Figures:
     return {key: distribution(values_of(rows, key), percentiles) for key in FIGURES}
 
 
-def _answer(summary: Figures) -> str:
+def _answer(summary: Figures, run: RunData) -> str:
     sentences = []
     for arm, each in summary["arms"].items():
         ttft, itl = each["ttft_ms"], each["itl_ms"]
@@ -304,7 +305,8 @@ def _answer(summary: Figures) -> str:
     if clauses := [added_text(f"token {number}", each) for number, each in enumerate(added, 1) if each is not None]:
         beside = f" ({text})" if (text := beside_text(summary)) else ""
         sentences.append(f"In pairs of the same request{beside}, {' and '.join(clauses)}.")
-    return " ".join(sentences) or "No request ended."
+        sentences.append(unclear_text({**summary, "added_ttft_ms": summary["added_ms"]}, run, "more --requests"))
+    return " ".join(filter(None, sentences)) or "No request ended."
 
 
 def _color(arm: str) -> Any:

@@ -28,7 +28,7 @@ from experiments.added_ttft import linked_transports
 from experiments.deployment import Deployment, Service
 from experiments.experiment import Bench, Cell, Options, option
 from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
-from experiments.matrix import PAIR_TOKENS, ModeMatrix, cell_caveats, idle_table, predicted
+from experiments.matrix import PAIR_TOKENS, ModeMatrix, cell_caveats, idle_table, predicted, unclear_text
 from experiments.modes import OVERLAPS, PD, LinkModel, PairOptions, overlap_of
 from experiments.report.drawing import DOTTED, INK, MARKERS, PALETTE, Mark, Panel, Picture, Rule, table
 from experiments.report.page import Report, setup_of
@@ -234,11 +234,13 @@ class LinkSweep(ModeMatrix):
             f"{how}; prompts of {self.options.prompt_len} tokens, one request at a time, both modes A B B A; added "
             "times are medians of the differences, with 95 % intervals from their order"
         )
+        unclear = {cell["cell"]: text for cell in cells if (text := unclear_text(cell, run))}
         caveats = [
             *told,
             not all(cell["reached"] for cell in cells)
             and "Some links were slower than they were shaped to; the prediction takes the best rate measured.",
             *cell_caveats(cells),
+            *(f"No difference could be measured in {', '.join(unclear)}. {text}" for text in [*unclear.values()][:1]),
             "Named links are nominal rates and typical round trips, not measurements; what they expose is arithmetic "
             "for this model on this machine. A faster device has a shorter prefill, and so a larger Φ.",
         ]

@@ -365,9 +365,10 @@ def cell_caveats(cells: Sequence[Figures]) -> list[str | bool]:
     ]
 
 
-def unclear_text(cell: Figures, run: RunData) -> str:
-    """Why one of the added times of a cell of pairs has no clear sign, and what would help; empty if all have one."""
-    added = list(cell["added_ttft_ms"].values())
+def unclear_text(cell: Figures, run: RunData, more: str = "more time for pairs (--pairs-s)") -> str:
+    """Why one of the added times of a cell of pairs has no clear sign, and what would help, among it ``more``; empty if
+    all have one."""
+    added = [each for each in cell["added_ttft_ms"].values() if each is not None]
     if all(Interval.from_dict(each).sign for each in added):
         return ""
     machine, service = run.environment.get("machine", {}), run.environment.get("service") or {}
@@ -383,7 +384,7 @@ def unclear_text(cell: Figures, run: RunData) -> str:
         reasons.append(f"{workers} workers, the gateway and the client share {cores} cores")
         helps.append("more cores")
     reasons.append(f"only {pairs} pairs were measured")
-    helps.append("more time for pairs (--pairs-s)")
+    helps.append(more)
     return f"Reasons: {'; '.join(reasons)}. What would help: {', '.join(helps)}."
 
 

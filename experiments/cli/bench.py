@@ -230,7 +230,7 @@ def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
     """The lines about a load: their names and texts, which are false or empty if there is nothing to tell."""
     from experiments.environment import OtherRequests
     from pdserve.core.interval import CONFIDENCE, Interval
-    from pdserve.core.request import counted_requests
+    from pdserve.core.request import counted, counted_requests
 
     good, lag, refused = report["goodput"], report["lag"], report["refused"]
     yield (
@@ -240,7 +240,8 @@ def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
     yield (
         "throughput",
         f"{report['output_tokens_per_s']:.1f} output tokens/s, {report['total_tokens_per_s']:.1f} tokens/s "
-        f"in all, {report['requests_per_s']:.2f} requests/s over {report['duration_s']:.2f} s",
+        f"in all, {report['requests_per_s']:.2f} requests/s over {report['duration_s']:.2f} s and "
+        f"{counted(report['requests'], 'request')}",
     )
     if good is not None:
         limits = ", ".join(f"{key} ≤ {limit:g} ms" for key, limit in report["slo_ms"].items())
@@ -249,9 +250,10 @@ def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
     for name, plain in report["added_ms"].items():
         if plain is not None:
             interval = Interval.from_dict(plain)
-            unclear = " (no difference could be measured)" if interval.known and not interval.sign else ""
+            unclear = interval.known and not interval.sign
+            told = " (no difference could be measured; more --requests narrow the interval)" if unclear else ""
             sure = f"; {100 * CONFIDENCE:.0f} % interval" if interval.known else ""
-            yield "added", f"{name} {interval.text()}{unclear}, median of {interval.n} pairs, pd - colocated{sure}"
+            yield "added", f"{name} {interval.text()}{told}, median of {interval.n} pairs, pd - colocated{sure}"
     yield "busy", report["busy"] and OtherRequests(**report["busy"]).text("this load")
     if lag is not None and report["scheduled"]:
         behind = "; the load is behind its schedule, and latencies contain that wait" if lag["behind"] else ""

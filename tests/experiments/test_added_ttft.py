@@ -13,8 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from experiments.added_ttft import AddedTtft, AddedTtftOptions, break_even_of
+from experiments.report.drawing import Mark, Picture
 from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
+from pdserve.core.interval import Interval
 from tests.experiments.quiet import Quiet, holds, judged, measured_on_service, told
 from tests.local_cluster import local_cluster
 
@@ -98,6 +100,20 @@ def test_causes_sum_to_the_added_latency_and_the_prediction_is_arithmetic() -> N
     assert summary["failed"] == []
     (cell,) = summary_of(pairs(transfer={"exposed_ms": 2.5}))["cells"]
     assert cell["predicted_ms"] is None  # the link was not measured
+
+
+def test_the_picture_of_causes_has_their_intervals_and_the_total() -> None:
+    summary, report = judged(AddedTtft, run_of(noisy_pairs([4.0, 5.0, 6.0, 5.0, 4.5, 5.5] * 2, (0.0,) * 12)))
+    (picture,) = (block for block in report.blocks if isinstance(block, Picture) and block.stem == "causes")
+    (axes,) = picture.draw().axes
+    assert [tick.get_text() for tick in axes.get_yticklabels()][-2:] == ["added", "disaggregated"]
+    (mark,) = picture.panels[0].marks
+    assert isinstance(mark, Mark)
+    drawn = {bar["name"]: bar["ms"] for bar in mark.data}
+    total = Interval.from_dict(summary["cells"][0]["added_ttft_ms"]["ttft_decode"])
+    assert drawn["added"] == {"mean": total.value, "lo": total.lo, "hi": total.hi}
+    assert drawn["prefill"]["lo"] < drawn["prefill"]["mean"] < drawn["prefill"]["hi"]
+    assert any(line.get_segments() for line in axes.collections), "error bars"
 
 
 def test_causes_sum_to_an_estimate_that_outliers_do_not_move() -> None:
@@ -263,7 +279,7 @@ def test_a_load_is_judged_by_the_idle_cell_of_its_length() -> None:
         },
     )
     point = {"cell": LOADED, "prompt_len": 128, "rate": 2.0, "transport": "shm", "overlap": "none", "slo_ms": slo_ms,
-             "attainment": {"pd": 0.9, "colocated": 0.0}, "only_pd": [LOADED], "neither": [],
+             "n": 10, "attainment": {"pd": 0.9, "colocated": 0.0}, "only_pd": [LOADED], "neither": [],
              "distinct": False}  # two rounds tell nothing  # fmt: skip
     holds(summary, {"break_even": point, "break_even_reason": None, "failed": []})
 
@@ -331,8 +347,8 @@ def load_of(length: int, rate: float, pd: float, colocated: float, transport: st
     """A cell under load in which so many of a hundred requests met the SLO."""
     shares = {arm: {"mean": share / 100, "lo": share / 100, "hi": share / 100, "n": 100}
               for arm, share in (("pd", pd), ("colocated", colocated))}  # fmt: skip
-    return {"cell": f"{length}/{transport}/{rate:g}", "prompt_len": length, "rate": rate, "transport": transport,
-            "overlap": "layer", "slo_ms": {"ttft": 50.0}, "attainment": shares}  # fmt: skip
+    return {"cell": f"{length}/{transport}/{rate:g}", "prompt_len": length, "n": 10, "rate": rate,
+            "transport": transport, "overlap": "layer", "slo_ms": {"ttft": 50.0}, "attainment": shares}  # fmt: skip
 
 
 BOTH_MEET, ONLY_PD, NEITHER, ONLY_COLOCATED = (99, 95), (95, 50), (20, 10), (50, 95)
