@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,9 +26,9 @@ from experiments.engine_alone.steps import StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.load import Load, run_load
 from experiments.neighbours import passes
-from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, cumulative, table, tail_marks
+from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, cumulative, rows_picture, table
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import RequestRow, RunData
+from experiments.run_folder import Figures, Parameters, Rows, RunData, values_of
 from experiments.simulated_pool import ARRIVALS, AT_ONCE, POOL, POOL_KINDS, CostModel, PoolLoad, simulate
 from experiments.statistics import percentile, plain_mean, tail
 from experiments.warm_up import requests_of, warm_up
@@ -81,42 +81,37 @@ class BatchingOptions(Options):
 class Batching(Experiment):
     """See the module."""
 
-    name: ClassVar[str] = "batching"
-    question: ClassVar[str] = "What do batches gain, who may join them, and what does paged memory add to that?"
-    options_type: ClassVar[type[Options]] = BatchingOptions
+    name = "batching"
+    question = "What do batches gain, who may join them, and what does paged memory add to that?"
+    options_type = BatchingOptions
     options: BatchingOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """Steps, pool, and then both kinds of batching in passes of opposite order. For a running service: its
         latencies and throughput with the batching it has, without a comparison."""
         options = self.options
-        repeats = passes(options.repeats)
-
-        def cell(arm: str, number: int) -> Cell:
-            own = repeats[number]
-            parameters = {"batching": arm, "repeats": list(own)}
-            return Cell(f"{arm}/pass-{number + 1}", parameters, service(arm), 2 * len(own) * options.requests)
-
-        def service(arm: str) -> dict[str, Any]:
-            """A single worker, which serves colocated requests only."""
-            settings = {"cluster.prefill": 1, "cluster.decode": 0, "engine.max_num_seqs": options.max_num_seqs}
-            return {} if arm == AS_CONFIGURED else {**settings, "engine.batching": arm}
-
-        if attached is not None:
-            workload = self._workload()
-            Room.of(attached).check(workload.inputs.longest, workload.outputs.longest, "--output-median")
-            return [Cell(CAPACITY, {}), *(cell(AS_CONFIGURED, number) for number in range(len(repeats)))]
         if any(batch < 1 for batch in (*options.decode_batches, *options.prefill_batches)):
             raise InvalidRequest("--decode-batches and --prefill-batches: a batch has at least one request")
         if not (options.decode_batches and options.prefill_batches):
             raise InvalidRequest("--decode-batches and --prefill-batches: give at least one each")
-        arms = (CONTINUOUS, STATIC)
-        return [
+        arms: tuple[str, ...] = CONTINUOUS, STATIC
+        cells = [
             Cell(STEPS, {}, None, self._steps_task().measurements),
             Cell(POOL, {}, None, options.pool_seeds * len(POOL_KINDS)),
-            Cell(CAPACITY, {}, service(CONTINUOUS)),
-            *(cell(arm, number) for number in range(len(repeats)) for arm in (arms if number % 2 == 0 else arms[::-1])),
         ]
+        # A single worker, which serves colocated requests only.
+        single = {"cluster.prefill": 1, "cluster.decode": 0, "engine.max_num_seqs": options.max_num_seqs}
+        services: dict[str, Parameters] = {arm: {**single, "engine.batching": arm} for arm in arms}
+        if attached is not None:
+            workload = self._workload()
+            Room.of(attached).check(workload.inputs.longest, workload.outputs.longest, "--output-median")
+            arms, cells, services = (AS_CONFIGURED,), [], {AS_CONFIGURED: {}}
+        cells.append(Cell(CAPACITY, {}, services[arms[0]]))
+        for number, repeats in enumerate(passes(options.repeats)):
+            for arm in arms[:: -1 if number % 2 else 1]:
+                name, parameters = f"{arm}/pass-{number + 1}", {"batching": arm, "repeats": list(repeats)}
+                cells.append(Cell(name, parameters, services[arm], 2 * len(repeats) * options.requests))
+        return cells
 
     def _sweeps(self) -> dict[str, list[StepCase]]:
         """The steps over batch sizes."""
@@ -149,7 +144,7 @@ class Batching(Experiment):
 
     async def _measure_steps(self, bench: Bench) -> None:
         task = self._steps_task()
-        steps: list[dict[str, Any]] = [
+        steps: list[Figures] = [
             {"batch": case.batch, "tokens": case.tokens, "context": case.context, "step_ms": []} for case in task.cases
         ]
 
@@ -177,7 +172,7 @@ class Batching(Experiment):
                 bench.advance(1)
 
     async def _measure_service(self, bench: Bench, client: AsyncClient) -> None:
-        vocab_size = (await client.status()).vocab_size
+        vocab_size, runs = (await client.status()).vocab_size, []
         workload, options = self._workload(), self.options
 
         async def unrecorded(repeat: int) -> Load:
@@ -193,8 +188,6 @@ class Batching(Experiment):
             bench.advance(1)
             return
         rate = options.load * float(bench.earlier[CAPACITY]["requests_per_s"])
-        runs: list[dict[str, Any]] = []
-        bench.facts |= {"rate": rate, "runs": runs}
         for repeat in bench.cell.parameters["repeats"]:
             seed = options.seed * 1000 + repeat
             for kind, schedule in ((ARRIVALS, random_arrivals(rate, seed)), (AT_ONCE, all_at_once())):
@@ -202,8 +195,9 @@ class Batching(Experiment):
                 conversations = workload.conversations(options.requests, seed, vocab_size)
                 load = await bench.load(client, conversations, schedule, **place, mode=Mode.COLOCATED)
                 runs.append({**place, "duration_s": load.duration_s})
+        bench.facts |= {"rate": rate, "runs": runs}
 
-    def summarise(self, run: RunData) -> dict[str, Any]:
+    def summarise(self, run: RunData) -> Figures:
         """``decode_steps`` and ``prefill_steps`` by batch size: ``batch``, ``tokens``, ``step_ms``, ``tokens_per_s``.
         ``cost_model``: its coefficients in milliseconds, and its relative errors on the measured steps.
 
@@ -216,93 +210,80 @@ class Batching(Experiment):
         at once ``output_tokens_per_s``, ``running`` requests at a time, ``live`` and ``reserved`` shares of the pool,
         ``scattered`` (share of the free blocks outside the longest run); ``preemptions`` over both."""
         facts = {cell.cell: cell.facts for cell in run.cells}
-        arms = self._arms(run)
-        failed = {name: arm["errors"] for name, arm in arms.items()}
-        if CAPACITY in facts:
-            failed = {CAPACITY: facts[CAPACITY].get("failed", 0), **failed}
+        arms, times_ms = self._arms(run), _times_ms(facts.get(STEPS, {}))
+        failed = {CAPACITY: facts.get(CAPACITY, {}).get("failed", 0)} | {
+            name: arm["errors"] for name, arm in arms.items()
+        }
         return {
             "experiment": self.name,
             **{
-                name: [self._step(case, step_ms) for case in sorted(set(cases), key=lambda case: case.batch)
-                       if (step_ms := _times_ms(facts.get(STEPS)).get(case)) is not None]
+                name: [
+                    {
+                        "batch": case.batch,
+                        "tokens": case.rows,
+                        "step_ms": self._mean(times_ms[case]),
+                        "tokens_per_s": self._mean(case.rows / ms * 1e3 for ms in times_ms[case]),
+                    }
+                    for case in sorted({*cases} & times_ms.keys(), key=lambda case: case.batch)
+                ]
                 for name, cases in self._sweeps().items()
             },
             "cost_model": _cost_model(facts[STEPS]) if STEPS in facts else None,
-            "pools": {kind: self._pool(kind, facts[POOL], run.rows_of(POOL, kind)) for kind in POOL_KINDS}
-            if POOL in facts
-            else {},
+            "pools": {
+                kind: self._pool(kind, facts[POOL]["pools"], run.rows_of(POOL, kind))
+                for kind in (POOL_KINDS if POOL in facts else ())
+            },
             "pool_is_simulated": True,
             "batching": arms,
-            "rate_per_s": next((each["rate"] for each in facts.values() if "rate" in each), None),
+            "rate_per_s": run.fact("rate"),
             "static_over_continuous": _ratios(arms.get(STATIC), arms.get(CONTINUOUS)),
             "failed": [f"{name}: {counted_requests(errors)} failed" for name, errors in failed.items() if errors],
-        }  # fmt: skip
+        }
 
     def _mean(self, values: Any) -> Any:
         return plain_mean(list(values), self.options.seed)
 
-    def _step(self, case: StepCase, step_ms: Sequence[float]) -> dict[str, Any]:
-        rates = self._mean(case.rows / ms * 1e3 for ms in step_ms)
-        return {"batch": case.batch, "tokens": case.rows, "step_ms": self._mean(step_ms), "tokens_per_s": rates}
+    def _rate(self, rows: Rows, durations_s: Mapping[int, float]) -> Any:
+        """Output tokens per second of the repeats with all requests at once."""
+        tokens = dict.fromkeys(durations_s, 0)
+        for row in rows:
+            if row.kind == AT_ONCE:
+                tokens[row.repeat] += row.output_tokens
+        return self._mean(tokens[repeat] / duration_s for repeat, duration_s in durations_s.items())
 
-    def _pool(self, kind: str, facts: Mapping[str, Any], rows: Sequence[RequestRow]) -> dict[str, Any]:
-        results = [each for each in facts["pools"] if each["pool"] == kind]
-        at_once = [each for each in results if each["kind"] == AT_ONCE]
+    def _pool(self, kind: str, pools: Sequence[Figures], rows: Rows) -> Figures:
+        own = [each for each in pools if each["pool"] == kind]
+        at_once = [each for each in own if each["kind"] == AT_ONCE]
         return {
-            "output_tokens_per_s": self._mean(_rates(rows, {each["seed"]: each["duration_s"] for each in at_once})),
+            "output_tokens_per_s": self._rate(rows, {each["seed"]: each["duration_s"] for each in at_once}),
             **{key: self._mean(each[key] for each in at_once) for key in ("running", "live", "reserved", "scattered")},
-            "preemptions": sum(each["preemptions"] for each in results),
+            "preemptions": sum(each["preemptions"] for each in own),
             **_latencies(rows, ("ttft_ms", "e2e_ms", "tpot_ms")),
         }
 
-    def _arms(self, run: RunData) -> dict[str, Any]:
+    def _arms(self, run: RunData) -> Figures:
         """The arms that services were measured for."""
-        summary: dict[str, Any] = {}
+        summary = {}
         for name in (CONTINUOUS, STATIC, AS_CONFIGURED):
-            cells = [cell for cell in run.cells if cell.parameters.get("batching") == name]
-            rows = [row for cell in cells for row in run.rows_of(cell.cell, name)]
-            if not rows:
-                continue
-            runs = [each for cell in cells for each in cell.facts.get("runs", ()) if each["kind"] == AT_ONCE]
-            rates = _rates(rows, {each["repeat"]: each["duration_s"] for each in runs})
-            lags_s = [row.sent_s - row.scheduled_s for row in rows if row.kind == ARRIVALS]
-            summary[name] = {
-                "repeats": len(rates),
-                "output_tokens_per_s": self._mean(rates),
-                **_latencies(rows, ("ttft_ms", "itl_ms", "e2e_ms")),
-                "late_ms": round(max(lags_s, default=0.0) * 1e3, 3),
-                "errors": sum(row.error is not None for row in rows),
-            }
+            runs = [each for cell in run.cells for each in cell.facts.get("runs", ()) if each["arm"] == name]
+            if rows := [row for row in run.rows if row.arm == name]:
+                durations_s = {each["repeat"]: each["duration_s"] for each in runs if each["kind"] == AT_ONCE}
+                lags_s = [row.sent_s - row.scheduled_s for row in rows if row.kind == ARRIVALS]
+                summary[name] = {
+                    "repeats": len(durations_s),
+                    "output_tokens_per_s": self._rate(rows, durations_s),
+                    **_latencies(rows, ("ttft_ms", "itl_ms", "e2e_ms")),
+                    "late_ms": round(max(lags_s, default=0.0) * 1e3, 3),
+                    "errors": sum(row.error is not None for row in rows),
+                }
         return summary
 
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
-        """The sweeps, the kinds of batching, the pools, and tables."""
-        report = Report(
-            title="Batching",
-            question=self.question,
-            answer=_answer(summary),
-            setup=setup_of(run, self._method(summary["rate_per_s"])),
-            caveats=_caveats(summary),
-            failures=summary["failed"],
-        )
-        if summary["decode_steps"] and summary["prefill_steps"]:
-            report.blocks.append(_sweeps_picture(summary, self.options.context))
-        arms = {name: arm for name, arm in summary["batching"].items() if arm["e2e_ms"]}
-        if arms:
-            e2e_s = {name: [(row.e2e_ms or 0.0) / 1e3 for row in run.rows if row.kind == ARRIVALS
-                            and row.arm == name and row.e2e_ms is not None] for name in arms}  # fmt: skip
-            report.blocks += [_joining_picture(arms, e2e_s), _batching_table(arms)]
-        if summary["pools"]:
-            (facts,) = (cell.facts["pools"] for cell in run.cells if cell.cell == POOL)
-            first = {each["pool"]: each["timeline"] for each in facts
-                     if each["kind"] == AT_ONCE and each["seed"] == self.options.seed}  # fmt: skip
-            report.blocks += [_timeline_picture(first), _pools_picture(summary["pools"]), _pool_table(summary["pools"])]
-        return report
-
-    def _method(self, rate: float | None) -> str:
+    def report(self, run: RunData, summary: Figures) -> Report:
+        """The steps, the kinds of batching, the pools, and tables."""
         options, load, pool = self.options, _POOL_LOAD, _POOL_CONFIG
+        rate, arms, pools = summary["rate_per_s"], summary["batching"], summary["pools"]
         arrivals = f", open-loop at {rate:.2f} per second and all at once" if rate else ""
-        return (
+        method = (
             f"steps: median of a few steps on one core (or the GPU), {options.rounds} rounds forwards and backwards; "
             f"services: {options.requests} requests per repeat (prompts of 16 to 128 tokens, outputs lognormal around "
             f"{options.output_median}){arrivals}, the same in both arms, at most {options.max_num_seqs} in a batch, "
@@ -311,20 +292,51 @@ class Batching(Experiment):
             f"outputs of {load.output_mean:.0f} on average, limit {load.max_tokens}), {options.pool_seeds} seeds; "
             "intervals are 95 % bootstrap"
         )
+        blocks: list[Picture | TableBlock] = []
+        steps = [{"step": name.partition("_")[0], **step} for name in self._sweeps() for step in summary[name]]
+        if steps:
+            caption = (
+                f"One engine step. Decode: one token for each request, after a context of {options.context}. Prefill: "
+                f"a prompt of {options.prefill_tokens} tokens each. A decode step reads all weights, however few "
+                "requests it has; a prefill step has enough tokens for the arithmetic to take longer than that."
+            )
+            columns = "step", "requests | batch", "tokens", "time, ms | step_ms:.2f", "tokens/s | tokens_per_s:.1f"
+            blocks.append(table("Steps over the batch size", steps, columns, caption))
+        if done := [{"arm": name, **arm} for name, arm in arms.items() if arm["e2e_ms"]]:
+            rows = [row for row in run.rows if row.kind == ARRIVALS]
+            e2e_ms = {arm["arm"]: values_of([row for row in rows if row.arm == arm["arm"]], "e2e_ms") for arm in done}
+            shown = (
+                "batching | arm",
+                "repeats",
+                *(f"{name} mean / p50 / p99, ms | {_TAIL.format(key)}"
+                  for name, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("total time", "e2e_ms"))),
+                "output tokens/s | output_tokens_per_s:.1f",
+            )  # fmt: skip
+            caption = "Latencies with open-loop arrivals; throughput with all requests at once."
+            blocks += [_joining_picture(e2e_ms), table("Static and continuous batching", done, shown, caption)]
+        if pools:
+            first = {each["pool"]: each["timeline"] for each in run.fact("pools")
+                     if each["kind"] == AT_ONCE and each["seed"] == options.seed}  # fmt: skip
+            blocks += [_timeline_picture(first), *_pools(pools)]
+        return Report(
+            "Batching", self.question, _answer(summary), setup_of(run, method), blocks, _caveats(summary),
+            summary["failed"],
+        )  # fmt: skip
 
 
-def _times_ms(facts: Mapping[str, Any] | None) -> dict[StepCase, list[float]]:
+def _times_ms(facts: Figures) -> dict[StepCase, list[float]]:
     """The times of the steps that were measured."""
-    steps = facts["steps"] if facts else ()
-    return {StepCase(step["batch"], step["tokens"], step["context"]): step["step_ms"] for step in steps}
+    return {
+        StepCase(step["batch"], step["tokens"], step["context"]): step["step_ms"] for step in facts.get("steps", ())
+    }
 
 
-def _measured(facts: Mapping[str, Any]) -> list[tuple[StepCase, float]]:
+def _measured(facts: Parameters) -> list[tuple[StepCase, float]]:
     """The steps of the fact, each with its median."""
-    return [(case, percentile(step_ms, 50) or 0.0) for case, step_ms in _times_ms(facts).items() if step_ms]
+    return [(case, percentile(step_ms, 50) or 0.0) for case, step_ms in _times_ms(dict(facts)).items() if step_ms]
 
 
-def _cost_model(facts: Mapping[str, Any]) -> dict[str, float]:
+def _cost_model(facts: Figures) -> dict[str, float]:
     measured = _measured(facts)
     model = CostModel.fit(measured)
     errors = [abs(error) for error in model.errors(measured)]
@@ -349,110 +361,80 @@ def _capacity(load: Load) -> dict[str, float]:
     return {"requests_per_s": len(answered) / max(answered), "failed": len(errors)}
 
 
-def _rates(rows: Sequence[RequestRow], durations_s: Mapping[int, float]) -> list[float]:
-    """Output tokens per second of each repeat with all requests at once."""
-    at_once = [row for row in rows if row.kind == AT_ONCE]
-    return [
-        sum(row.output_tokens for row in at_once if row.repeat == repeat) / duration_s
-        for repeat, duration_s in durations_s.items()
-    ]
-
-
-def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+def _latencies(rows: Rows, figures: Sequence[str]) -> Figures:
     """Mean and percentiles of each figure of open-loop arrivals, since the requests were due."""
-    found: dict[str, dict[str, Any] | None] = {}
-    for figure in figures:
-        values = [getattr(row.since_due(), figure) for row in rows if row.kind == ARRIVALS]
-        if figure == "itl_ms":
-            values = [gap for gaps in values for gap in gaps]
-        found[figure] = tail([value for value in values if value is not None])
-    return found
+    due = [row.since_due() for row in rows if row.kind == ARRIVALS]
+    return {figure: tail(values_of(due, figure)) for figure in figures}
 
 
-def _ratios(static: Mapping[str, Any] | None, continuous: Mapping[str, Any] | None) -> dict[str, float] | None:
+def _ratios(static: Figures | None, continuous: Figures | None) -> dict[str, float] | None:
     """Static over continuous: throughput, and mean and p99 of the total time; None unless both have all of them."""
-    found = {}
-    for name, key, part in (
-        ("output_tokens_per_s", "output_tokens_per_s", "mean"),
-        ("e2e_mean", "e2e_ms", "mean"),
-        ("e2e_p99", "e2e_ms", "p99"),
-    ):
-        values = [arm[key][part] for arm in (static, continuous) if arm and arm[key]]
-        if len(values) < 2 or not values[1]:
-            return None
-        found[name] = round(values[0] / values[1], 4)
-    return found
+    both = [arm for arm in (static, continuous) if arm and arm["e2e_ms"] and arm["output_tokens_per_s"]["mean"]]
+    if len(both) < 2:
+        return None
+    parts = {"output_tokens_per_s": ("output_tokens_per_s", "mean"), "e2e_mean": ("e2e_ms", "mean"),
+             "e2e_p99": ("e2e_ms", "p99")}  # fmt: skip
+    return {name: round(both[0][key][part] / both[1][key][part], 4) for name, (key, part) in parts.items()}
 
 
-def _answer(summary: Mapping[str, Any]) -> str:
+def _answer(summary: Figures) -> str:
     parts = []
-    decode = summary["decode_steps"]
-    if decode:
+    if decode := summary["decode_steps"]:
         first, last = decode[0], decode[-1]
         gain = f"{last['tokens_per_s']['mean'] / first['tokens_per_s']['mean']:.1f} times the tokens per second"
         if not apart(last["tokens_per_s"], first["tokens_per_s"]):
             gain = "no difference in tokens per second could be measured"
         parts.append(
-            f"A decode step for {last['batch']} requests takes {last['step_ms']['mean']:.1f} ms, one for "
-            f"{first['batch']} {first['step_ms']['mean']:.1f} ms: {gain}."
+            f"A decode step for {counted_requests(last['batch'])} takes {interval_text(last['step_ms'])} ms, one for "
+            f"{first['batch']} {interval_text(first['step_ms'])} ms: {gain}."
         )
-    ratios = summary["static_over_continuous"]
-    rates = [summary["batching"][name]["output_tokens_per_s"] for name in (STATIC, CONTINUOUS)] if ratios else []
-    if ratios and not apart(*rates):
-        parts.append(
-            "No difference in throughput between static and continuous batching could be measured "
-            f"({' and '.join(interval_text(rate, '.0f') for rate in rates)} output tokens/s)."
-        )
-    elif ratios:
+    if ratios := summary["static_over_continuous"]:
+        rates = [summary["batching"][name]["output_tokens_per_s"] for name in (STATIC, CONTINUOUS)]
         parts.append(
             f"Static batching has {ratios['output_tokens_per_s']:.2f} times the throughput of continuous batching, and "
             f"with the same arrivals {ratios['e2e_mean']:.2f} times its mean time per request "
             f"(p99: {ratios['e2e_p99']:.2f} times)."
+            if apart(*rates)
+            else "No difference in throughput between static and continuous batching could be measured "
+            f"({' and '.join(interval_text(rate, '.0f') for rate in rates)} output tokens/s)."
         )
-    pools = summary["pools"]
-    if pools:
+    if pools := summary["pools"]:
         paged, run = pools["paged"], pools["contiguous-request"]
         parts.append(
-            f"In the simulation a paged pool runs {paged['running']['mean']:.1f} requests at a time and contiguous "
-            f"reservation {run['running']['mean']:.1f}: {paged['output_tokens_per_s']['mean']:.0f} against "
-            f"{run['output_tokens_per_s']['mean']:.0f} output tokens/s."
+            f"In the simulation a paged pool runs {interval_text(paged['running'])} requests at a time and contiguous "
+            f"reservation {interval_text(run['running'])}: {interval_text(paged['output_tokens_per_s'])} against "
+            f"{interval_text(run['output_tokens_per_s'])} output tokens/s."
         )
-    arm = summary["batching"].get(AS_CONFIGURED)
-    if arm and arm["e2e_ms"]:
+    if (arm := summary["batching"].get(AS_CONFIGURED)) and arm["e2e_ms"]:
         parts.append(
-            f"As it is configured, the service makes {arm['output_tokens_per_s']['mean']:.0f} output tokens/s at most; "
-            f"a request takes {arm['e2e_ms']['mean']:.0f} ms on average (p99: {arm['e2e_ms']['p99']:.0f} ms)."
+            f"As it is configured, the service makes {interval_text(arm['output_tokens_per_s'])} output tokens/s at "
+            f"most; {counted_requests(arm['e2e_ms']['n'])} take {arm['e2e_ms']['mean']:.0f} ms on average (p99: "
+            f"{arm['e2e_ms']['p99']:.0f} ms)."
         )
     return " ".join(parts) or "Nothing was measured."
 
 
-def _caveats(summary: Mapping[str, Any]) -> list[str]:
-    caveats = []
-    cost = summary["cost_model"]
-    if summary["pools"] and cost:
-        caveats.append(
-            "Paged against contiguous is simulated: scheduler and block accounts are real, step times come from the "
-            f"cost model. Its error on the measured steps is {cost['median_error']:.0%} in the median and "
-            f"{cost['largest_error']:.0%} at most. What attention over contiguous memory would save is not in it."
-        )
-        caveats.append(
-            "Arrivals in the simulation are a share of what the paged pool serves. Where a contiguous pool serves less "
-            "than that, its queue grows for as long as the load lasts, and so do its latencies."
-        )
-    if AS_CONFIGURED in summary["batching"]:
-        caveats.append(
-            "A running service keeps its batching: nothing was compared. Steps and pools are measured without --target."
-        )
-    if any(step["step_ms"]["n"] < MIN_VALUES for step in summary["decode_steps"]):
-        caveats.append(f"Steps with fewer than {MIN_VALUES} rounds have no intervals.")
-    if any(arm["repeats"] < MIN_VALUES for arm in summary["batching"].values()):
-        caveats.append(f"Arms with fewer than {MIN_VALUES} repeats have no intervals.")
-    late_ms = max((arm["late_ms"] for arm in summary["batching"].values()), default=0.0)
-    if late_ms > 20:
-        caveats.append(
-            f"The load generator sent a request up to {late_ms:.0f} ms late; latencies count from when it was due."
-        )
-    return caveats
+def _caveats(summary: Figures) -> list[str | bool]:
+    cost, arms = summary["cost_model"] if summary["pools"] else None, summary["batching"]
+    late_ms = max((arm["late_ms"] for arm in arms.values()), default=0.0)
+    return [
+        cost is not None
+        and "Paged against contiguous is simulated: scheduler and block accounts are real, step times come from the "
+        f"cost model. Its error on the measured steps is {cost['median_error']:.0%} in the median and "
+        f"{cost['largest_error']:.0%} at most. What attention over contiguous memory would save is not in it.",
+        cost is not None
+        and "Arrivals in the simulation are a share of what the paged pool serves. Where a contiguous pool serves less "
+        "than that, its queue grows for as long as the load lasts, and so do its latencies.",
+        AS_CONFIGURED in arms
+        and "A running service keeps its batching: nothing was compared. Steps and pools are measured without "
+        "--target.",
+        any(step["step_ms"]["n"] < MIN_VALUES for step in summary["decode_steps"])
+        and f"Steps with fewer than {MIN_VALUES} rounds have no intervals.",
+        any(arm["repeats"] < MIN_VALUES for arm in arms.values())
+        and f"Arms with fewer than {MIN_VALUES} repeats have no intervals.",
+        late_ms > 20
+        and f"The load generator sent a request up to {late_ms:.0f} ms late; latencies count from when it was due.",
+    ]
 
 
 _ARMS = {CONTINUOUS: {"color": PALETTE[2]}, STATIC: {"color": PALETTE[6]}, AS_CONFIGURED: {"color": PALETTE[0]}}
@@ -464,61 +446,22 @@ _POOLS = {
 _TAIL = "{0}.mean:.1f / {0}.p50:.1f / {0}.p99:.1f"
 
 
-def _sweeps_picture(summary: Mapping[str, Any], context: int) -> Picture:
-    """Step time and tokens per second over the batch size, for decode and for prefill."""
-    panels = [
-        Panel(
-            [Mark(summary[steps], "batch", key, look={"color": PALETTE[number]})],
-            x="requests in the step",
-            y=unit,
-            title=steps.partition("_")[0],
-            log="x",
-            ticks=[step["batch"] for step in summary[steps]],
-            ylim=(0, None),
-        )
-        for key, unit in (("step_ms", "step time, ms"), ("tokens_per_s", "tokens per second"))
-        for number, steps in enumerate(("decode_steps", "prefill_steps"))
-    ]
-    first = summary["prefill_steps"][0]
-    return Picture(
-        "sweeps",
-        "Batch size",
-        f"One engine step over the number of requests in it, with 95 % intervals. Left: decode, one token each after a "
-        f"context of {context}. Right: prefill, a prompt of {first['tokens'] // first['batch']} tokens each. A decode "
-        "step reads all weights, however few requests it has; a prefill step has enough tokens for the arithmetic to "
-        "take longer than that.",
-        panels,
-        columns=2,
-    )
-
-
-def _joining_picture(arms: Mapping[str, Mapping[str, Any]], e2e_s: Mapping[str, Sequence[float]]) -> Picture:
-    """Throughput of the kinds of batching, and the distribution of the time per request."""
-    records = [{"arm": name, **arm} for name, arm in arms.items()]
-    rate = Panel(
-        [Mark(records, "output_tokens_per_s", "arm", by="arm", looks=_ARMS, look={"height": 0.5}, kind="bars")],
-        x="output tokens per second, all requests at once",
-        title="throughput",
-        rows=list(arms),
-    )
+def _joining_picture(e2e_ms: Mapping[str, Sequence[float]]) -> Picture:
+    """The distribution of the time per request of the kinds of batching."""
     whole = Panel(
-        [Mark(cumulative(e2e_s), "value", "share", by="series", looks=_ARMS, kind="steps")],
-        x="time from arrival to last token, s",
-        y="share of requests",
-        title="open-loop arrivals",
+        [Mark(cumulative(e2e_ms), "value", "share", "series", _ARMS, kind="steps")],
+        "time from arrival to last token, ms",
+        "share of requests",
         xlim=(0, None),
         ylim=(0, 1.02),
         legend="lower right",
     )
     return Picture(
         "joining",
-        "Static and continuous batching",
-        "Left: throughput when all requests are there at the same time, mean over repeats with its 95 % interval. "
-        "Right: cumulative distribution of the time per request when they arrive one by one; further left is better. "
-        "A static batch lasts as long as its longest output, and who arrives meanwhile waits for its end.",
-        [rate, whole],
-        columns=2,
-        height_in=3.8,
+        "Time per request with static and continuous batching",
+        "Cumulative distribution of the time per request when they arrive one by one; further left is better. A static "
+        "batch lasts as long as its longest output, and who arrives meanwhile waits for its end.",
+        [whole],
     )
 
 
@@ -532,8 +475,8 @@ def _timeline_picture(timelines: Mapping[str, Sequence[Sequence[float]]]) -> Pic
             Mark(data, "s", key, kind="area", factor=100, look={"color": color, "label": text, "alpha": alpha})
             for key, text, alpha in (("reserved", "reserved", 0.3), ("computed", "computed KV", None))
         ]
-        panels.append(Panel(marks, x="virtual time, s", y="share of the pool, %", title=label, xlim=(0, None),
-                            ylim=(0, 100)))  # fmt: skip
+        limits: dict[str, Any] = {"xlim": (0, None), "ylim": (0, 100)}
+        panels.append(Panel(marks, "virtual time, s", "share of the pool, %", label, **limits))
     return Picture(
         "pool_over_time",
         "What the pool holds (simulated)",
@@ -546,69 +489,39 @@ def _timeline_picture(timelines: Mapping[str, Sequence[Sequence[float]]]) -> Pic
     )
 
 
-def _pools_picture(pools: Mapping[str, Mapping[str, Any]]) -> Picture:
-    """Throughput, requests at a time, and time per request of each way to give out memory."""
-    records = [
-        {"pool": _POOLS[name][0], **pool, "e2e_s": {key: ms / 1e3 for key, ms in pool["e2e_ms"].items()}}
-        for name, pool in pools.items()
-    ]
-    looks = {name: {"color": color, "marker": "o"} for name, color in _POOLS.values()}
-    panels = [
-        Panel(marks, x=x, title=title, rows=[record["pool"] for record in records], xlim=(0, None))
-        for marks, x, title in (
-            *(
-                ([Mark(records, key, "pool", by="pool", looks=looks, kind="points")], x, title)
-                for key, x, title in (
-                    ("output_tokens_per_s", "output tokens per second", "throughput"),
-                    ("running", "requests at a time", "batch"),
-                )
-            ),
-            (tail_marks(records, "e2e_s", "pool", looks), "s (dot: median, bar: p99)", "time per request"),
-        )
-    ]
-    return Picture(
-        "pools",
-        "Paged against contiguous (simulated)",
-        "Throughput and requests at a time when all requests are there at the start, means over seeds with 95 % "
-        "intervals; time per request with open-loop arrivals.",
-        panels,
-        columns=3,
-        share={"sharey": True},
-    )
-
-
-def _batching_table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
-    columns = (
-        "batching | arm",
-        "repeats",
-        f"TTFT mean / p50 / p99, ms | {_TAIL.format('ttft_ms')}",
-        f"ITL mean / p50 / p99, ms | {_TAIL.format('itl_ms')}",
-        f"total time mean / p50 / p99, ms | {_TAIL.format('e2e_ms')}",
-        "output tokens/s | output_tokens_per_s:.1f",
-    )
-    records = [{"arm": name, **arm} for name, arm in arms.items()]
-    caption = "Latencies with open-loop arrivals; throughput with all requests at once."
-    return table("Static and continuous batching", records, columns, caption)
-
-
-def _pool_table(pools: Mapping[str, Mapping[str, Any]]) -> TableBlock:
+def _pools(pools: Mapping[str, Figures]) -> list[Picture | TableBlock]:
+    """Throughput, requests at a time, and latencies of each way to give out memory."""
+    records = [{"pool": name, "label": _POOLS[name][0], **pool} for name, pool in pools.items()]
     columns = (
         "pool",
-        f"TTFT mean / p50 / p99, ms | {_TAIL.format('ttft_ms')}",
-        f"TPOT mean / p50 / p99, ms | {_TAIL.format('tpot_ms')}",
-        f"total time mean / p50 / p99, ms | {_TAIL.format('e2e_ms')}",
+        *(f"{name} mean / p50 / p99, ms | {_TAIL.format(key)}"
+          for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("total time", "e2e_ms"))),
         "output tokens/s | output_tokens_per_s:.1f",
         "requests at a time | running:.1f",
         "live, % of the pool | live.mean*100:.0f",
         "reserved, % | reserved.mean*100:.0f",
         "of the free, scattered, % | scattered.mean*100:.0f",
         "preemptions",
-    )
-    return table(
-        "Paged and contiguous pools (simulated)",
-        [{"pool": name, **pool} for name, pool in pools.items()],
-        columns,
+    )  # fmt: skip
+    caption = (
         "Latencies with open-loop arrivals; throughput and shares of the pool with all requests at once. Live: holds "
         "computed KV. Reserved: belongs to a request. Scattered: free, but outside the longest free run, which only "
-        "matters for contiguous reservation.",
+        "matters for contiguous reservation."
     )
+    return [
+        rows_picture(
+            "pools",
+            "Paged against contiguous (simulated)",
+            "Throughput and requests at a time when all requests are there at the start, means over seeds with 95 % "
+            "intervals; time per request with open-loop arrivals.",
+            records,
+            "label",
+            {name: {"color": color, "marker": "o"} for name, color in _POOLS.values()},
+            {
+                "output_tokens_per_s": "throughput | output tokens per second",
+                "running": "batch | requests at a time",
+                "e2e_ms": "time per request | ms",
+            },
+        ),
+        table("Paged and contiguous pools (simulated)", records, columns, caption),
+    ]

@@ -11,13 +11,14 @@ import fnmatch
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from experiments.catalogue import run_of
 from experiments.environment import version_text
-from experiments.run_folder import RunFolder
+from experiments.run_folder import Figures, RunFolder
 from experiments.statistics import difference_interval
+from ops.machine_load import beside_cores, beside_text
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
 
@@ -34,7 +35,7 @@ _MORE_IS_BETTER = re.compile(
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """A figure of both runs. ``difference`` is b minus a; its ``interval`` is None where only the two values are
-    known. ``more_is_better``: a rate or a share, and not a time."""
+    known."""
 
     key: str
     a: float
@@ -52,14 +53,14 @@ class Comparison:
         return 100 * self.difference / abs(self.a) if self.a else None
 
     @property
-    def more_is_better(self) -> bool:
-        """Whether a larger value is a better one."""
-        return _MORE_IS_BETTER.search(self.key) is not None
+    def distinct(self) -> bool:
+        """Whether there is an interval, which leaves 0 out."""
+        return self.interval is not None and self.interval.sign != 0
 
     @property
-    def distinct(self) -> bool | None:
-        """Whether the interval leaves 0 out; None without one."""
-        return None if self.interval is None else self.interval.sign != 0
+    def more_is_better(self) -> bool:
+        """Whether a larger value is a better one: a rate or a share, and not a time."""
+        return _MORE_IS_BETTER.search(self.key) is not None
 
     @property
     def worse(self) -> bool:
@@ -68,20 +69,13 @@ class Comparison:
 
     def exceeds(self, percent: float) -> bool:
         """Whether b is worse than a by more than ``percent`` of a, with the whole interval of the difference."""
-        allowed = percent / 100 * abs(self.a)
-        lo, hi = (self.difference, self.difference) if self.interval is None else (self.interval.lo, self.interval.hi)
-        return -hi > allowed if self.more_is_better else lo > allowed
+        lo, hi = (self.interval.lo, self.interval.hi) if self.interval else (self.difference, self.difference)
+        return (-hi if self.more_is_better else lo) > percent / 100 * abs(self.a)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Figures:
         """Plain values."""
-        return {
-            "key": self.key,
-            "a": self.a,
-            "b": self.b,
-            "difference": self.difference,
-            "percent": self.percent,
-            "interval": None if self.interval is None else self.interval.to_dict(),
-        }
+        interval = None if self.interval is None else self.interval.to_dict()
+        return {**asdict(self), "difference": self.difference, "percent": self.percent, "interval": interval}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +89,14 @@ class Limit:
     @classmethod
     def parse(cls, text: str) -> Self:
         """InvalidRequest unless ``text`` is ``KEY=PERCENT``."""
-        key, _, value = text.rpartition("=")
-        try:
-            percent = float(value.strip().removesuffix("%"))
-        except ValueError:
-            percent = -1.0
-        if not key.strip() or not 0 <= percent < float("inf"):
+        found = re.fullmatch(r"\s*(.*\S)\s*=\s*(\d+\.?\d*|\.\d+)\s*%?\s*", text)
+        if found is None:
             raise InvalidRequest(f"limit: {text!r} is not KEY=PERCENT, such as ttft_ms=5")
-        return cls(key.strip(), percent)
+        return cls(found[1], float(found[2]))
 
     def covers(self, key: str) -> bool:
         """Whether the limit is of this figure."""
-        return key == self.key or key.endswith(f".{self.key}") or fnmatch.fnmatchcase(key, self.key)
+        return f".{key}".endswith(f".{self.key}") or fnmatch.fnmatchcase(key, self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +122,8 @@ def compare(a: RunFolder, b: RunFolder) -> tuple[list[Comparison], list[Missing]
     found = [_compared(key, first, of_b[key]) for key, first in of_a.items() if key in of_b]
     if not found:
         raise InvalidRequest(f"{a.path} and {b.path} have no figure in common: they measured different cells")
-    lacking = [Missing(key, "B") for key in sorted(of_a.keys() - of_b.keys())]
-    return found, [*lacking, *(Missing(key, "A") for key in sorted(of_b.keys() - of_a.keys()))]
+    lacking = (("B", of_a.keys() - of_b.keys()), ("A", of_b.keys() - of_a.keys()))
+    return found, [Missing(key, name) for name, keys in lacking for key in sorted(keys)]
 
 
 def arms_of(run: RunFolder) -> tuple[str, ...]:
@@ -145,7 +135,7 @@ def common_arm(a: RunFolder, b: RunFolder) -> str | None:
     """``A→B`` where each run has one arm and their names differ, as with ``bench --mode pd`` and ``--mode colocated``:
     the two correspond, and this is their name in keys. None otherwise: arms of the same name correspond."""
     arms = arms_of(a), arms_of(b)
-    return "→".join(names[0] for names in arms) if arms[0] != arms[1] and list(map(len, arms)) == [1, 1] else None
+    return "→".join(names[0] for names in arms) if arms[0] != arms[1] and [*map(len, arms)] == [1, 1] else None
 
 
 def verdict(a: RunFolder, b: RunFolder, found: Sequence[Comparison]) -> str:
@@ -153,20 +143,16 @@ def verdict(a: RunFolder, b: RunFolder, found: Sequence[Comparison]) -> str:
     largest changes, and how much of the rest did not change, or has no interval."""
     known = [each for each in found if each.interval is not None]
     changed = sorted((each for each in known if each.distinct), key=lambda each: -abs(each.percent or 0.0))
-    sides = {"worse": [each for each in changed if each.worse], "better": [each for each in changed if not each.worse]}
     of_known = f"{len(known)} figures that have an interval"
+    text = f"none of the {of_known} changed beyond it"
     if not known:
         text = "no figure has an interval, so nothing can be told from chance"
-    elif not changed:
-        text = f"none of the {of_known} changed beyond it"
-    else:
-        parts = [
-            f"{name} in {len(side)} (most: {each.key}"
-            + ("" if each.percent is None else f" {each.percent:+.0f} %")
-            + ")"
-            for name, side in sides.items()
-            for each in side[:1]
-        ]
+    elif changed:
+        parts = []
+        for name in ("worse", "better"):
+            if side := [each for each in changed if each.worse == (name == "worse")]:
+                percent = "" if side[0].percent is None else f" {side[0].percent:+.0f} %"
+                parts.append(f"{name} in {len(side)} (most: {side[0].key}{percent})")
         text = (
             f"of the {of_known}, B is {' and '.join(parts)}; the other {len(known) - len(changed)} did not change "
             "beyond it (by chance alone, one in twenty would)"
@@ -174,7 +160,10 @@ def verdict(a: RunFolder, b: RunFolder, found: Sequence[Comparison]) -> str:
     versions = " and ".join(
         f"{name}: {version_text(folder.environment.get('machine', {}))}" for name, folder in (("A", a), ("B", b))
     )
-    return f"{versions}; {text}; {len(found) - len(known)} figures have no interval."
+    loads = [max((cell.facts for cell in run.load().cells), key=beside_cores, default={}) for run in (a, b)]
+    beside = {name: words for name, load in zip("AB", loads, strict=True) if (words := beside_text(load))}
+    told = "".join(f" {name} was measured {words}." for name, words in beside.items())
+    return f"{versions}; {text}; {len(found) - len(known)} figures have no interval.{told}"
 
 
 def violations(
@@ -182,73 +171,69 @@ def violations(
 ) -> list[tuple[Comparison | Missing, Limit]]:
     """Every figure that exceeds a limit, or has one and is missing in a run. InvalidRequest names a limit that is of no
     figure."""
+    broken = []
     for limit in limits:
-        if not any(limit.covers(each.key) for each in figures):
+        covered = [each for each in figures if limit.covers(each.key)]
+        if not covered:
             raise InvalidRequest(f"limit: the runs have no figure {limit.key!r}; see their keys with --json")
-    return [
-        (each, limit)
-        for limit in limits
-        for each in figures
-        if limit.covers(each.key) and (isinstance(each, Missing) or each.exceeds(limit.percent))
-    ]
+        broken += [(each, limit) for each in covered if isinstance(each, Missing) or each.exceeds(limit.percent)]
+    return broken
 
 
 def flatten(value: Any, key: str = "") -> dict[str, float | Interval]:
     """The numbers and intervals of a summary by dotted key, which for a median ends with ``median``. Counts and
     parameters are left out."""
-    if isinstance(value, Mapping):
-        if {"lo", "hi", "n"} <= value.keys():
-            interval = Interval.from_dict(value)
-            return {f"{key}.median" if interval.estimate == "median" else key: interval}
-        found: dict[str, float | Interval] = {}
-        for name, each in value.items():
-            if name not in _LEFT_OUT:
-                found |= flatten(each, f"{key}.{name}" if key else str(name))
-        return found
-    if isinstance(value, list):
-        found = {}
-        for number, each in enumerate(value):
-            name = _name_of(each) if isinstance(each, Mapping) else ""
-            found |= flatten(each, f"{key}.{name or number}" if key else name or str(number))
-        return found
+    if isinstance(value, Mapping) and {"lo", "hi", "n"} <= value.keys():
+        interval = Interval.from_dict(value)
+        return {f"{key}.median" if interval.estimate == "median" else key: interval}
     if isinstance(value, int | float) and not isinstance(value, bool):
         return {key: float(value)}
-    return {}
+    named: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        named = [(str(name), each) for name, each in value.items() if name not in _LEFT_OUT]
+    elif isinstance(value, list):
+        named = [(_name_of(each) or str(number), each) for number, each in enumerate(value)]
+    found: dict[str, float | Interval] = {}
+    for name, each in named:
+        found |= flatten(each, f"{key}.{name}" if key else name)
+    return found
 
 
-def _name_of(entry: Mapping[str, Any]) -> str:
+def _name_of(entry: Any) -> str:
     """The name of an entry of a list, which the same entry has in another run; empty if it has none."""
+    if not isinstance(entry, Mapping):
+        return ""
     if "cell" in entry and "arm" in entry:
         return f"{entry['cell']}.{entry['arm']}"
     named = next((str(entry[name]) for name in _NAMES if name in entry), "")
     return named or ",".join(f"{name}={entry[name]}" for name in _PARAMETERS if name in entry)
 
 
-def _figures(run: RunFolder, arm: str | None) -> dict[str, float | Interval | list[float]]:
-    """The latencies since they were due of the successful requests, by cell, arm (``arm`` instead of their own), kind
-    (if any) and figure; then the figures of the summary, in which ``arm`` is the name of its only arm."""
-    found: dict[str, float | Interval | list[float]] = {}
+def _figures(run: RunFolder, arm: str | None) -> dict[str, Any]:
+    """The latencies since they were due of the successful requests, each with its repeat, by cell, arm (``arm`` instead
+    of their own), kind (if any) and figure; then the figures of the summary, in which ``arm`` is the name of its only
+    arm."""
+    found: dict[str, list[tuple[float, int]]] = {}
     for row in (each.since_due() for each in run.load().rows if each.error is None):
         for name in _LATENCIES:
             if (value := getattr(row, name)) is not None:
-                key = ".".join(part for part in ("rows", row.cell, arm or row.arm, row.kind, name) if part)
-                values = found.setdefault(key, [])
-                assert isinstance(values, list)
-                values.append(float(value))
-    summary, arms = run.summary, run.summary.get("arms")
-    if arm is not None and arms:
-        summary["arms"] = {arm: next(iter(arms.values()))}
+                key = ".".join(filter(None, ("rows", row.cell, arm or row.arm, row.kind, name)))
+                found.setdefault(key, []).append((float(value), row.repeat))
+    summary = run.summary
+    if arm is not None and summary.get("arms"):
+        summary["arms"] = {arm: next(iter(summary["arms"].values()))}
     return {**found, **flatten(summary)}
 
 
-def _compared(key: str, a: float | Interval | list[float], b: float | Interval | list[float]) -> Comparison:
+def _compared(key: str, a: Any, b: Any) -> Comparison:
     if isinstance(a, list) and isinstance(b, list):
-        interval = difference_interval(a, b)
+        # Requests of one repeat share a queue. Where there is one repeat only, they were sent one at a time.
+        (of_a, repeats_a), (of_b, repeats_b) = zip(*a, strict=True), zip(*b, strict=True)
+        groups = [each if len(set(each)) > 1 else None for each in (repeats_a, repeats_b)]
+        interval = difference_interval(of_a, of_b, groups=(groups[0], groups[1]))
         assert interval is not None
-        return Comparison(key, statistics.fmean(a), statistics.fmean(b), interval if interval.known else None)
+        return Comparison(key, statistics.fmean(of_a), statistics.fmean(of_b), interval if interval.known else None)
     first, second = (each.value if isinstance(each, Interval) else each for each in (a, b))
-    assert isinstance(first, float)
-    assert isinstance(second, float)
     difference = None
     if isinstance(a, Interval) and isinstance(b, Interval) and a.known and b.known:
         difference = Interval(second - first, b.lo - a.hi, b.hi - a.lo, min(a.n, b.n))

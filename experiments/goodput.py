@@ -6,18 +6,17 @@ Colocated requests do not depend on the split; their rows of all services with e
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from pydantic import Field
 
 from experiments.environment import devices_here
 from experiments.experiment import Cell, Options, option
-from experiments.matrix import IDLE, ModeMatrix, attainment_panel, cell_caveats, check_loads, load_table, under_load
-from experiments.modes import ATTAINMENT, COLOCATED, PD, SLO, ArmLoads, LoadPlan, Split, slo_text
-from experiments.report.drawing import ARM_LOOKS, DOTTED, MARKERS, PALETTE, Look, Mark, Panel, Picture, Rule, table
+from experiments.matrix import IDLE, ModeMatrix, cell_caveats, check_loads, goodput_panel, load_table, under_load
+from experiments.modes import ATTAINMENT, COLOCATED, PD, SLO, ArmLoads, Split, slo_text
+from experiments.report.drawing import ARM_LOOKS, DOTTED, MARKERS, PALETTE, Look, Picture, table
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.statistics import difference_interval, mean_interval
@@ -26,7 +25,7 @@ from experiments.workloads.conversation import Workload
 from experiments.workloads.options import WorkloadOptions
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import Interval
+from pdserve.core.interval import Interval, interval_text
 
 _IDLE_PAIRS = 8
 _MOST_DEVICES = 4
@@ -64,7 +63,6 @@ class Goodput(ModeMatrix):
     name = "goodput"
     question = "How many requests per second and device meet an SLO, disaggregated and colocated?"
     options_type = GoodputOptions
-    options: GoodputOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """Pairs on the idle first split, for an automatic SLO; then one cell per split and rate. For a running
@@ -80,9 +78,8 @@ class Goodput(ModeMatrix):
             if options.slo == "auto" and number == 0:
                 cells.append(self.cell(f"{split.name}/idle", {**place, "load": IDLE}, service, _IDLE_PAIRS))
             for rate in options.rates:
-                load = f"rate-{rate:g}"
-                parameters = {**place, "load": load, "rate_per_device": rate}
-                cells.append(self.cell(f"{split.name}/{load}", parameters, service))
+                parameters = {**place, "load": f"rate-{rate:g}", "rate_per_device": rate}
+                cells.append(self.cell(f"{split.name}/rate-{rate:g}", parameters, service))
         return cells
 
     def _splits(self, attached: ServiceStatus | None) -> list[Split]:
@@ -100,11 +97,6 @@ class Goodput(ModeMatrix):
             raise InvalidRequest("--splits: is empty")
         return [Split.parse(text, "--splits") for text in chosen]
 
-    def load(self, parameters: Parameters) -> LoadPlan:
-        """As the options say, for all devices."""
-        rate = parameters["rate_per_device"] * parameters["devices"]
-        return LoadPlan(rate, self.options.duration_s, self.options.rounds, self.options.seed)
-
     def workload(self, parameters: Parameters) -> Workload:
         """The same in all cells. InvalidRequest names the option that is wrong."""
         return workload_of(self.options)
@@ -114,7 +106,7 @@ class Goodput(ModeMatrix):
         idle = [row for each in run.cells if not under_load(each.parameters) for row in run.rows_of(each.cell)]
         return SLO.chosen(self.options.slo, idle, _TTFT_PERCENT)
 
-    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> Figures:
         """``workload``; ``slo_ms``.
 
         ``systems``, one per split and one for colocated requests per number of devices: ``system``, ``arm``, ``split``,
@@ -125,49 +117,38 @@ class Goodput(ModeMatrix):
         ``best_split``: the disaggregated split with the best goodput. ``gain_rps_per_device``: its goodput minus that
         of colocated requests on as many devices, each at its own best load."""
         loaded = [cell for cell in run.cells if under_load(cell.parameters) and run.rows_of(cell.cell)]
-        slo = self.slo(loaded[0], run) if loaded else None
-        systems = [] if slo is None else _systems(loaded, run, slo, self.options.seed)
-        found: dict[str, Any] = {"best_split": None, "gain_rps_per_device": None}
+        slo, seed = self.slo(loaded[0], run) if loaded else None, self.options.seed
+        systems = [] if slo is None else _systems(loaded, run, slo, seed)
+        values = [system.pop("values") for system in systems]
+        found: Figures = {"best_split": None, "gain_rps_per_device": None}
         if systems:
-            split = max((each for each in systems if each["arm"] == PD), key=_goodput)
-            rival = next(s for s in systems if s["arm"] == COLOCATED and s["devices"] == split["devices"])
-            (theirs, their_rounds), (ours, our_rounds) = rival["values"], split["values"]
-            gain = difference_interval(theirs, ours, self.options.seed, (their_rounds, our_rounds))
-            found = {"best_split": split["split"], "gain_rps_per_device": None if gain is None else gain.to_dict()}
-        return {
-            "workload": next((cell.facts["workload"] for cell in run.cells if "workload" in cell.facts), ""),
-            "slo_ms": None if slo is None else dict(slo.limits_ms),
-            "systems": [{key: value for key, value in system.items() if key != "values"} for system in systems],
-            **found,
-        }
+            best = max((system for system in systems if system["arm"] == PD), key=_goodput)
+            (theirs, before), (ours, after) = (values[systems.index(each)] for each in (_rival(systems, best), best))
+            gain = difference_interval(theirs, ours, seed, (before, after))
+            found = {"best_split": best["split"], "gain_rps_per_device": gain and gain.to_dict()}
+        slo_ms = slo and dict(slo.limits_ms)
+        return {"workload": run.fact("workload", ""), "slo_ms": slo_ms, "systems": systems, **found}
 
     def report(self, run: RunData, summary: Figures) -> Report:
-        """Goodput and attainment over the load, and the tables."""
+        """Goodput over the load, and the tables."""
         method = (
             f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, {self.options.rounds} rounds, A B B "
             "A, each mode alone on the service with the same prompts at the same times; intervals are 95 % bootstrap"
         )
         systems, loaded = summary["systems"], [cell for cell in summary["cells"] if under_load(cell)]
-        setup = [*setup_of(run, method), ("workload", summary["workload"])]
-        if summary["slo_ms"]:
-            source = "twice an idle colocated service" if self.options.slo == "auto" else "as given"
-            setup.append(("SLO", f"{slo_text(summary['slo_ms'])} ({source})"))
-        report = Report(
-            title="Goodput per device",
-            question=self.question,
-            answer=_answer(summary),
-            setup=setup,
-            caveats=[
-                "The result holds for this SLO, workload and machine. A stricter limit of the gaps favours "
-                "disaggregation, a stricter limit of TTFT favours colocated workers.",
-                "Goodput is the best of the measured rates: the true maximum may lie between two of them, and chance "
-                "helps to choose the best, for which the interval of the difference does not account.",
-                *(["With two devices 1P1D is the only split; other splits need more devices."]
-                  if {each["devices"] for each in systems} == {2} else []),
-                *cell_caveats(summary["cells"]),
-            ],
-            failures=summary["failed"],
-        )  # fmt: skip
+        source = "twice an idle colocated service" if self.options.slo == "auto" else "as given"
+        slo = f"{slo_text(summary['slo_ms'])} ({source})" if summary["slo_ms"] else ""
+        caveats = [
+            "The result holds for this SLO, workload and machine. A stricter limit of the gaps favours "
+            "disaggregation, a stricter limit of TTFT favours colocated workers.",
+            "Goodput is the best of the measured rates: the true maximum may lie between two of them, and chance "
+            "helps to choose the best, for which the interval of the difference does not account.",
+            {each["devices"] for each in systems} == {2}
+            and "With two devices 1P1D is the only split; other splits need more devices.",
+            *cell_caveats(summary["cells"]),
+        ]
+        setup = setup_of(run, method, workload=summary["workload"], SLO=slo)
+        report = Report("Goodput per device", self.question, _answer(summary), setup, [], caveats, summary["failed"])
         if systems:
             columns = (
                 "system",
@@ -178,61 +159,62 @@ class Goodput(ModeMatrix):
             )
             ordered = sorted(systems, key=_goodput, reverse=True)
             best = table("The best of each system", ordered, columns, "0: with none of the measured loads.")
-            report.blocks += [*_pictures(systems), best]
+            report.blocks += [_picture(systems), best]
         if loaded:
             report.blocks.append(load_table(loaded))
         return report
 
 
-def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -> list[dict[str, Any]]:
-    """Every split disaggregated, and colocated by number of devices, with goodput and attainment at each rate."""
-    members: dict[tuple[str, str, int], dict[float, list[ArmLoads]]] = {}
+def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -> list[Figures]:
+    """Every split disaggregated, and colocated by number of devices, with goodput and attainment at each rate. The
+    ``values`` of the best one are the goodput of each request, and its round."""
+    members: dict[tuple[str, str | None, int], dict[float, list[ArmLoads]]] = {}
     for cell in cells:
         split, devices, rate = (cell.parameters[key] for key in ("split", "devices", "rate_per_device"))
-        for arm, name in ((PD, split), (COLOCATED, "")):
+        for arm, name in ((PD, split), (COLOCATED, None)):
             loads = members.setdefault((arm, name, devices), {}).setdefault(float(rate), [])
             loads.append(ArmLoads.of(cell, run.rows_of(cell.cell), arm))
     systems = []
     for (arm, split, devices), by_rate in members.items():
-        points: list[dict[str, Any]] = []
-        values: list[tuple[list[float], list[tuple[str, int]]]] = []
+        points: list[Figures] = []
+        values = []
         for rate, loads in sorted(by_rate.items()):
-            parts = [each.met(slo) for each in loads]
-            met, rounds = [value for part, _ in parts for value in part], [each for _, part in parts for each in part]
-            offered = statistics.fmean(each.offered_rps for each in loads) / devices
+            met, rounds = ([*itertools.chain(*each)] for each in zip(*(load.met(slo) for load in loads), strict=True))
+            offered = statistics.fmean(load.offered_rps for load in loads) / devices
             attainment = mean_interval(met, seed, rounds)  # requests of one round share a queue
             if attainment is not None:
-                points.append({
-                    "rate_per_device": rate,
-                    "attainment": attainment.to_dict(),
-                    "goodput_rps_per_device": attainment.scaled(offered).to_dict(),
-                })  # fmt: skip
+                goodput = attainment.scaled(offered).to_dict()
+                points.append(
+                    {"rate_per_device": rate, "attainment": attainment.to_dict(), "goodput_rps_per_device": goodput}
+                )
                 values.append(([each * offered for each in met], rounds))
-        if not points:
-            continue
-        best = max(range(len(points)), key=[_goodput(point) for point in points].__getitem__)
-        sustained = 0.0
-        for point in points:
-            if point["attainment"]["mean"] < ATTAINMENT:
-                break
-            sustained = point["rate_per_device"]
-        systems.append({
-            "system": f"{split} disaggregated" if arm == PD else f"{devices} colocated",
-            "arm": arm,
-            "split": split or None,
-            "devices": devices,
-            "goodput_rps_per_device": points[best]["goodput_rps_per_device"],
-            "at_rate_per_device": points[best]["rate_per_device"],
-            "sustained_rate_per_device": sustained,
-            "points": points,
-            "values": values[best],
-        })  # fmt: skip
+        if points:
+            best = max(points, key=_goodput)
+            sustaining = itertools.takewhile(lambda point: point["attainment"]["mean"] >= ATTAINMENT, points)
+            systems.append(
+                {
+                    "system": f"{split} disaggregated" if arm == PD else f"{devices} colocated",
+                    "arm": arm,
+                    "split": split,
+                    "devices": devices,
+                    "goodput_rps_per_device": best["goodput_rps_per_device"],
+                    "at_rate_per_device": best["rate_per_device"],
+                    "sustained_rate_per_device": max((point["rate_per_device"] for point in sustaining), default=0.0),
+                    "points": points,
+                    "values": values[points.index(best)],
+                }
+            )
     return systems
 
 
 def _goodput(system: Figures) -> float:
     """The mean goodput per device of a system, or of one of its points."""
     return float(system["goodput_rps_per_device"]["mean"])
+
+
+def _rival(systems: Sequence[Figures], split: Figures) -> Figures:
+    """The colocated workers on as many devices."""
+    return next(each for each in systems if (each["arm"], each["devices"]) == (COLOCATED, split["devices"]))
 
 
 def _answer(summary: Figures) -> str:
@@ -242,10 +224,9 @@ def _answer(summary: Figures) -> str:
             return "No load was measured to its end."
         return "There is no SLO to judge by: no idle request was completed."
     split = next(each for each in systems if each["split"] == summary["best_split"])
-    colocated = next(each for each in systems if each["arm"] == COLOCATED and each["devices"] == split["devices"])
-    gain = Interval.from_dict(summary["gain_rps_per_device"])
+    colocated, gain = _rival(systems, split), Interval.from_dict(summary["gain_rps_per_device"])
     kind = {1: "more than", -1: "less than", 0: "not distinguishable from"}[gain.sign]
-    several = sum(each["arm"] == PD for each in systems) > 1
+    before, after = ("The best split is ", ", which") if sum(each["arm"] == PD for each in systems) > 1 else ("", "")
     up_to = [
         f"up to {each['sustained_rate_per_device']:g} {_PER_DEVICE}"
         if each["sustained_rate_per_device"]
@@ -253,55 +234,32 @@ def _answer(summary: Figures) -> str:
         for each in (split, colocated)
     ]
     return (
-        f"{'The best split is ' if several else ''}{split['split']}{', which' if several else ''} serves at most "
-        f"{_goodput(split):.2f} {_PER_DEVICE} within {slo_text(summary['slo_ms'])}. That is {kind} the "
-        f"{_goodput(colocated):.2f} of {colocated['devices']} colocated workers (difference {gain.text(_PER_DEVICE)}). "
+        f"{before}{split['split']}{after} serves at most "
+        f"{interval_text(split['goodput_rps_per_device'])} {_PER_DEVICE} within {slo_text(summary['slo_ms'])}. That is "
+        f"{kind} the {interval_text(colocated['goodput_rps_per_device'])} of {colocated['devices']} colocated workers "
+        f"(difference {gain.text(_PER_DEVICE)}). "
         f"At least {100 * ATTAINMENT:.0f} % of the requests meet the SLO {up_to[0]} disaggregated and {up_to[1]} "
         "colocated."
     )
 
 
-def _pictures(systems: Sequence[Figures]) -> list[Picture]:
-    """Goodput per device, and the share of requests that met the SLO, over the load per device. Colocated systems are
-    blue and dashed. The first split has the colour of disaggregation, others further ones."""
+def _picture(systems: Sequence[Figures]) -> Picture:
+    """Goodput per device over the load per device. Colocated systems are blue and dashed. The first split has the
+    colour of disaggregation, others further ones."""
     looks: dict[str, Look] = {}
+    turns = itertools.cycle(zip(PALETTE[1:], MARKERS, strict=False))
     for system in systems:
-        turn = sum(PALETTE[0] != look["color"] for look in looks.values())
-        turned = {"color": PALETTE[1 + turn % (len(PALETTE) - 1)], "marker": MARKERS[turn % len(MARKERS)]}
         dashes = {} if system["devices"] == systems[0]["devices"] else {"linestyle": DOTTED}
-        colocated = {**ARM_LOOKS[COLOCATED], **dashes, "label": system["system"]}
-        looks[system["system"]] = turned if system["arm"] == PD else colocated
-    points = [
-        {"arm": system["system"], "rate": point["rate_per_device"], "good": point["goodput_rps_per_device"],
-         "met": point["attainment"]}
-        for system in systems
-        for point in system["points"]
-    ]  # fmt: skip
-    load = f"offered load, {_PER_DEVICE}"
-    attainment = replace(attainment_panel(points, load, looks), legend="lower left")
-    most = attainment.ticks[-1]
-    good = Panel(
-        [Mark(points, "rate", "good", by="arm", looks=looks), Rule("diagonal", look={"linestyle": DOTTED})],
-        x=load,
-        y=f"goodput, {_PER_DEVICE}",
-        ticks=attainment.ticks,
-        xlim=(0, 1.06 * most),
-        ylim=(-0.02 * most, 1.03 * most),
-        legend="upper left",
+        look = {**ARM_LOOKS[COLOCATED], **dashes, "label": system["system"]}
+        if system["arm"] == PD:
+            look = dict(zip(("color", "marker"), next(turns), strict=True))
+        looks[system["system"]] = look
+    points = [{**point, "system": system["system"]} for system in systems for point in system["points"]]
+    columns = "rate_per_device", "goodput_rps_per_device", "system"
+    return Picture(
+        "goodput",
+        "Goodput over load",
+        "Requests per second and device that meet the SLO, with 95 % intervals. On the dotted line every request "
+        "meets it. Where a curve falls, the system spends its time on requests that are late anyway.",
+        [goodput_panel(points, *columns, looks, _PER_DEVICE, legend="upper left")],
     )
-    return [
-        Picture(
-            "goodput",
-            "Goodput over load",
-            "Requests per second and device that meet the SLO, with 95 % intervals. On the dotted line every request "
-            "meets it. Where a curve falls, the system spends its time on requests that are late anyway.",
-            [good],
-        ),
-        Picture(
-            "attainment",
-            "Attainment over load",
-            "Share of all requests that meet the SLO, with 95 % intervals; failed requests do not. The dashed line is "
-            "the 90 % above which a system sustains the load.",
-            [attainment],
-        ),
-    ]

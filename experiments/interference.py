@@ -19,9 +19,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -29,8 +28,9 @@ from pydantic import Field, PositiveInt
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.neighbours import (
     LONG,
+    OUTPUT_LEN,
     Arm,
-    Traffic,
+    NeighbourOptions,
     WindowData,
     arm_summary,
     best_chunk,
@@ -43,16 +43,16 @@ from experiments.report.drawing import (
     DASHED,
     FAINT,
     INK,
-    MARKERS,
     PALETTE,
     Look,
+    Looks,
     Mark,
     Panel,
     Picture,
     Rule,
     cumulative,
+    rows_picture,
     table,
-    tail_marks,
 )
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, Parameters, RunData
@@ -61,19 +61,18 @@ from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, Interval, apart, median_interval
-from pdserve.core.request import Mode, counted_requests
+from pdserve.core.interval import MIN_VALUES, Interval, apart, interval_text, median_interval
+from pdserve.core.request import Mode, counted, counted_requests
 
 CALIBRATION = "calibration"
 """The cell that times a long prompt, from which the rate of arrivals follows."""
 OFF, AS_CONFIGURED = "off", "as-configured"
 """Chunk sizes besides numbers: prompts are never split, and the unknown one of a running service."""
 PD, ALONE_BUSY, ALONE_IDLE = "pd", "alone-busy", "alone-idle"
-_APART = (Arm(PD, Mode.PD), Arm(ALONE_BUSY, Mode.PD, 1), Arm(ALONE_IDLE, Mode.PD, 0))
+_APART = {each.name: each for each in (Arm(PD, Mode.PD), Arm(ALONE_BUSY, Mode.PD, 1), Arm(ALONE_IDLE, Mode.PD, 0))}
 _COLOCATED = "colocated-"
 _AIM = 1.3
 _LATE_MS = 20.0
-_OUTPUT_LEN = 8  # of the long prompts: enough to be handed off, and next to nothing beside the prompt
 _CALIBRATIONS = 4  # of which the first is left out
 _NAMES = {
     OFF: "whole prompts",
@@ -84,131 +83,109 @@ _NAMES = {
 }
 
 
-class NeighbourOptions(Options):
-    """Options that both questions have."""
+class InterferenceOptions(NeighbourOptions):
+    """Options of `Interference`."""
 
-    prompt_len: int
-    chunk_sizes: tuple[PositiveInt, ...]
-    arrive_s: float
-    decoding: int = Field(4, ge=1, description="requests that decode all the time")
-    load: float = Field(0.5, gt=0, le=2, description="arrivals of long prompts, as a share of what a worker computes")
-    rate: float | None = Field(None, gt=0, description="arrivals of long prompts per second, instead of --load")
-    throughput_share: float = Field(
-        0.95, gt=0, le=1, description="a chunk size qualifies as best with this share of the highest throughput"
+    chunk_sizes: tuple[PositiveInt, ...] = option(
+        (64, 128, 256, 512), description="chunk sizes of the colocated arms, in tokens", quick=[256]
     )
-    repeats: int = option(6, ge=1, description="windows per arm", quick=2)
-
-    def traffic(self, prompt_s: float) -> Traffic:
-        """The traffic of a window, if a long prompt takes a worker ``prompt_s`` seconds."""
-        rate = self.load / prompt_s if self.rate is None else self.rate
-        arrivals = max(1, round(rate * self.arrive_s))
-        return Traffic(self.decoding, arrivals, self.arrive_s, self.prompt_len, _OUTPUT_LEN, self.seed)
+    prompt_len: int = option(1024, ge=1, description="length of the long prompts, in tokens", quick=512)
+    arrive_s: float = option(6.0, gt=0, le=600, description="seconds of a window in which prompts arrive", quick=3.0)
 
 
-class LongPrompts(Experiment):
-    """What both questions do: a calibration, then the windows of the arms of each chunk size."""
+class Interference(Experiment):
+    """See the module. `ChunkedPrefill` differs in its services, its single arm, and what its answer begins with."""
 
+    name = "interference"
+    title: ClassVar[str] = "Long prompts beside decoding requests"
+    question = "What do long prompts do to requests that decode meanwhile, colocated and disaggregated?"
+    options_type: ClassVar[type[Options]] = InterferenceOptions
+    fixed_options: ClassVar[Parameters] = {"output_len": OUTPUT_LEN}
     options: NeighbourOptions
-    fixed_options: ClassVar[Parameters] = {"output_len": _OUTPUT_LEN}
-    title: ClassVar[str]
-    mode: ClassVar[Mode]
+    mode = Mode.PD
     """Of the calibration."""
-    prefix = ""
+    prefix = "chunks-"
     """Of the names of cells, before the chunk size."""
+    method_caveats: ClassVar[Sequence[str]] = (
+        "No arm is best in everything: colocated requests share all workers, so that a long prompt finds twice as "
+        "many that can compute it, and decoding requests are spread over twice as many; disaggregation keeps one "
+        "worker for each. Which figure matters is a matter of the service's objectives.",
+        "The gaps are the client's own: they include gateway and client, which share the machine with the engines.",
+    )
 
-    @abstractmethod
-    def service(self, chunk: str) -> dict[str, Any]:
-        """The settings of the service with a chunk size."""
+    def service(self, chunk: str) -> Parameters:
+        """The settings of the service with a chunk size: prefill and decode workers as configured."""
+        return {"engine.chunk_tokens": chunk}
 
-    @abstractmethod
     def arms(self, chunk: str) -> list[Arm]:
-        """The arms that run on it."""
-
-    @abstractmethod
-    def found(self, windows: Mapping[str, Sequence[WindowData]], run: RunData) -> dict[str, Any]:
-        """What else the summary has."""
-
-    @abstractmethod
-    def conclusion(self, summary: Figures) -> str:
-        """What the answer begins with; empty if nothing could be compared."""
-
-    @abstractmethod
-    def caveats(self, summary: Figures) -> list[str]:
-        """Those of this question."""
-
-    @abstractmethod
-    def picture(self, arms: Mapping[str, Figures], labels: Mapping[str, str]) -> Picture:
-        """The figures of all arms side by side."""
+        """The arms that run on it: colocated, and with the largest chunks those that run apart."""
+        if chunk == AS_CONFIGURED:
+            return [Arm("colocated", Mode.COLOCATED), *_APART.values()]
+        largest = chunk == str(max(self.options.chunk_sizes))
+        return [Arm(f"{_COLOCATED}{chunk}", Mode.COLOCATED), *(_APART.values() if largest else ())]
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
-        """A calibration, then one cell per chunk size and pass. For a running service: as it is configured."""
+        """A calibration, then one cell per chunk size and pass. For a running service: as it is configured; it has to
+        be able to disaggregate."""
         chunks = [*map(str, sorted(self.options.chunk_sizes)), OFF]
+        if len(chunks) == 1 and self.mode == Mode.PD:
+            raise InvalidRequest("--chunk-sizes: give at least one")
         if attached is not None:
             chunks = [AS_CONFIGURED]
-            self.options.traffic(1.0).check_fits(attached)
-        return [
-            Cell(CALIBRATION, {}, self._settings(chunks[0])),
-            *(
-                Cell(
-                    f"{self.prefix}{chunk}/pass-{number + 1}",
-                    {"chunk": chunk, "repeats": list(repeats)},
-                    self._settings(chunk),
-                    len(repeats) * len(self.arms(chunk)),
-                )
-                for number, repeats in enumerate(passes(self.options.repeats))
-                for chunk in (chunks if number % 2 == 0 else chunks[::-1])
-            ),
-        ]
-
-    def _settings(self, chunk: str) -> dict[str, Any]:
-        return {} if chunk == AS_CONFIGURED else {"engine.chunk_tokens": chunk, **self.service(chunk)}
+            if self.mode == Mode.PD and not any(worker.links for worker in attached.workers):
+                raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
+            self.options.check_fits(attached)
+        services = {chunk: {} if attached else self.service(chunk) for chunk in chunks}
+        cells = [Cell(CALIBRATION, {}, services[chunks[0]])]
+        for number, repeats in enumerate(passes(self.options.repeats)):
+            for chunk in chunks[:: -1 if number % 2 else 1]:
+                name, parameters = f"{self.prefix}{chunk}/pass-{number + 1}", {"chunk": chunk, "repeats": list(repeats)}
+                cells.append(Cell(name, parameters, services[chunk], len(repeats) * len(self.arms(chunk))))
+        return cells
 
     async def measure(self, bench: Bench) -> None:
         """Time a long prompt on the idle service, or measure the windows of a cell."""
+        options = self.options
         async with AsyncClient(bench.target) as client:
             status = await client.status()
             bench.facts["cores"] = {worker.worker_id: worker.cores for worker in status.workers}
             calibrating = bench.cell.name == CALIBRATION
             arms = [Arm("", self.mode)] if calibrating else self.arms(str(bench.cell.parameters["chunk"]))
-            prompt_s = 1.0 if calibrating else float(bench.earlier[CALIBRATION]["long_prompt_s"])
-            traffic = self.options.traffic(prompt_s)
-            traffic.check_fits(status)
-            prompts = ((traffic.prompt(status.vocab_size, LONG, -2, index), 4) for index in itertools.count())
+            options.check_fits(status)
+            prompts = ((options.prompt(status.vocab_size, LONG, -2, index), 4) for index in itertools.count())
             await warm_up(bench, client, prompts, dict.fromkeys(arm.mode for arm in arms))
             if calibrating:
                 await bench.settle(client, CALIBRATION)
-                bench.facts["long_prompt_s"] = await self._long_prompt_s(client, traffic, status.vocab_size)
+                bench.facts["long_prompt_s"] = await self._long_prompt_s(client, status.vocab_size)
                 bench.advance(1)
                 return
-            bench.facts["arrivals"] = traffic.arrivals
+            bench.facts["arrivals"] = options.arrivals(bench.earlier[CALIBRATION]["long_prompt_s"])
             for repeat in bench.cell.parameters["repeats"]:
-                for arm in arms if repeat % 2 == 0 else arms[::-1]:
-                    await measure_window(bench, client, traffic, arm, repeat)
+                for arm in arms[:: -1 if repeat % 2 else 1]:
+                    await measure_window(bench, client, options, bench.facts["arrivals"], arm, repeat)
                     bench.advance(1)
 
-    async def _long_prompt_s(self, client: AsyncClient, traffic: Traffic, vocab_size: int) -> float:
+    async def _long_prompt_s(self, client: AsyncClient, vocab_size: int) -> float:
         """Seconds that one long prompt takes on the idle service, to its first token."""
         times_ms = []
         for index in range(_CALIBRATIONS):
-            prompt, salt = traffic.prompt(vocab_size, LONG, -1, index), f"calibration/{random.random()}"
+            prompt, salt = self.options.prompt(vocab_size, LONG, -1, index), f"calibration/{random.random()}"
             done = await client.generate(prompt, mode=self.mode, max_tokens=1, ignore_eos=True, salt=salt).result()
             times_ms.append(done.ttft_ms)
         return sorted(times_ms[1:])[(_CALIBRATIONS - 1) // 2] / 1e3
 
-    def summarise(self, run: RunData) -> dict[str, Any]:
+    def summarise(self, run: RunData) -> Figures:
         """``traffic``: the decoding requests, lengths, ``arrivals``, and the calibrated ``long_prompt_s``; null until
         measured. ``arms`` by name: `experiments.neighbours.arm_summary`. ``best_chunk`` (null with a target) and the
         ``throughput_share`` that it had to reach. Then what the question has beside that (`found`)."""
         windows, share = _windows(run), self.options.throughput_share
         arms = {name: arm_summary(each, self.options.seed) for name, each in windows.items()}
-        names = ("decoding", "prompt_len", "arrive_s")
-        facts = {
-            key: next((cell.facts[key] for cell in run.cells if key in cell.facts), None)
-            for key in ("arrivals", "long_prompt_s")
-        }
         return {
             "experiment": self.name,
-            "traffic": {**{name: getattr(self.options, name) for name in names}, **facts},
+            "traffic": {
+                **{name: getattr(self.options, name) for name in ("decoding", "prompt_len", "arrive_s")},
+                **{name: run.fact(name) for name in ("arrivals", "long_prompt_s")},
+            },
             "arms": arms,
             "best_chunk": best_chunk({name.removeprefix(_COLOCATED): arm for name, arm in arms.items()}, share),
             "throughput_share": share,
@@ -220,124 +197,7 @@ class LongPrompts(Experiment):
             ],
         }
 
-    def report(self, run: RunData, summary: Figures) -> Report:
-        """The figures of all arms, the gaps over time, their distributions, and a table."""
-        windows, traffic, best = _windows(run), summary["traffic"], summary["best_chunk"]
-        arms = {name: arm for name, arm in summary["arms"].items() if arm["itl_ms"]}
-        told = [name for name in _told(summary) if arms.get(name, {}).get("long_ttft_ms")]
-        answer = "No window was measured."
-        if told:
-            figures = "; ".join(
-                f"{_label(name)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms"
-                + (f" (longest gap beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)" if arm["stall_ms"] else "")
-                + f", median TTFT of the long prompts {arm['long_ttft_ms']['p50']:.0f} ms, "
-                f"{arm['output_tokens_per_s']['mean']:.0f} output tokens/s"
-                for name, arm in ((name, arms[name]) for name in told)
-            )
-            load = f"{traffic['decoding']} decoding requests and prompts of {traffic['prompt_len']} tokens arriving"
-            answer = f"{self.conclusion(summary)}With {load}: {figures}."
-        caveats = [
-            *self.caveats(summary),
-            "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer "
-            "than 1 % of all, p99 does not show them; the longest gap beside each long prompt and the tail of the "
-            "distribution do.",
-        ]
-        if best is not None:
-            caveats.append(
-                "The best chunk size has the lowest p99 ITL among those with at least "
-                f"{summary['throughput_share']:.0%} of the highest throughput (prompt and output tokens per second). "
-                "It is that of this model, machine and load, and does not regard the TTFT."
-            )
-        if any(arm["windows"] < MIN_VALUES for arm in summary["arms"].values()):
-            caveats.append(f"Arms with fewer than {MIN_VALUES} windows have no intervals.")
-        if (late_ms := max((arm["late_ms"] for arm in summary["arms"].values()), default=0.0)) > _LATE_MS:
-            caveats.append(f"A prompt was sent up to {late_ms:.0f} ms late; TTFT counts from when it was due.")
-        report = Report(
-            title=self.title,
-            question=self.question,
-            answer=answer,
-            setup=setup_of(
-                run,
-                f"{traffic['decoding']} requests decode all the time; in each window {traffic['arrivals']} prompts of "
-                f"{traffic['prompt_len']} tokens (output {_OUTPUT_LEN}) arrive within "
-                f"{traffic['arrive_s']:g} s at the times of a Poisson process, the same in all arms; arms are "
-                "interleaved A B B A; intervals are 95 % bootstrap over windows",
-            ),
-            caveats=caveats,
-            failures=summary["failed"],
-        )
-        if arms:
-            labels = {name: _label(name, best) for name in arms}
-            served = {name: arm for name, arm in arms.items() if arm["long_ttft_ms"] and name != ALONE_BUSY}
-            columns = (
-                "arm",
-                "windows",
-                "ITL p50, ms | itl_ms.p50:.1f",
-                "p90 | itl_ms.p90:.1f",
-                "p99 | itl_ms.p99:.1f",
-                "max | itl_ms.max:.1f",
-                "p99 by window, ms | itl_p99_ms:.1f",
-                "longest gap beside a long prompt, p50, ms | stall_ms.p50:.1f",
-                "long TTFT p50, ms | long_ttft_ms.p50:.0f",
-                "p99 | long_ttft_ms.p99:.0f",
-                "output tokens/s | output_tokens_per_s:.1f",
-                "prompt + output tokens/s | tokens_per_s:.1f",
-            )
-            records = [{**arm, "arm": labels[name]} for name, arm in arms.items()]
-            caption = (
-                "ITL of the decoding requests over all windows. Where the neighbour is busy, the long prompts want one "
-                "token and never reach the decode worker; their prompts count as tokens all the same."
-            )
-            report.blocks = [
-                *([self.picture(served, labels)] if served else []),
-                *_gap_pictures({name: windows[name] for name in arms}, told or list(arms)[:1], labels),
-                table("All arms", records, columns, caption),
-            ]
-        return report
-
-
-class InterferenceOptions(NeighbourOptions):
-    """Options of `Interference`."""
-
-    chunk_sizes: tuple[PositiveInt, ...] = option(
-        (64, 128, 256, 512),
-        description="chunk sizes of the colocated arms, in tokens",
-        quick=[256],
-    )
-    prompt_len: int = option(1024, ge=1, description="length of the long prompts, in tokens", quick=512)
-    arrive_s: float = option(6.0, gt=0, le=600, description="seconds of a window in which prompts arrive", quick=3.0)
-
-
-class Interference(LongPrompts):
-    """See the module."""
-
-    name = "interference"
-    title = "Long prompts beside decoding requests"
-    question = "What do long prompts do to requests that decode meanwhile, colocated and disaggregated?"
-    options_type = InterferenceOptions
-    mode = Mode.PD
-    prefix = "chunks-"
-
-    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
-        """As of both questions; a running service has to be able to disaggregate."""
-        if attached is not None and not any(worker.links for worker in attached.workers):
-            raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-        if not self.options.chunk_sizes:
-            raise InvalidRequest("--chunk-sizes: give at least one")
-        return super().cells(attached)
-
-    def service(self, chunk: str) -> dict[str, Any]:
-        """Prefill and decode workers as configured."""
-        return {}
-
-    def arms(self, chunk: str) -> list[Arm]:
-        """Colocated, and with the largest chunks those that run apart."""
-        if chunk == AS_CONFIGURED:
-            return [Arm("colocated", Mode.COLOCATED), *_APART]
-        largest = str(max(self.options.chunk_sizes))
-        return [Arm(f"{_COLOCATED}{chunk}", Mode.COLOCATED), *(_APART if chunk == largest else ())]
-
-    def found(self, windows: Mapping[str, Sequence[WindowData]], run: RunData) -> dict[str, Any]:
+    def found(self, windows: Mapping[str, Sequence[WindowData]], run: RunData) -> Figures:
         """``p99_itl_ratio``: ``pd`` over ``alone-busy``, of all gaps; ``p99_itl_ratio_interval``: the median of the
         ratios of the repeats. ``one_core_per_role``: whether every worker had exactly one core of its own."""
         of_pd, alone = ({each.repeat: each.itl_ms for each in windows.get(name, ())} for name in (PD, ALONE_BUSY))
@@ -347,15 +207,13 @@ class Interference(LongPrompts):
         ratio = _p99_ratio(*([gap for repeat in both for gap in arm[repeat]] for arm in (of_pd, alone)))
         cores = [list(cell.facts["cores"].values()) for cell in run.cells if "cores" in cell.facts]
         return {
-            "p99_itl_ratio": None if ratio is None else round(ratio, 4),
-            "p99_itl_ratio_interval": None if paired is None else paired.to_dict(),
-            "one_core_per_role": all(
-                len(set(each)) == len(each) and all(core.isdecimal() for core in each) for each in cores
-            ),
+            "p99_itl_ratio": ratio and round(ratio, 4),
+            "p99_itl_ratio_interval": paired and paired.to_dict(),
+            "one_core_per_role": all(len({*each}) == len(each) and all(map(str.isdecimal, each)) for each in cores),
         }
 
     def conclusion(self, summary: Figures) -> str:
-        """The ratio to the control."""
+        """What the answer begins with, empty if nothing could be compared: the ratio to the control."""
         ratio, interval = summary["p99_itl_ratio"], summary["p99_itl_ratio_interval"]
         if ratio is None or interval is None:
             return ""
@@ -366,60 +224,78 @@ class Interference(LongPrompts):
             f"{over.text('', '.2f')}, aim: at most {_AIM}). "
         )
 
-    def caveats(self, summary: Figures) -> list[str]:
-        """What no figure shows."""
+    def report(self, run: RunData, summary: Figures) -> Report:
+        """The figures of all arms, the gaps over time, their distributions, and a table."""
+        windows, traffic, best = _windows(run), summary["traffic"], summary["best_chunk"]
+        arms = {name: {**arm, "arm": _label(name, best)} for name, arm in summary["arms"].items() if arm["itl_ms"]}
+        told = [name for name in _told(summary) if arms.get(name, {}).get("long_ttft_ms")]
+        answer = "No window was measured."
+        if told:
+            figures = "; ".join(
+                f"{_label(name)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms of {counted(arm['itl_ms']['n'], 'gap')}"
+                + (f" (longest of a prompt: {arm['stall_ms']['p50']:.0f} ms, median)" if arm["stall_ms"] else "")
+                + f", median TTFT of {counted(arm['long_ttft_ms']['n'], 'long prompt')} "
+                f"{arm['long_ttft_ms']['p50']:.0f} ms, {interval_text(arm['output_tokens_per_s'])} output tokens/s"
+                for name, arm in ((name, arms[name]) for name in told)
+            )
+            load = f"{traffic['decoding']} decoding requests and prompts of {traffic['prompt_len']} tokens arriving"
+            answer = f"{self.conclusion(summary)}With {load}: {figures}."
+        late_ms = max((arm["late_ms"] for arm in summary["arms"].values()), default=0.0)
         caveats = [
-            "No arm is best in everything: colocated requests share all workers, so that a long prompt finds twice as "
-            "many that can compute it, and decoding requests are spread over twice as many; disaggregation keeps one "
-            "worker for each. Which figure matters is a matter of the service's objectives.",
-            "The gaps are the client's own: they include gateway and client, which share the machine with the engines.",
+            *self.method_caveats,
+            not summary.get("one_core_per_role", True)
+            and "The workers do not have exactly one core of their own each; the ratio's aim is stated for that.",
+            AS_CONFIGURED in arms and "A running service keeps its chunk size: nothing was compared.",
+            "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer "
+            "than 1 % of all, p99 does not show them; the longest gap beside each long prompt and the tail of the "
+            "distribution do.",
+            best is not None
+            and "The best chunk size has the lowest p99 ITL among those with at least "
+            f"{summary['throughput_share']:.0%} of the highest throughput (prompt and output tokens per second). "
+            "It is that of this model, machine and load, and does not regard the TTFT.",
+            any(arm["windows"] < MIN_VALUES for arm in summary["arms"].values())
+            and f"Arms with fewer than {MIN_VALUES} windows have no intervals.",
+            late_ms > _LATE_MS and f"A prompt was sent up to {late_ms:.0f} ms late; TTFT counts from when it was due.",
         ]
-        if not summary["one_core_per_role"]:
-            caveats.append(
-                "The workers do not have exactly one core of their own each; the ratio's aim is stated for that."
-            )
-        return caveats
-
-    def picture(self, arms: Mapping[str, Figures], labels: Mapping[str, str]) -> Picture:
-        """p99 ITL, longest gap beside a long prompt, TTFT of the long prompts, and output rate, side by side."""
-        looks = {name: {**look, "marker": "o", "linestyle": ""} for name, look in _looks(list(arms)).items()}
-        records = [{"arm": name, **arm} for name, arm in arms.items()]
-        p99s_ms = [arm["itl_p99_ms"]["mean"] for arm in arms.values()]
-        wide = max(p99s_ms) > 5 * min(p99s_ms)
-
-        def dots(key: str) -> list[Mark]:
-            return [Mark(records, key, "arm", by="arm", looks=looks, kind="points")]
-
-        panels = [
-            Panel(
-                marks,
-                x=x,
-                title=title,
-                log=log,
-                xlim=(None if log else 0, None),
-                rows=list(arms),
-                row_names=[labels[name] for name in arms],
-            )
-            for marks, x, title, log in (
-                (dots("itl_p99_ms"), "p99 ITL, ms", "gaps of decoding requests", "x" if wide else ""),
-                (tail_marks(records, "stall_ms", "arm", looks), "longest gap, ms (dot: median, bar: p99)",
-                 "beside a long prompt", ""),
-                (tail_marks(records, "long_ttft_ms", "arm", looks), "TTFT, ms (dot: median, bar: p99)",
-                 "long prompts", ""),
-                (dots("output_tokens_per_s"), "output tokens per second", "throughput", ""),
-            )
-        ]  # fmt: skip
-        return Picture(
-            "trade",
-            "The trade",
-            "From left to right: the 99th percentile of the gaps between tokens, mean over windows with its 95 % "
-            "interval; the longest gap of a decoding request while a long prompt waits for its first token; how long "
-            "the long prompts wait for it; output tokens per second of all requests, with its interval. Lower is "
-            "better, and of the last one higher.",
-            panels,
-            columns=4,
-            share={"sharey": True},
+        method = (
+            f"{traffic['decoding']} requests decode all the time; in each window {traffic['arrivals']} prompts of "
+            f"{traffic['prompt_len']} tokens (output {OUTPUT_LEN}) arrive within "
+            f"{traffic['arrive_s']:g} s at the times of a Poisson process, the same in all arms; arms are "
+            "interleaved A B B A; intervals are 95 % bootstrap over "
+            "windows, that of the ratio of p99s from the order of the windows' ratios"
         )
+        report = Report(self.title, self.question, answer, setup_of(run, method), [], caveats, summary["failed"])
+        if not arms:
+            return report
+        looks = {arm["arm"]: look for arm, look in zip(arms.values(), _looks(arms), strict=True)}
+        if served := [arm for name, arm in arms.items() if arm["long_ttft_ms"] and name != ALONE_BUSY]:
+            report.blocks.append(_trade(served, looks))
+        columns = (
+            "arm",
+            "windows",
+            "ITL p50, ms | itl_ms.p50:.1f",
+            "p90 | itl_ms.p90:.1f",
+            "p99 | itl_ms.p99:.1f",
+            "max | itl_ms.max:.1f",
+            "p99 by window, ms | itl_p99_ms:.1f",
+            "longest gap beside a long prompt, p50, ms | stall_ms.p50:.1f",
+            "long TTFT p50, ms | long_ttft_ms.p50:.0f",
+            "p99 | long_ttft_ms.p99:.0f",
+            "output tokens/s | output_tokens_per_s:.1f",
+            "prompt + output tokens/s | tokens_per_s:.1f",
+        )
+        caption = (
+            "ITL of the decoding requests over all windows. Where the neighbour is busy, the long prompts want one "
+            "token and never reach the decode worker; their prompts count as tokens all the same."
+        )
+        shown = {arms[name]["arm"]: windows[name] for name in told or [*arms][:1]}
+        gaps = {arm["arm"]: [gap_ms for each in windows[name] for gap_ms in each.itl_ms] for name, arm in arms.items()}
+        report.blocks += [
+            _over_time(shown, looks),
+            _tail(gaps, looks),
+            table("All arms", [*arms.values()], columns, caption),
+        ]
+        return report
 
 
 def _p99_ratio(gaps_ms: Sequence[float], control_ms: Sequence[float]) -> float | None:
@@ -441,7 +317,7 @@ class ChunkedPrefillOptions(NeighbourOptions):
     arrive_s: float = option(8.0, gt=0, le=600, description="seconds of a window in which prompts arrive", quick=3.0)
 
 
-class ChunkedPrefill(LongPrompts):
+class ChunkedPrefill(Interference):
     """See the module."""
 
     name = "chunked-prefill"
@@ -452,17 +328,23 @@ class ChunkedPrefill(LongPrompts):
     )
     options_type = ChunkedPrefillOptions
     mode = Mode.COLOCATED
+    prefix = ""
+    method_caveats = (
+        "Decoding requests go on as fast as they can. So their rate falls with the time that prompts take from "
+        "them, and throughput counts prompt and output tokens together.",
+    )
 
-    def service(self, chunk: str) -> dict[str, Any]:
+    def service(self, chunk: str) -> Parameters:
         """A single worker, which serves colocated requests only."""
         budget = max((*self.options.chunk_sizes, 512)) + self.options.decoding
-        return {"cluster.prefill": 1, "cluster.decode": 0, "engine.max_num_batched_tokens": budget}
+        single = {"cluster.prefill": 1, "cluster.decode": 0, "engine.max_num_batched_tokens": budget}
+        return {**super().service(chunk), **single}
 
     def arms(self, chunk: str) -> list[Arm]:
         """One, with the chunk size's name."""
         return [Arm(chunk, Mode.COLOCATED)]
 
-    def found(self, windows: Mapping[str, Sequence[WindowData]], run: RunData) -> dict[str, Any]:
+    def found(self, windows: Mapping[str, Sequence[WindowData]], run: RunData) -> Figures:
         """Nothing."""
         return {}
 
@@ -471,66 +353,24 @@ class ChunkedPrefill(LongPrompts):
         best, share, arms = summary["best_chunk"], summary["throughput_share"], summary["arms"]
         if best is None:
             return ""
-        chunks = {name: arm for name, arm in arms.items() if name.isdecimal() and arm["itl_ms"]}
-        most = max(arm["tokens_per_s"]["mean"] for arm in arms.values() if arm["tokens_per_s"])
+        rates = {name: arm["tokens_per_s"]["mean"] for name, arm in arms.items() if arm["tokens_per_s"]}
         rivals = [
-            arm for name, arm in chunks.items() if int(name) != best and arm["tokens_per_s"]["mean"] >= share * most
+            arms[name]["itl_p99_ms"]
+            for name, rate in rates.items()
+            if name.isdecimal() and int(name) != best and arms[name]["itl_ms"] and rate >= share * max(rates.values())
         ]
         lowest = f"Chunks of {best} tokens have the lowest p99 ITL"
-        if any(apart(arm["itl_p99_ms"], chunks[str(best)]["itl_p99_ms"]) <= 0 for arm in rivals):
+        if any(apart(p99_ms, arms[str(best)]["itl_p99_ms"]) <= 0 for p99_ms in rivals):
             lowest = f"No lowest p99 ITL could be told; that of chunks of {best} tokens is the lowest measured"
         return f"{lowest} at no less than {share:.0%} of the highest throughput. "
-
-    def caveats(self, summary: Figures) -> list[str]:
-        """What no figure shows."""
-        caveats = [
-            "Decoding requests go on as fast as they can. So their rate falls with the time that prompts take from "
-            "them, and throughput counts prompt and output tokens together."
-        ]
-        if AS_CONFIGURED in summary["arms"]:
-            caveats.append("A running service keeps its chunk size: nothing was compared.")
-        return caveats
-
-    def picture(self, arms: Mapping[str, Figures], labels: Mapping[str, str]) -> Picture:
-        """TTFT of the long prompts, gaps of their neighbours, and throughput over the chunk size."""
-        records = [{"chunk": name, **arm} for name, arm in arms.items()]
-        panels = []
-        for title, y, log, legend, lines in (
-            ("long prompts", "TTFT, ms", "", "best", {"long_ttft_ms.p50": "median", "long_ttft_ms.p99": "p99"}),
-            ("gaps of neighbours", "gap, ms (logarithmic)", "y", "best",
-             {"itl_ms.p50": "median", "itl_ms.p99": "p99", "itl_ms.max": "longest"}),
-            ("throughput", "tokens per second", "", "lower left",
-             {"tokens_per_s": "prompt and output", "output_tokens_per_s": "output"}),
-        ):  # fmt: skip
-            marks = [
-                Mark(records, "chunk", key, look={"label": label, "color": PALETTE[turn], "marker": MARKERS[turn]})
-                for turn, (key, label) in enumerate(lines.items())
-            ]
-            panels.append(
-                Panel(marks, x="chunk size, tokens", y=y, title=title, columns=list(arms), log=log, legend=legend,
-                      ylim=(None if log else 0, None))
-            )  # fmt: skip
-        return Picture(
-            "over_chunk",
-            "Over the chunk size",
-            "Left: how long the long prompts wait for their first token. Middle: the gaps between tokens of the "
-            "requests that decode meanwhile. Right: throughput, the mean over windows with its 95 % interval. Off: "
-            "prompts are computed whole.",
-            panels,
-            columns=3,
-            height_in=3.9,
-        )
 
 
 def _windows(run: RunData) -> dict[str, list[WindowData]]:
     """The windows of each arm: ascending chunks, whole prompts, and what runs apart."""
-    apart_names = [arm.name for arm in _APART]
 
-    def place(arm: str) -> tuple[int, float]:
+    def place(arm: str) -> tuple[bool, float]:
         chunk = arm.removeprefix(_COLOCATED)
-        if arm in apart_names:
-            return 1, apart_names.index(arm)
-        return 0, int(chunk) if chunk.isdecimal() else math.inf
+        return arm in _APART, [*_APART].index(arm) if arm in _APART else int(chunk) if chunk.isdecimal() else math.inf
 
     found = windows_by_arm(run)
     return {name: found[name] for name in sorted(found, key=place)}
@@ -550,88 +390,86 @@ def _told(summary: Figures) -> list[str]:
     return list(dict.fromkeys([*smallest, "colocated", AS_CONFIGURED, *chunks, PD]))
 
 
-def _looks(arms: Sequence[str]) -> dict[str, Look]:
-    """A colour for each arm: fixed for what runs apart, in turn for others."""
-    fixed: Mapping[str, Look] = {
+def _looks(arms: Sequence[str] | Mapping[str, Figures]) -> list[Look]:
+    """A colour for each arm: fixed for what runs apart and for whole prompts, in turn for others."""
+    turns = itertools.cycle(("#0072b2", "#cc79a7", "#56b4e9", "#009e73", "#88a020", "#6a3d9a"))
+    fixed: Looks = {
         PD: {"color": ARM_LOOKS["pd"]["color"]},
         ALONE_BUSY: {"color": PALETTE[4], "linestyle": DASHED},
         ALONE_IDLE: {"color": FAINT, "linestyle": DASHED},
+        OFF: {"color": INK},
+        f"{_COLOCATED}{OFF}": {"color": INK},
     }
-    colors = ("#0072b2", "#cc79a7", "#56b4e9", "#009e73", "#88a020", "#6a3d9a")
-    turns = [name for name in arms if name not in fixed and not name.endswith(OFF)]
-    found = {name: {"color": colors[turn % len(colors)]} for turn, name in enumerate(turns)}
-    return {name: found.get(name, fixed.get(name, {"color": INK})) for name in arms}
+    return [fixed[arm] if arm in fixed else {"color": next(turns)} for arm in arms]
 
 
-def _gap_pictures(
-    windows: Mapping[str, Sequence[WindowData]], headline: Sequence[str], labels: Mapping[str, str]
-) -> list[Picture]:
-    """Every gap of one window of each arm of the headline, with the arrivals: the first repeat that all of them have;
-    and the distributions of all gaps of all arms, with their tails."""
-    repeat = min(set.intersection(*({each.repeat for each in windows[name]} for name in headline)), default=0)
-    shown = {name: each for name in headline for each in windows[name] if each.repeat == repeat}
-    looks = _looks(list(windows))
+def _trade(arms: Sequence[Figures], looks: Looks) -> Picture:
+    """What each arm costs decoding requests and long prompts, side by side."""
+    return rows_picture(
+        "trade",
+        "The trade",
+        "From left to right: the 99th percentile of the gaps between tokens, mean over windows with its 95 % "
+        "interval; the longest gap of a decoding request while a long prompt waits for its first token; how long "
+        "the long prompts wait for it; output tokens per second of all requests, with its interval. Lower is "
+        "better, and of the last one higher.",
+        arms,
+        "arm",
+        {name: {**look, "marker": "o"} for name, look in looks.items()},
+        {
+            "itl_p99_ms": "gaps of decoding requests | p99 ITL, ms",
+            "stall_ms": "beside a long prompt | longest gap, ms",
+            "long_ttft_ms": "long prompts | TTFT, ms",
+            "output_tokens_per_s": "throughput | output tokens per second",
+        },
+    )
+
+
+def _over_time(windows: Mapping[str, Sequence[WindowData]], looks: Looks) -> Picture:
+    """Every gap of one window of each arm, with the arrivals: the first repeat that all of them have."""
+    repeat = min(set.intersection(*({each.repeat for each in arm} for arm in windows.values())), default=0)
+    shown = {name: each for name, arm in windows.items() for each in arm if each.repeat == repeat}
     shortest = _shown_from([gap_ms for window in shown.values() for gap_ms in window.itl_ms])
-    over_time = [
-        Panel(
-            [
-                Mark(
-                    [{"s": at_s, "ms": max(gap_ms, shortest)} for at_s, gap_ms in window.gaps],
-                    "s", "ms", kind="points",
-                    look={"color": looks[name]["color"], "marker": "o", "markersize": 2.5, "alpha": 0.6},
-                ),
-                *(Rule("x", at_s) for at_s in window.arrivals_s),
-            ],
-            x="" if number < len(shown) - 1 else "seconds since the window began",
-            y="gap, ms",
-            title=labels[name],
-            log="y",
-            xlim=(0, None),
-        )
-        for number, (name, window) in enumerate(shown.items())
-    ]  # fmt: skip
-    gaps = {labels[name]: [gap_ms for window in each for gap_ms in window.itl_ms] for name, each in windows.items()}
-    lines = {labels[name]: look for name, look in looks.items()}
-    first = min((_shown_from(each) for each in gaps.values() if each), default=1.0)
+    panels: list[Panel] = []
+    for name, window in shown.items():
+        points = [{"s": at_s, "ms": max(gap_ms, shortest)} for at_s, gap_ms in window.gaps]
+        look = {**looks[name], "marker": "o", "markersize": 2.5, "alpha": 0.6}
+        dots, arrivals = Mark(points, "s", "ms", look=look, kind="points"), [Rule("x", at) for at in window.arrivals_s]
+        x = "seconds since the window began" if len(panels) == len(shown) - 1 else ""
+        panels.append(Panel([dots, *arrivals], x, "gap, ms", name, "y", xlim=(0, None)))
+    return Picture(
+        "itl_over_time",
+        "Gaps between tokens over time",
+        f"Each dot is the gap before one token of a decoding request (window {repeat + 1} of each arm; "
+        "logarithmic). Gaps of tokens that arrived in a burst are drawn at the lower edge. Dashed lines mark the "
+        "arrivals of long prompts, which are the same in all arms.",
+        panels,
+        height_in=1.55 * len(shown) + 0.7,
+        share={"sharex": True, "sharey": True},
+    )
+
+
+def _tail(gaps: Mapping[str, Sequence[float]], looks: Looks) -> Picture:
+    """The distributions of all gaps of all arms, with their tails."""
     tail = cumulative(gaps, longer=True)
     least = max(0.8 * min((each["share"] for each in tail), default=1.0), 1e-5)
-    panels = [
-        Panel(
-            [Mark(shares, "value", "share", by="series", looks=lines, kind="steps"), *rules],
-            x="gap, ms (logarithmic)",
-            y=f"share of gaps that are {what}",
-            title=title,
-            log=log,
-            xlim=(max(0.1, 0.8 * first), None),
-            ylim=ylim,
-        )
-        for shares, rules, what, title, log, ylim in (
-            (cumulative(gaps), [], "at most as long", "distribution", "x", (0, 1.02)),
-            (tail, [Rule("y", 0.01, "p99")], "longer", "tail", "xy", (least, 1.1)),
-        )
-    ]
-    return [
-        Picture(
-            "itl_over_time",
-            "Gaps between tokens over time",
-            f"Each dot is the gap before one token of a decoding request (window {repeat + 1} of each arm; "
-            "logarithmic). Gaps of tokens that arrived in a burst are drawn at the lower edge. Dashed lines mark the "
-            "arrivals of long prompts, which are the same in all arms.",
-            over_time,
-            height_in=1.55 * len(shown) + 0.7,
-            share={"sharex": True, "sharey": True},
-        ),
-        Picture(
-            "itl_distribution",
-            "Distribution of the gaps",
-            "All gaps of the decoding requests in all windows. Left: cumulative distribution. Right: the same from "
-            "above with a logarithmic share, which shows the tail; a curve crosses the dashed line at its p99.",
-            panels,
-            columns=2,
-            height_in=5.0,
-            legend=True,
-        ),
-    ]
+    shortest = min((_shown_from(each) for each in gaps.values() if each), default=1.0)
+    panel = Panel(
+        [Mark(tail, "value", "share", "series", looks, kind="steps"), Rule("y", 0.01, "p99")],
+        "gap, ms (logarithmic)",
+        "share of gaps that are longer",
+        log="xy",
+        xlim=(max(0.1, 0.8 * shortest), None),
+        ylim=(least, 1.1),
+    )
+    return Picture(
+        "itl_distribution",
+        "Distribution of the gaps",
+        "The share of all gaps of the decoding requests, in all windows, that are at least so long. A curve crosses "
+        "the dashed line at its p99.",
+        [panel],
+        height_in=5.0,
+        legend=True,
+    )
 
 
 def _shown_from(values: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Unpack
+from typing import ClassVar, Literal, NamedTuple, Unpack
 
 import numpy as np
 from pydantic import Field
@@ -28,18 +28,17 @@ from experiments.added_ttft import linked_transports
 from experiments.deployment import Deployment, Service
 from experiments.experiment import Bench, Cell, Options, option
 from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
-from experiments.matrix import ModeMatrix, cell_caveats, idle_table, predicted
+from experiments.matrix import PAIR_TOKENS, ModeMatrix, cell_caveats, idle_table, predicted, unclear_text
 from experiments.modes import OVERLAPS, PD, LinkModel, PairOptions, overlap_of
 from experiments.report.drawing import DOTTED, INK, MARKERS, PALETTE, Mark, Panel, Picture, Rule, table
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
 from experiments.workloads.conversation import Workload
-from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.doctor.handoff_prediction import Overlap
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
-from pdserve.core.timeline import Figure
+from pdserve.core.request import counted
 
 TOLERANCE, TOLERANCE_MS = 0.15, 3.0
 """A prediction is right if it is off by no more than one of these."""
@@ -48,7 +47,6 @@ KNEE_SHARE = 0.1
 REACHED = 0.8
 """A link that never moved more than this share of its shaped rate is slower than asked for."""
 USER_SPACE, KERNEL, AS_IT_IS = "user space", "kernel (tc)", "as it is"
-_PAIR_TOKENS = 3
 
 
 class NamedLink(NamedTuple):
@@ -108,7 +106,6 @@ class LinkSweep(ModeMatrix):
     question = "How fast does the link between prefill and decode have to be?"
     options_type = LinkSweepOptions
     fixed_options: ClassVar[Parameters] = {"transport": "tcp"}
-    options: LinkSweepOptions
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -126,7 +123,7 @@ class LinkSweep(ModeMatrix):
         options = self.options
         if attached is not None:
             linked_transports(attached)
-            if options.prompt_len + _PAIR_TOKENS > attached.context_length:
+            if options.prompt_len + PAIR_TOKENS > attached.context_length:
                 raise InvalidRequest(f"--prompt-len: does not fit the service's context of {attached.context_length}")
             parameters = {"gbps": None, "rtt_ms": None, "overlap": "as-configured", "shaping": AS_IT_IS}
             return [self.cell("as-configured", parameters, {}, options.pairs)]
@@ -135,15 +132,14 @@ class LinkSweep(ModeMatrix):
                 raise InvalidRequest(f"{name}: {min(values):g} is not above 0")
         if not options.gbps:
             raise InvalidRequest("--gbps: give at least one rate")
-        points = [(gbps, 0.0) for gbps in options.gbps]
-        if options.round_trips_ms and options.round_trip_gbps not in options.gbps:
-            points.append((options.round_trip_gbps, 0.0))
+        further = bool(options.round_trips_ms) and options.round_trip_gbps not in options.gbps
+        points = [(gbps, 0.0) for gbps in (*options.gbps, *([options.round_trip_gbps] if further else []))]
         points += [(options.round_trip_gbps, rtt_ms) for rtt_ms in options.round_trips_ms]
         kernel, cells = options.hosts == "namespaces", []
         if kernel:  # what shares a service comes together: only the rate changes while it runs
             points.sort(key=lambda point: point[1])
         for overlap, (gbps, rtt_ms) in itertools.product(options.overlaps, points):
-            service: dict[str, Any] = {
+            service = {
                 "transfer.transport": "tcp",
                 "transfer.overlap": overlap,
                 "engine.max_num_batched_tokens": options.chunk_tokens,
@@ -151,13 +147,13 @@ class LinkSweep(ModeMatrix):
                 **({"transfer.shape_round_trip_ms": rtt_ms} if rtt_ms else {}),
             }
             shaping = KERNEL if kernel else USER_SPACE
-            place: dict[str, Any] = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
+            place = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
             cells.append(self.cell(f"{gbps:g}-gbps/{rtt_ms:g}-ms/{overlap}", place, service, options.pairs))
         return cells
 
     def workload(self, parameters: Parameters) -> Workload:
         """Random prompts of one length."""
-        return Synthetic(Fixed(self.options.prompt_len), Fixed(_PAIR_TOKENS))
+        return super().workload({"prompt_len": self.options.prompt_len})
 
     async def measure(self, bench: Bench) -> None:
         """Shape the cable between hosts made of namespaces, then calibrate and send the pairs."""
@@ -165,7 +161,7 @@ class LinkSweep(ModeMatrix):
             self._namespaces.rate(bench.cell.parameters["gbps"])
         await super().measure(bench)
 
-    def figures(self, cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
+    def figures(self, cell: FinishedCell, run: RunData) -> Figures | None:
         """Beside `experiments.matrix.cell_figures`: ``within``, whether the prediction is off by at most 15 % or 3 ms;
         ``link_gbs`` (for payload), and ``reached``, whether anything moved at 80 % of the shaped rate; if not, the
         prediction takes the best rate that was measured."""
@@ -178,9 +174,10 @@ class LinkSweep(ModeMatrix):
             rtt_ms = round(min(row.clock_error_ms for row in rows), 6)
         # A slow link is measured with a single payload when it is opened, so the requests' own rates count as well.
         moved = [row.kv_bytes / row.transfer["wire_ms"] / 1e6 for row in rows if row.transfer.get("wire_ms")]
-        best_gbs = max(ceiling_gbs, *moved)
-        reached = shaped_gbps is None or 8 * best_gbs >= REACHED * shaped_gbps
-        link_gbs = ceiling_gbs if shaped_gbps is None else shaped_gbps / 8 if reached else best_gbs
+        link_gbs = max(ceiling_gbs, *moved)
+        reached = shaped_gbps is None or 8 * link_gbs >= REACHED * shaped_gbps
+        if reached:
+            link_gbs = ceiling_gbs if shaped_gbps is None else shaped_gbps / 8
         if cell.parameters["shaping"] == KERNEL:
             link_gbs *= PAYLOAD_SHARE
         prediction = predicted(cell, self.options.prompt_len, figures["prefill_ms"], link_gbs, rtt_ms)
@@ -205,66 +202,53 @@ class LinkSweep(ModeMatrix):
             return None
         return LinkModel.of(known, self.options.prompt_len, statistics.fmean(cell["prefill_ms"] for cell in cells))
 
-    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> Figures:
         """``shaping``. ``phi_gbps``: Φ with the mean prefill time, in 10^9 bits per second. ``knee`` by overlap mode:
         ``threshold_ms`` (a tenth of the prefill time), ``measured_gbps``, below which more than that is exposed (null
         with the reason in ``measured``), ``predicted_gbps``. ``links``: nominal links with ``name``, ``gbps``,
         ``rtt_ms``, ``times_phi`` and ``predicted_exposed_ms``."""
-        found: dict[str, Any] = {"shaping": cells[0]["shaping"] if cells else None, "knee": {}, "links": []}
+        found: Figures = {"shaping": cells[0]["shaping"] if cells else None, "knee": {}, "links": [], "phi_gbps": None}
         if (model := self._model(run, cells)) is None:
-            return {**found, "phi_gbps": None}
+            return found
+        threshold_ms, phi_gbps = KNEE_SHARE * model.prefill_ms, 8 * model.phi_gbs
         for overlap, series in _by_overlap(cells).items():
-            threshold_ms = KNEE_SHARE * model.prefill_ms
             points = sorted((cell["gbps"], cell["achieved_ms"]) for cell in series if not cell["rtt_ms"])
             measured, why = _crossing(points, threshold_ms)
             rate = model.rate_of(series[0]["mode"], threshold_ms, _fixed_ms(series))
             found["knee"][overlap] = {
                 "threshold_ms": round(threshold_ms, 4),
-                "measured_gbps": None if measured is None else round(measured, 6),
+                "measured_gbps": measured and round(measured, 6),
                 "measured": why,
-                "predicted_gbps": None if rate is None else round(rate, 6),
+                "predicted_gbps": rate and round(rate, 6),
             }
         for link in NAMED_LINKS:
             exposed_ms = {each: round(model.exposed_ms(each, link.gbps / 8, link.rtt_ms), 4) for each in OVERLAPS}
-            times_phi = round(link.gbps / 8 / model.phi_gbs, 4)
-            found["links"].append({**link._asdict(), "times_phi": times_phi, "predicted_exposed_ms": exposed_ms})
-        return {**found, "phi_gbps": round(8 * model.phi_gbs, 6)}
+            named = {**link._asdict(), "times_phi": round(link.gbps / phi_gbps, 4), "predicted_exposed_ms": exposed_ms}
+            found["links"].append(named)
+        return {**found, "phi_gbps": round(phi_gbps, 6)}
 
     def report(self, run: RunData, summary: Figures) -> Report:
-        """The curves over bandwidth and round trip, what named links would expose, and a table of all cells."""
-        cells: Sequence[Figures] = summary["cells"]
-        how, *caveats = _SHAPINGS[summary["shaping"]]
-        if not all(cell["reached"] for cell in cells):
-            caveats.append(
-                "Some links were slower than they were shaped to; the prediction takes the best rate that was measured."
-            )
-        report = Report(
-            title="How fast the link has to be",
-            question=self.question,
-            answer=_answer(summary),
-            setup=setup_of(
-                run,
-                f"{how}; prompts of {self.options.prompt_len} tokens, one request at a time, both modes A B B A; "
-                "intervals are 95 % bootstrap",
-            ),
-            caveats=[
-                *caveats,
-                *cell_caveats(cells),
-                "Named links are nominal rates and typical round trips, not measurements; what they expose is "
-                "arithmetic for this model on this machine. A faster device has a shorter prefill, and so a larger Φ.",
-            ],
-            failures=summary["failed"],
+        """The curves over bandwidth, what named links would expose, and a table of all cells."""
+        cells, (how, *told) = summary["cells"], _SHAPINGS[summary["shaping"]]
+        method = (
+            f"{how}; prompts of {self.options.prompt_len} tokens, one request at a time, both modes A B B A; added "
+            "times are medians of the differences, with 95 % intervals from their order"
         )
-        if not cells:
-            return report
-        model = self._model(run, cells)
-        report.blocks.append(_over_bandwidth(summary, model))
-        if len({cell["gbps"] for cell in cells}) > 1:
-            report.blocks.append(_added(summary))
-        over_rtt = [cell for cell in cells if cell["gbps"] == self.options.round_trip_gbps]
-        if len({cell["rtt_ms"] for cell in over_rtt}) > 1:
-            report.blocks.append(_over_round_trip(over_rtt, model))
-        if summary["links"]:
+        unclear = {cell["cell"]: text for cell in cells if (text := unclear_text(cell, run))}
+        caveats = [
+            *told,
+            not all(cell["reached"] for cell in cells)
+            and "Some links were slower than they were shaped to; the prediction takes the best rate measured.",
+            *cell_caveats(cells),
+            *(f"No difference could be measured in {', '.join(unclear)}. {text}" for text in [*unclear.values()][:1]),
+            "Named links are nominal rates and typical round trips, not measurements; what they expose is arithmetic "
+            "for this model on this machine. A faster device has a shorter prefill, and so a larger Φ.",
+        ]
+        report = Report(
+            "How fast the link has to be", self.question, _answer(summary), setup_of(run, method), [], caveats,
+            summary["failed"],
+        )  # fmt: skip
+        if cells:
             columns = (
                 "link | name",
                 "Gbit/s | gbps:g",
@@ -273,9 +257,12 @@ class LinkSweep(ModeMatrix):
                 *(f"exposed with {each}, ms | predicted_exposed_ms.{each}:.3g" for each in OVERLAPS),
             )
             caption = "Exposed times are predicted, without the fixed cost of a hand-off."
-            report.blocks.append(table("What named links would expose", summary["links"], columns, caption))
-        more = ("within 15 % or 3 ms | within:yes|no", "prefill, ms | prefill_ms:.1f", "fixed, ms | fixed_ms:.2f")
-        report.blocks.append(idle_table(cells, *more))
+            more = "within 15 % or 3 ms | within:yes|no", "prefill, ms | prefill_ms:.1f", "fixed, ms | fixed_ms:.2f"
+            report.blocks += [
+                _over_bandwidth(summary, self._model(run, cells)),
+                table("What named links would expose", summary["links"], columns, caption),
+                idle_table(cells, *more),
+            ]
         return report
 
 
@@ -328,12 +315,11 @@ def _fixed_ms(series: Sequence[Figures]) -> float:
 
 
 def _answer(summary: Figures) -> str:
-    cells = summary["cells"]
+    cells, phi_gbps = summary["cells"], summary["phi_gbps"]
     if not cells:
         return "No pair of requests was completed."
-    known = [cell for cell in cells if cell["within"] is not None]
-    right = f"{sum(cell['within'] for cell in known)} of {len(known)} cells are within 15 % or 3 ms of the prediction."
-    phi_gbps = summary["phi_gbps"]
+    known = [cell["within"] for cell in cells if cell["within"] is not None]
+    right = f"{sum(known)} of {len(known)} cells are within 15 % or 3 ms of the prediction."
     if summary["shaping"] == AS_IT_IS:
         exposed = Interval.from_dict(cells[0]["exposed_ms"]).text()
         phi = "" if phi_gbps is None else f"; Φ of this prompt is {phi_gbps:.3g} Gbit/s"
@@ -347,48 +333,43 @@ def _answer(summary: Figures) -> str:
         at = "no rate is enough" if rate is None else f"{rate:.3g} Gbit/s"
         parts.append(f"{where} with overlap {overlap} (by arithmetic: {at})")
     return (
-        f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {phi_gbps:.3g} Gbit/s here. More than "
-        f"a tenth of the prefill time is exposed below {'; '.join(parts)}. {right}"
+        f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {phi_gbps:.3g} Gbit/s here, by the "
+        f"prefill of {counted(cells[0]['n'], 'pair')}. More than a tenth of the prefill time is exposed below "
+        f"{'; '.join(parts)}. {right}"
     )
 
 
 _LOOKS = {
-    overlap: {"label": name, "color": PALETTE[number], "marker": MARKERS[number]}
-    for number, (overlap, name) in enumerate(
-        {
-            "none": "serial (none)",
-            "chunk": "chunk-wise",
-            "layer": "layer-wise",
-            "as-configured": "as configured",
-        }.items()
+    overlap: {"label": label, "color": color, "marker": marker}
+    for overlap, label, color, marker in zip(
+        ("none", "chunk", "layer", "as-configured"),
+        ("serial (none)", "chunk-wise", "layer-wise", "as configured"),
+        PALETTE,
+        MARKERS,
+        strict=False,
     )
 }
-"""An overlap mode looks the same in every picture."""
-_BANDWIDTH = "bandwidth of the link, Gbit/s"
 
 
-def _curves(model: LinkModel | None, cells: Sequence[Figures], x: str, values: Sequence[float]) -> list[Mark]:
-    """The predictions over rates (``x`` is gbps) or round trips: a line per overlap mode, of which a service that is as
-    configured could have any."""
-    if model is None:
-        return []
-    points, configured = [], any(cell["overlap"] == "as-configured" for cell in cells)
-    for series in _by_overlap(cells).values():
-        for mode, value in itertools.product(OVERLAPS if configured else (series[0]["mode"],), values):
-            link = (value / 8, 0.0) if x == "gbps" else (series[0]["link_gbs"], value)
-            points.append({"mode": mode, x: value, "ms": model.exposed_ms(mode, *link) + _fixed_ms(series)})
-    looks = {
-        mode: {**look, "marker": "", "alpha": 0.75, "label": f"{look['label']}, predicted" if configured else None}
-        for mode, look in _LOOKS.items()
-    }
-    return [Mark(points, x, "ms", by="mode", looks=looks)]
+def _over_bandwidth(summary: Figures, model: LinkModel | None) -> Picture:
+    """Exposed time over the rate: predicted lines, of which a service that is as configured could have any; measured
+    points; Φ, and marks of named links."""
+    asis = summary["shaping"] == AS_IT_IS
+    cells = [cell for cell in summary["cells"] if not cell["rtt_ms"] or asis]
+    means_ms = [cell["achieved_ms"] for cell in cells if cell["achieved_ms"] > 0]
+    floor_ms, phi = min(0.5 * min(means_ms, default=1.0), 1.0), summary["phi_gbps"]
+    shown = [*(cell["gbps"] for cell in cells), *(link.gbps for link in NAMED_LINKS), phi or NAMED_LINKS[0].gbps]
+    rates = np.geomspace(0.5 * min(shown), 2 * max(shown), 200).tolist()
+    curves = [
+        {"mode": mode, "gbps": gbps, "ms": model.exposed_ms(mode, gbps / 8) + _fixed_ms(series)}
+        for series in _by_overlap(cells).values()
+        for mode in (OVERLAPS if asis else (series[0]["mode"],))
+        for gbps in rates
+        if model is not None
+    ]
 
-
-def _exposed(cells: Sequence[Figures], x: str, floor_ms: float = 0.0) -> list[Mark]:
-    """Exposed times with their intervals, and a dash for the prediction of each cell; none below ``floor_ms``."""
-
-    def raised(value: Any) -> Any:
-        return None if value is None else max(floor_ms, value)
+    def raised(ms: float | None) -> float | None:
+        return None if ms is None else max(floor_ms, ms)
 
     records = [
         {
@@ -398,25 +379,20 @@ def _exposed(cells: Sequence[Figures], x: str, floor_ms: float = 0.0) -> list[Ma
         }
         for cell in cells
     ]
-    dash = {overlap: {**look, "label": None, "marker": "_"} for overlap, look in _LOOKS.items()}
-    return [
-        Mark(records, x, "exposed_ms", by="overlap", looks=_LOOKS, kind="points"),
-        Mark(records, x, "predicted_ms", by="overlap", looks=dash, kind="points", look={"markersize": 15}),
+    lines = {
+        mode: {**look, "marker": "", "alpha": 0.75, "label": f"{look['label']}, predicted" if asis else None}
+        for mode, look in _LOOKS.items()
+    }
+    dashes = {overlap: {**look, "label": None, "marker": "_", "markersize": 15} for overlap, look in _LOOKS.items()}
+    marks: list[Mark | Rule] = [
+        Mark(curves, "gbps", "ms", "mode", lines),
+        Mark(records, "gbps", "exposed_ms", "overlap", _LOOKS, kind="points"),
+        Mark(records, "gbps", "predicted_ms", "overlap", dashes, kind="points"),
+        *(Rule("x", link.gbps, link.name, {"linestyle": DOTTED}) for link in NAMED_LINKS),
     ]
-
-
-def _over_bandwidth(summary: Figures, model: LinkModel | None) -> Picture:
-    """Exposed time over the rate: predicted lines, measured points, Φ, and marks of named links."""
-    cells = [cell for cell in summary["cells"] if not cell["rtt_ms"] or cell["shaping"] == AS_IT_IS]
-    means_ms = [cell["achieved_ms"] for cell in cells if cell["achieved_ms"] > 0]
-    floor_ms, phi = min(0.5 * min(means_ms, default=1.0), 1.0), summary["phi_gbps"]
-    shown = [*(cell["gbps"] for cell in cells), *(link.gbps for link in NAMED_LINKS), phi or NAMED_LINKS[0].gbps]
-    rates: list[float] = np.geomspace(0.5 * min(shown), 2 * max(shown), 200).tolist()
-    marks: list[Mark | Rule] = [*_curves(model, cells, "gbps", rates), *_exposed(cells, "gbps", floor_ms)]
     if phi:
         marks.append(Rule("x", phi, f"Φ = {phi:.2g} Gbit/s", {"color": INK, "linestyle": "-", "linewidth": 1.3}))
-    marks += [Rule("x", link.gbps, link.name, {"linestyle": DOTTED}) for link in NAMED_LINKS]
-    xlim, ylim = (rates[0], rates[-1]), (floor_ms, None)
+    x, y, limits = "bandwidth of the link, Gbit/s", "exposed transfer time, ms", (rates[0], rates[-1])
     return Picture(
         "exposed_over_bandwidth",
         "Exposed transfer time over bandwidth",
@@ -424,53 +400,6 @@ def _over_bandwidth(summary: Figures, model: LinkModel | None) -> Picture:
         "including the fixed cost of a hand-off, for the mean prefill time of all cells; a short dash is that "
         "for the prefill time of its cell. Right of Φ, overlap hides nearly all of the transfer; left of it, no "
         "overlap can. Dotted lines mark the nominal rates of named links, without their round trips.",
-        [Panel(marks, x=_BANDWIDTH, y="exposed transfer time, ms", log="xy", legend="above", xlim=xlim, ylim=ylim)],
+        [Panel(marks, x, y, log="xy", legend="above", xlim=limits, ylim=(floor_ms, None))],
         height_in=5.4,
-    )
-
-
-def _added(summary: Figures) -> Picture:
-    """Added ``ttft`` and ``ttft_decode`` over the rate."""
-    cells = [cell for cell in summary["cells"] if not cell["rtt_ms"]]
-    phi = [Rule("x", summary["phi_gbps"], look={"color": INK, "linestyle": "-"})] if summary["phi_gbps"] else []
-    panels = [
-        Panel(
-            [Mark(cells, "gbps", f"added_ttft_ms.{figure}", by="overlap", looks=_LOOKS), *phi, Rule("y")],
-            x=_BANDWIDTH,
-            y="added, ms",
-            title=f"added {figure}",
-            log="x",
-            ticks=[cell["gbps"] for cell in cells],
-            legend="best" if figure is Figure.TTFT else "",
-        )
-        for figure in Figure
-    ]
-    return Picture(
-        "added_over_bandwidth",
-        "Added latency over bandwidth",
-        "Median of the paired differences, disaggregated minus colocated, with 95 % intervals. Left: token 1, which "
-        "does not wait for the hand-off. Right: token 2, which does. The vertical line is Φ.",
-        panels,
-        columns=2,
-        share={"sharey": True},
-    )
-
-
-def _over_round_trip(cells: Sequence[Figures], model: LinkModel | None) -> Picture:
-    """Exposed time and added ``ttft_decode`` over the round trip, at one rate."""
-    trips_ms: list[float] = np.linspace(0.0, max(cell["rtt_ms"] for cell in cells), 50).tolist()
-    exposed = [*_curves(model, cells, "rtt_ms", trips_ms), *_exposed(cells, "rtt_ms")]
-    added = Mark(cells, "rtt_ms", "added_ttft_ms.ttft_decode", by="overlap", looks=_LOOKS, kind="points")
-    panels = [
-        Panel(exposed, x="round trip, ms", y="exposed, ms", title="exposed", legend="best"),
-        Panel([added, Rule("y")], x="round trip, ms", y="added ttft_decode, ms", title="added ttft_decode"),
-    ]
-    return Picture(
-        "over_round_trip",
-        f"Over the round trip, at {cells[0]['gbps']:g} Gbit/s",
-        "Left: the exposed transfer time, with the prediction as a line and, for the cell's own prefill, a dash. "
-        "Right: what token 2 waits for in all. A hand-off needs half a round trip, because decode has announced the "
-        "destination before; the window of unacknowledged bytes bounds the rate on long links.",
-        panels,
-        columns=2,
     )

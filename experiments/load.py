@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,8 @@ from pdserve.client.generation import Generation
 from pdserve.client.request import Prompt
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.request import Mode
+
+_Slots = contextlib.AbstractAsyncContextManager[None]
 
 LAG_LIMIT_MS = 10.0
 LAG_LIMIT_OF_GAP = 0.05
@@ -131,119 +132,78 @@ async def run_load(
         raise InvalidRequest("max_concurrency: a closed loop is bounded by its concurrency; give a rate with it")
     await client.connect()
     mode_of = mode if callable(mode) else lambda index: mode
-    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
-    sender = _Sender(client, mode_of, slots, duration_s, timeout_s, on_done)
-    if isinstance(schedule, ClosedLoop):
-        sending = sender.closed_loop(iter(conversations), schedule.concurrency)
-    else:
-        sending = sender.open_loop(iter(conversations), iter(schedule))
-    stopped = await _until(sending, stop or asyncio.Event())
-    outcomes = sorted(sender.outcomes, key=lambda outcome: (outcome.index, outcome.turn))
-    return Load(outcomes, sender.now_s(), sender.unsent, stopped)
+    own_salt, end_s = secrets.token_hex(8), float("inf") if duration_s is None else duration_s
+    outcomes: list[Outcome] = []
+    unsent, started_s = 0, time.monotonic()
 
+    def now_s() -> float:
+        return time.monotonic() - started_s
 
-class _Sender:
-    """Sends the conversations of one load, and collects ``outcomes``."""
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        mode_of: Callable[[int], Mode],
-        slots: contextlib.AbstractAsyncContextManager[None],
-        duration_s: float | None,
-        timeout_s: float | None,
-        on_done: Callable[[Outcome], None],
-    ) -> None:
-        self.outcomes: list[Outcome] = []
-        self.unsent = 0
-        self._client = client
-        self._mode_of = mode_of
-        self._slots = slots
-        self._end_s = float("inf") if duration_s is None else duration_s
-        self._timeout_s = timeout_s
-        self._on_done = on_done
-        self._own_salt = secrets.token_hex(8)
-        self._started_s = time.monotonic()
-
-    def now_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._started_s
-
-    async def closed_loop(self, conversations: Iterator[Conversation], concurrency: int) -> None:
-        """Keep ``concurrency`` conversations running; each is made before there is room for it."""
-        slots = asyncio.Semaphore(concurrency)
-        self._started_s = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for index, conversation in enumerate(conversations):
-                await slots.acquire()
-                if self.now_s() >= self._end_s:
-                    return
-                task = group.create_task(self._converse(index, conversation, self.now_s()))
-                task.add_done_callback(lambda done: slots.release())
-                await asyncio.sleep(0)  # it sends before the next conversation is made
-
-    async def open_loop(self, conversations: Iterator[Conversation], times_s: Iterator[float]) -> None:
-        """Begin the next conversation at each of ``times_s``; each is made before its time has come."""
-        pairs = zip(conversations, times_s, strict=False)
-        pair = next(pairs, None)
-        self._started_s = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for index in itertools.count():
-                if pair is None or pair[1] >= self._end_s:
-                    return
-                conversation, at_s = pair
-                await asyncio.sleep(max(0.0, at_s - self.now_s()))
-                group.create_task(self._converse(index, conversation, at_s))
-                pair = next(pairs, None)
-
-    async def _converse(self, index: int, conversation: Conversation, scheduled_s: float) -> None:
-        mode = self._mode_of(index)
-        salt = secrets.token_hex(8) if conversation.salt is None else f"{self._own_salt}/{mode}/{conversation.salt}"
+    async def converse(index: int, conversation: Conversation, due_s: float, slots: _Slots) -> None:
+        nonlocal unsent
+        of = mode_of(index)
+        salt = secrets.token_hex(8) if conversation.salt is None else f"{own_salt}/{of}/{conversation.salt}"
         token_ids: list[int] = []
         text = ""
         for number, turn in enumerate(conversation.turns):
             if number:
-                scheduled_s = self.now_s() + turn.pause_s
-                if scheduled_s >= self._end_s:
+                due_s = now_s() + turn.pause_s
+                if due_s >= end_s:
                     return
                 await asyncio.sleep(turn.pause_s)
             token_ids += turn.token_ids
             text += turn.text
-            async with self._slots:
-                sent_s = self.now_s()
-                if sent_s >= self._end_s:
-                    self.unsent += 1
+            prompt: Prompt = text if turn.text else token_ids
+            generation, error = None, None
+            async with slots:
+                sent_s = now_s()
+                if sent_s >= end_s:
+                    unsent += 1
                     return
-                prompt = text if turn.text else token_ids
-                result = await self._result(prompt, turn.output_len, mode, salt, conversation.session_id)
-                ended_s = self.now_s()
-            if isinstance(result, PdserveError):
-                prompt_tokens = None if isinstance(prompt, str) else len(prompt)
-                outcome = Outcome(index, number, mode, scheduled_s, sent_s, ended_s, prompt_tokens, None, result)
-            else:
-                outcome = Outcome(index, number, mode, scheduled_s, sent_s, ended_s, result.prompt_tokens, result, None)
-            self.outcomes.append(outcome)
-            self._on_done(outcome)
-            if outcome.generation is None:
+                try:
+                    generation = await client.generate(
+                        prompt, max_tokens=turn.output_len, ignore_eos=True, mode=of, timeout_s=timeout_s, salt=salt,
+                        session_id=conversation.session_id,
+                    ).result()  # fmt: skip
+                except PdserveError as failure:
+                    error = failure
+                ended_s = now_s()
+            known = None if isinstance(prompt, str) else len(prompt)
+            tokens = known if generation is None else generation.prompt_tokens
+            outcomes.append(Outcome(index, number, of, due_s, sent_s, ended_s, tokens, generation, error))
+            on_done(outcomes[-1])
+            if generation is None:
                 return
-            token_ids += outcome.generation.token_ids
-            text += outcome.generation.text
+            token_ids += generation.token_ids
+            text += generation.text
 
-    async def _result(
-        self, prompt: Prompt, output_len: int, mode: Mode, salt: str, session_id: str
-    ) -> Generation | PdserveError:
-        try:
-            return await self._client.generate(
-                prompt,
-                max_tokens=output_len,
-                ignore_eos=True,
-                mode=mode,
-                timeout_s=self._timeout_s,
-                salt=salt,
-                session_id=session_id,
-            ).result()
-        except PdserveError as error:
-            return error
+    async def send() -> None:
+        nonlocal started_s
+        sent = enumerate(conversations)
+        async with asyncio.TaskGroup() as group:
+            if isinstance(schedule, ClosedLoop):  # each conversation is made before there is room for it
+                slots = asyncio.Semaphore(schedule.concurrency)
+                started_s = time.monotonic()
+                for index, conversation in sent:
+                    await slots.acquire()
+                    if now_s() >= end_s:
+                        return
+                    task = group.create_task(converse(index, conversation, now_s(), contextlib.nullcontext()))
+                    task.add_done_callback(lambda done: slots.release())
+                    await asyncio.sleep(0)  # it sends before the next conversation is made
+                return
+            bound = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+            pairs = zip(sent, schedule, strict=False)
+            pair = next(pairs, None)
+            started_s = time.monotonic()
+            while pair is not None and pair[1] < end_s:
+                (index, conversation), at_s = pair
+                await asyncio.sleep(max(0.0, at_s - now_s()))
+                group.create_task(converse(index, conversation, at_s, bound))
+                pair = next(pairs, None)  # made before its time has come
+
+    stopped = await _until(send(), stop or asyncio.Event())
+    return Load(sorted(outcomes, key=lambda each: (each.index, each.turn)), now_s(), unsent, stopped)
 
 
 async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:

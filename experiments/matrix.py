@@ -5,9 +5,9 @@ figures of a cell, its tables and its caveats are the same for all of them."""
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import statistics
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -34,16 +34,18 @@ from experiments.modes import (
     send_pairs,
     slo_text,
 )
-from experiments.report.drawing import ARM_LOOKS, Mark, Panel, Records, Rule, TableBlock, table
+from experiments.report.drawing import ARM_LOOKS, DOTTED, Looks, Mark, Panel, Records, Rule, TableBlock, table
 from experiments.run_folder import (
     LAG,
     Figures,
     FinishedCell,
     Parameters,
-    RequestRow,
+    Rows,
     RunData,
-    failures,
+    faults,
+    stages_of,
     unexpected_bytes,
+    values_of,
 )
 from experiments.statistics import difference_interval, mean_interval, percentile, plain_mean
 from experiments.warm_up import requests_of
@@ -58,6 +60,8 @@ from pdserve.core.timeline import STAGE_NAMES, Figure
 
 IDLE = "idle"
 """The parameter ``load`` of cells with pairs; others have a rate."""
+PAIR_TOKENS = 3
+"""Tokens that the requests of pairs generate."""
 QUEUES = (LAG, "route", "prefill_queue", "decode_queue")
 """The stages in which a request waits for others."""
 _CALIBRATIONS = 6  # of which the first is left out
@@ -69,30 +73,36 @@ def under_load(parameters: Parameters) -> bool:
 
 
 class ModeMatrix(Experiment):
-    """A question whose cells compare both modes."""
+    """A question whose cells compare both modes. Cells under load have the parameter ``load``; their options are
+    ``slo``, ``duration_s`` and ``rounds``."""
+
+    options: Any
 
     @property
     def enough(self) -> PairOptions:
         """How long pairs are added to the least number on an idle service: by default not at all."""
         return self.options if isinstance(self.options, PairOptions) else PairOptions(pairs_s=0.0)
 
-    @abstractmethod
     def workload(self, parameters: Parameters) -> Workload:
-        """What is sent in a cell with these parameters."""
+        """What is sent in a cell with these parameters: random prompts of one length."""
+        return Synthetic(Fixed(parameters["prompt_len"]), Fixed(PAIR_TOKENS))
 
     def load(self, parameters: Parameters) -> LoadPlan:
-        """The rounds of a cell under load; for questions that have such cells."""
-        raise NotImplementedError
+        """The rounds of a cell under load."""
+        rate = parameters["rate"] if "rate" in parameters else parameters["rate_per_device"] * parameters["devices"]
+        return LoadPlan(rate, self.options.duration_s, self.options.rounds, self.options.seed)
 
     def slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
-        """The SLO of a cell under load; for questions that have such cells."""
-        raise NotImplementedError
+        """The SLO of a cell under load. An automatic one comes from the idle cell that is like it otherwise."""
+        alike = {**{key: value for key, value in cell.parameters.items() if key != "rate"}, "load": IDLE}
+        idle = [row for each in run.cells if each.parameters == alike for row in run.rows_of(each.cell)]
+        return SLO.chosen(self.options.slo, idle)
 
-    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
+    def found(self, cells: Sequence[Figures], run: RunData) -> Figures:
         """What the summary has beside the figures of its ``cells``."""
         return {}
 
-    def cell(self, name: str, parameters: Parameters, service: Mapping[str, Any], pairs: int | None = None) -> Cell:
+    def cell(self, name: str, parameters: Parameters, service: Parameters, pairs: int | None = None) -> Cell:
         """A cell of at least so many ``pairs``, or (None) under load."""
         if pairs is not None:
             return Cell(name, parameters, service, pairs, self.enough.pairs_s)
@@ -108,8 +118,7 @@ class ModeMatrix(Experiment):
             bench.facts |= {**layout_facts(status), "workload": workload.describe()}
             block = Synthetic(Fixed(CALIBRATION_TOKENS), Fixed(2))
             calibrations = []
-            for conversation in block.conversations(_CALIBRATIONS, seed, status.vocab_size):
-                prompt = conversation.turns[0].token_ids
+            for prompt, _ in itertools.islice(requests_of(block, seed, status.vocab_size), _CALIBRATIONS):
                 salt = f"calibration/{secrets.token_hex(8)}"
                 done = await client.generate(prompt, mode=PD, max_tokens=2, ignore_eos=True, salt=salt).result()
                 prefill_ms = done.breakdowns[Figure.TTFT_DECODE].stages_ms.get("prefill", 0.0)
@@ -120,44 +129,42 @@ class ModeMatrix(Experiment):
             else:
                 await send_pairs(bench, client, requests_of(workload, seed, status.vocab_size), self.enough)
 
-    def figures(self, cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
+    def figures(self, cell: FinishedCell, run: RunData) -> Figures | None:
         """Those of a cell; None if it has no pair or, under load, no request."""
         slo = self.slo(cell, run) if under_load(cell.parameters) else None
         return cell_figures(cell, run.rows_of(cell.cell), slo, self.options.seed)
 
-    def summarise(self, run: RunData) -> dict[str, Any]:
+    def summarise(self, run: RunData) -> Figures:
         """``cells``, an object per cell: its name (``cell``), its parameters, and `cell_figures`; then what the
-        question finds in them (`found`)."""
-        cells = [figures for cell in run.cells if (figures := self.figures(cell, run)) is not None]
-        return {"experiment": self.name, "cells": cells, **self.found(cells, run), "failed": self._failed(run)}
+        question finds in them (`found`).
 
-    def _failed(self, run: RunData) -> list[str]:
-        """What makes the run fail: arms that generated different tokens, requests that moved other bytes than expected,
+        What makes the run fail: arms that generated different tokens, requests that moved other bytes than expected,
         and failed requests on an idle service. Under load the arms batch differently, and the product does not promise
         equal tokens then (docs/experiments.md), only equally many."""
-        found = []
+        cells = [figures for cell in run.cells if (figures := self.figures(cell, run)) is not None]
+        failed = []
         for cell in run.cells:
             rows, loaded = run.rows_of(cell.cell), under_load(cell.parameters)
-            what, field = (
-                ("the number of tokens differs", "output_tokens") if loaded else ("tokens differ", "token_hash")
+            field, what = (
+                ("output_tokens", "the number of tokens differs") if loaded else ("token_hash", "tokens differ")
             )
-            differing = [each for each in pairs_of(rows) if getattr(each[0], field) != getattr(each[1], field)]
+            differing = [pair for pair in pairs_of(rows) if getattr(pair[0], field) != getattr(pair[1], field)]
             if differing:
                 ids = " and ".join(row.request_id for row in differing[0])
-                found.append(f"{cell.cell}: {what} between the arms in {len(differing)} pairs, first in requests {ids}")
-            if wrong := unexpected_bytes(rows):
-                found.append(f"{cell.cell}: {wrong}")
-            if not loaded:
-                found += failures(cell.cell, rows)
-        return found
+                failed.append(
+                    f"{cell.cell}: {what} between the arms in {len(differing)} pairs, first in requests {ids}"
+                )
+            failed += faults(cell.cell, rows, failing=not loaded)
+        return {"experiment": self.name, "cells": cells, **self.found(cells, run), "failed": failed}
 
 
-def cell_figures(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None, seed: int) -> dict[str, Any] | None:
+def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> Figures | None:
     """All cells have ``n`` (pairs, or requests of each arm), ``errors`` by arm; ``added_ttft_ms``: ``ttft`` and
     ``ttft_decode``, disaggregated minus colocated; ``arms_ms`` by arm (`latencies`); ``causes_ms`` by stage, with
     ``unexplained_ms`` and ``explained_pct`` of ``ttft_decode``, and ``colocated_ms``, that of the colocated requests
     that the causes are of; the keys of `handoffs`; ``kv_bytes``, ``kv_bytes_expected``, ``kv_bytes_equal``;
-    ``tokens_equal`` and ``tokens_equal_share``; ``machine_load``.
+    ``tokens_equal`` and ``tokens_equal_share``; ``machine_load``. ``cause_intervals_ms`` has the causes with their
+    intervals.
 
     Of pairs the added time is the median of the differences (`added_ms`), and causes are of their middle half. Under
     load the added time is the difference of the arms' means, latencies count from when requests were due, and there are
@@ -165,15 +172,15 @@ def cell_figures(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None
     pairs, loaded = pairs_of(rows), under_load(cell.parameters)
     if not (rows if loaded else pairs):
         return None
+    sent = {arm: [row for row in rows if row.arm == arm] for arm in ARMS}
     if loaded:
-        done = {arm: [row.since_due() for row in rows if row.arm == arm and row.error is None] for arm in ARMS}
-        added = {figure: _added_under_load(done, figure, seed) for figure in Figure}
+        done = {arm: [row.since_due() for row in each if row.error is None] for arm, each in sent.items()}
         causing = [[row for row in done[arm] if row.ttft_decode_ms is not None] for arm in ARMS]
+        added = {figure: _added_under_load(done, figure, seed) for figure in Figure}
     else:
         done = {arm: [pair[side] for pair in pairs] for side, arm in enumerate(ARMS)}
-        added = {figure: added_ms(pairs, figure) for figure in Figure}
         causing = [[pair[side] for pair in middle_pairs(pairs, Figure.TTFT_DECODE)] for side in range(len(ARMS))]
-    sent = {arm: [row for row in rows if row.arm == arm] for arm in ARMS}
+        added = {figure: added_ms(pairs, figure) for figure in Figure}
     equal = [pd.token_hash == colocated.token_hash for pd, colocated in pairs]
     return {
         "cell": cell.cell,
@@ -182,10 +189,9 @@ def cell_figures(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None
         "errors": {arm: sum(row.error is not None for row in each) for arm, each in sent.items()},
         "added_ttft_ms": added,
         "arms_ms": {arm: latencies(each) for arm, each in done.items()},
-        **_causes(causing, added[Figure.TTFT_DECODE]),
+        **_causes(causing, added[Figure.TTFT_DECODE], loaded, seed),
         **handoffs(cell, done[PD]),
-        "kv_bytes": sum(row.kv_bytes for row in done[PD]),
-        "kv_bytes_expected": sum(row.kv_bytes_expected for row in done[PD]),
+        **{key: sum(getattr(row, key) for row in done[PD]) for key in ("kv_bytes", "kv_bytes_expected")},
         "kv_bytes_equal": unexpected_bytes(rows) is None,
         "tokens_equal": all(equal) if equal else None,
         "tokens_equal_share": round(statistics.fmean(equal), 4) if equal else None,
@@ -194,83 +200,78 @@ def cell_figures(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None
     }
 
 
-def _added_under_load(done: Mapping[str, Sequence[RequestRow]], figure: Figure, seed: int) -> dict[str, Any] | None:
+def _added_under_load(done: Mapping[str, Rows], figure: Figure, seed: int) -> Figures | None:
     """The difference of the arms' means; requests of one round share a queue."""
     having = [[row for row in done[arm] if row.figure_ms(figure) is not None] for arm in (COLOCATED, PD)]
-    colocated, pd = ([row.figure_ms(figure) or 0.0 for row in rows] for rows in having)
+    colocated, pd = (values_of(rows, f"{figure}_ms") for rows in having)
     rounds = [row.repeat for row in having[0]], [row.repeat for row in having[1]]
     interval = difference_interval(colocated, pd, seed, rounds)
     return None if interval is None else interval.to_dict()
 
 
-def latencies(rows: Sequence[RequestRow]) -> dict[str, float | None]:
+def latencies(rows: Rows) -> dict[str, float | None]:
     """Means of the requests' latencies, and the 99th percentiles of TTFT and of all gaps; in milliseconds."""
-    values = {
-        key: [ms for row in rows if (ms := getattr(row, f"{key}_ms")) is not None]
-        for key in ("ttft", "ttft_decode", "tpot", "e2e")
-    }
+    values = {key: values_of(rows, f"{key}_ms") for key in ("ttft", "ttft_decode", "tpot", "e2e")}
     found = {key: statistics.fmean(each) if each else None for key, each in values.items()}
-    found["ttft_p99"] = percentile(values["ttft"], 99.0)
-    found["itl_p99"] = percentile([gap for row in rows for gap in row.itl_ms], 99.0)
-    return {key: None if value is None else round(value, 4) for key, value in found.items()}
+    found |= {f"{key}_p99": percentile(values_of(rows, f"{key}_ms"), 99.0) for key in ("ttft", "itl")}
+    return {key: value and round(value, 4) for key, value in found.items()}
 
 
-def _causes(arms: Sequence[Sequence[RequestRow]], added: Figures | None) -> dict[str, Any]:
+def _causes(arms: Sequence[Rows], added: Figures | None, loaded: bool, seed: int) -> Figures:
     """Why ``ttft_decode`` differs between two arms: the difference of the means of each stage, what is left, and the
-    share that is explained; null if one of the arms has no request."""
+    share that is explained; null if one of the arms has no request. Unless ``loaded``, the arms' rows are pairs."""
     if added is None or not all(arms):
-        return dict.fromkeys(("colocated_ms", "causes_ms", "unexplained_ms", "explained_pct"))
-    pd, colocated = (
-        {
-            stage: statistics.fmean(row.stages_ms.get(Figure.TTFT_DECODE, {}).get(stage, 0.0) for row in rows)
-            for stage in (LAG, *STAGE_NAMES)
-        }
-        for rows in arms
-    )
+        return dict.fromkeys(("colocated_ms", "causes_ms", "cause_intervals_ms", "unexplained_ms", "explained_pct"))
+    pd, colocated = (stages_of(rows).fillna(0.0).reindex(columns=[LAG, *STAGE_NAMES], fill_value=0.0) for rows in arms)
+    rounds = [row.repeat for row in arms[1]], [row.repeat for row in arms[0]]
+    intervals = {
+        stage: difference_interval(colocated[stage].tolist(), pd[stage].tolist(), seed, rounds)
+        if loaded
+        else mean_interval([a - b for a, b in zip(pd[stage], colocated[stage], strict=True)], seed)
+        for stage in pd
+    }
+    causes_ms = pd.mean() - colocated.mean()
     added_ms = Interval.from_dict(added).value
-    unexplained_ms = added_ms - sum(pd[stage] - colocated[stage] for stage in pd)
+    unexplained_ms = added_ms - float(causes_ms.sum())
     return {
-        "colocated_ms": round(statistics.fmean(row.ttft_decode_ms or 0.0 for row in arms[1]), 4),
-        "causes_ms": {stage: round(pd[stage] - colocated[stage], 4) for stage in pd},
+        "colocated_ms": round(statistics.fmean(values_of(arms[1], "ttft_decode_ms")), 4),
+        "causes_ms": causes_ms.round(4).to_dict(),
+        "cause_intervals_ms": {stage: each and each.to_dict() for stage, each in intervals.items()},
         "unexplained_ms": round(unexplained_ms, 4),
         "explained_pct": round(100 * (1 - abs(unexplained_ms / added_ms)), 2) if added_ms else 100.0,
     }
 
 
-def handoffs(cell: FinishedCell, rows: Sequence[RequestRow]) -> dict[str, Any]:
+def handoffs(cell: FinishedCell, rows: Rows) -> Figures:
     """The transfers of disaggregated requests: ``exposed_ms`` (an interval), and its mean ``achieved_ms``; ``wire_ms``,
     ``request_to_ready_ms``, ``prefill_ms``; ``ceiling_gbs``, ``clock_error_ms``, ``transports_used``; ``predicted_ms``,
     the exposed time by arithmetic, with ``fixed_ms``. Null where nothing was handed off, or for the last two if the
     model's layers are unknown or the link was not measured."""
+    import pandas  # takes long
 
-    def transferred(*keys: str) -> list[float]:
-        return [sum(float(row.transfer.get(key, 0.0)) for key in keys) for row in rows]
-
-    keys = ("achieved_ms", "wire_ms", "request_to_ready_ms", "prefill_ms", "ceiling_gbs", "clock_error_ms")
-    if not rows:
-        return dict.fromkeys(("exposed_ms", *keys, "predicted_ms", "fixed_ms", "transports_used"))
-    means = map(
-        statistics.fmean,
-        (
-            transferred("exposed_ms"),
-            transferred("wire_ms", "import_ms"),
-            transferred("request_to_ready_ms"),
-            [row.stages_ms.get(Figure.TTFT_DECODE, {}).get("prefill", 0.0) for row in rows],
-        ),
-    )
-    ceiling_gbs, error_ms = statistics.median(transferred("ceiling_gbs")), max(row.clock_error_ms for row in rows)
-    found = {key: round(value, 4) for key, value in zip(keys, (*means, ceiling_gbs, error_ms), strict=True)}
+    columns = ("exposed_ms", "wire_ms", "import_ms", "request_to_ready_ms", "ceiling_gbs")
+    moved = pandas.DataFrame([row.transfer for row in rows], columns=columns).fillna(0.0)
+    figures = {
+        "achieved_ms": moved.exposed_ms.mean(),
+        "wire_ms": (moved.wire_ms + moved.import_ms).mean(),
+        "request_to_ready_ms": moved.request_to_ready_ms.mean(),
+        "prefill_ms": stages_of(rows).get("prefill", pandas.Series([0.0])).mean(),
+        "ceiling_gbs": moved.ceiling_gbs.median(),
+        "clock_error_ms": max((row.clock_error_ms for row in rows), default=0.0),
+    }
+    found = {key: round(float(value), 4) if rows else None for key, value in figures.items()}
+    prompt_len = cell.parameters.get("prompt_len") if rows else None
     return {
-        "exposed_ms": plain_mean(transferred("exposed_ms")),
+        "exposed_ms": plain_mean(moved.exposed_ms.tolist()),
         **found,
-        **predicted(cell, cell.parameters.get("prompt_len"), found["prefill_ms"], ceiling_gbs),
-        "transports_used": sorted({row.transport for row in rows}),
+        **predicted(cell, prompt_len, found["prefill_ms"] or 0.0, figures["ceiling_gbs"]),
+        "transports_used": sorted({row.transport for row in rows}) if rows else None,
     }
 
 
 def predicted(
     cell: FinishedCell, prompt_len: int | None, prefill_ms: float, gbs: float, rtt_ms: float = 0.0
-) -> dict[str, float | None]:
+) -> Figures:
     """``predicted_ms`` and ``fixed_ms`` of a prompt on a link of ``gbs``; null if one of them is unknown."""
     model = None if prompt_len is None else LinkModel.of(cell, prompt_len, prefill_ms)
     if model is None or not gbs:
@@ -280,31 +281,28 @@ def predicted(
     return {"predicted_ms": round(exposed_ms, 4), "fixed_ms": round(cost_ms, 4)}
 
 
-def _load_figures(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None, seed: int) -> dict[str, Any]:
+def _load_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> Figures:
     """``rounds``, ``slo_ms``, and by arm: ``unsent``, ``offered_rps``, ``lag``; ``attainment``, the share of the
     requests that were due which met the SLO, and ``goodput_rps``, that share of the arrivals per second."""
-    arms = {arm: _arm_load(ArmLoads.of(cell, rows, arm), slo, seed) for arm in ARMS}
-    return {
-        "rounds": len({row.repeat for row in rows}),
-        "slo_ms": None if slo is None else dict(slo.limits_ms),
-        **{key: {arm: each[key] for arm, each in arms.items()} for key in arms[PD]},
-    }
-
-
-def _arm_load(load: ArmLoads, slo: SLO | None, seed: int) -> dict[str, Any]:
-    met = None
-    if slo is not None:
-        values, rounds = load.met(slo)
-        met = mean_interval(values, seed, rounds)
-    lag = Lag.between([row.scheduled_s for row in load.rows], [row.sent_s for row in load.rows])
-    behind = any((each["lag"] or {}).get("behind", False) for each in load.loads)
-    return {
-        "unsent": load.unsent,
-        "offered_rps": round(load.offered_rps, 4),
-        "attainment": None if met is None else met.to_dict(),
-        "goodput_rps": None if met is None else met.scaled(load.offered_rps).to_dict(),
-        "lag": None if lag is None else {**{k: round(v, 4) for k, v in asdict(lag).items()}, "behind": behind},
-    }
+    found: Figures = {"rounds": len({row.repeat for row in rows}), "slo_ms": slo and dict(slo.limits_ms)}
+    for arm in ARMS:
+        load = ArmLoads.of(cell, rows, arm)
+        met = None
+        if slo is not None:
+            values, rounds = load.met(slo)
+            met = mean_interval(values, seed, rounds)
+        lag = Lag.between([row.scheduled_s for row in load.rows], [row.sent_s for row in load.rows])
+        behind = any((each["lag"] or {}).get("behind", False) for each in load.loads)
+        figures = {
+            "unsent": load.unsent,
+            "offered_rps": round(load.offered_rps, 4),
+            "attainment": met and met.to_dict(),
+            "goodput_rps": met and met.scaled(load.offered_rps).to_dict(),
+            "lag": lag and {**{key: round(value, 4) for key, value in asdict(lag).items()}, "behind": behind},
+        }
+        for key, value in figures.items():
+            found.setdefault(key, {})[arm] = value
+    return found
 
 
 def sustains(cell: Figures, arm: str) -> bool:
@@ -332,55 +330,45 @@ def late_text(where: str) -> str:
     )
 
 
-def cell_caveats(cells: Sequence[Figures]) -> list[str]:
+def cell_caveats(cells: Sequence[Figures]) -> list[str | bool]:
     """What a reader has to know about the cells of any question."""
-    caveats, loaded = [], [cell for cell in cells if under_load(cell)]
+    loaded = [cell for cell in cells if under_load(cell)]
     errors_ms = [cell["clock_error_ms"] for cell in cells if cell["clock_error_ms"] is not None]
-    if errors_ms:
-        caveats.append(
-            f"Stages between two workers are known to ± {max(errors_ms):.3f} ms (clock offset); smaller differences of "
-            "kv_exposed and dispatch mean nothing."
-        )
-    if any(cell.get("overlap") == "as-configured" for cell in cells):
-        caveats.append(
-            "The service was running already and does not tell its settings: the predictions assume the default "
-            "overlap, chunks, groups of layers and bytes in flight."
-        )
-    if any(cell.get("rounds", cell["n"]) < MIN_VALUES for cell in cells):
-        caveats.append(
-            f"Cells with fewer than {MIN_VALUES} pairs have no intervals; nor have loads with fewer rounds, because "
-            "requests of one round share a queue."
-        )
     late = [cell["cell"] for cell in loaded if any(lag and lag["behind"] for lag in cell["lag"].values())]
-    if late:
-        named = f"{', '.join(late[:4])}{', …' if len(late) > 4 else ''}"
-        caveats.append(late_text(f"in {len(late)} of {len(loaded)} cells ({named})"))
-    if unsent := sum(sum(cell["unsent"].values()) for cell in loaded):
-        caveats.append(
-            f"{unsent} requests were due, but the load generator did not come to them before their load ended. They "
-            "count as requests that miss the SLO."
-        )
-    if loaded:
-        caveats.append(
-            "A load lasts for a limited time. Above the capacity of an arm the queue would grow further in a longer "
-            "one, and its attainment would fall."
-        )
-        caveats.append(
-            "The gap between token 1 and token 2 includes the hand-off, so in pd the SLO of the gaps limits the "
-            "hand-off as well."
-        )
-    if different := [cell["tokens_equal_share"] for cell in loaded if cell["tokens_equal"] is False]:
-        caveats.append(
-            f"In {len(different)} of {len(loaded)} cells under load, some requests generated other tokens than the "
-            f"same prompt in the other arm (at worst {1 - min(different):.0%} of them). The arms batch differently, "
-            "and another batch can round logits differently; pdserve does not promise equal tokens then."
-        )
-    return caveats
+    unsent = sum(sum(cell["unsent"].values()) for cell in loaded)
+    different = [cell["tokens_equal_share"] for cell in loaded if cell["tokens_equal"] is False]
+    return [
+        errors_ms != []
+        and f"Stages between two workers are known to ± {max(errors_ms):.3f} ms (clock offset); smaller differences of "
+        "kv_exposed and dispatch mean nothing.",
+        any(cell.get("overlap") == "as-configured" for cell in cells)
+        and "The service was running already and does not tell its settings: the predictions assume the default "
+        "overlap, chunks, groups of layers and bytes in flight.",
+        any(cell["rounds" if "rounds" in cell else "n"] < MIN_VALUES for cell in cells)
+        and f"Cells with fewer than {MIN_VALUES} pairs have no intervals; nor have loads with fewer rounds, because "
+        "requests of one round share a queue.",
+        late != []
+        and late_text(f"in {len(late)} of {len(loaded)} cells ({', '.join(late[:4])}{', …' if len(late) > 4 else ''})"),
+        unsent > 0
+        and f"{unsent} requests were due, but the load generator did not come to them before their load ended. They "
+        "count as requests that miss the SLO.",
+        loaded != []
+        and "A load lasts for a limited time. Above the capacity of an arm the queue would grow further in a longer "
+        "one, and its attainment would fall.",
+        loaded != []
+        and "The gap between token 1 and token 2 includes the hand-off, so in pd the SLO of the gaps limits the "
+        "hand-off as well.",
+        different != []
+        and f"In {len(different)} of {len(loaded)} cells under load, some requests generated other tokens than the "
+        f"same prompt in the other arm (at worst {1 - min(different):.0%} of them). The arms batch differently, "
+        "and another batch can round logits differently; pdserve does not promise equal tokens then.",
+    ]
 
 
-def unclear_text(cell: Figures, run: RunData) -> str:
-    """Why one of the added times of a cell of pairs has no clear sign, and what would help; empty if all have one."""
-    added = list(cell["added_ttft_ms"].values())
+def unclear_text(cell: Figures, run: RunData, more: str = "more time for pairs (--pairs-s)") -> str:
+    """Why one of the added times of a cell of pairs has no clear sign, and what would help, among it ``more``; empty if
+    all have one."""
+    added = [each for each in cell["added_ttft_ms"].values() if each is not None]
     if all(Interval.from_dict(each).sign for each in added):
         return ""
     machine, service = run.environment.get("machine", {}), run.environment.get("service") or {}
@@ -396,7 +384,7 @@ def unclear_text(cell: Figures, run: RunData) -> str:
         reasons.append(f"{workers} workers, the gateway and the client share {cores} cores")
         helps.append("more cores")
     reasons.append(f"only {pairs} pairs were measured")
-    helps.append("more time for pairs (--pairs-s)")
+    helps.append(more)
     return f"Reasons: {'; '.join(reasons)}. What would help: {', '.join(helps)}."
 
 
@@ -419,18 +407,19 @@ def idle_table(cells: Sequence[Figures], *more: str) -> TableBlock:
         "predicted, ms | predicted_ms:.2f",
         *more,
         "on the wire, ms | wire_ms:.2f",
+        "request to ready, ms | request_to_ready_ms:.2f",
         "ceiling, GB/s | ceiling_gbs:.4g",
         "KV, bytes | bytes:,",
         "= expected | kv_bytes_equal",
         "tokens equal | tokens_equal",
     )
-    return table(
-        "All idle cells",
-        records,
-        columns,
+    caption = (
         "Added: median of the pairs' differences. Disturbed: pairs beside which other processes used the machine; they "
-        "count like all others. KV bytes per request; the ceiling is the best rate of the link so far.",
+        "count like all others. KV bytes per request; the ceiling is the best rate of the link so far. Exposed is what "
+        "a request waits for after its prompt is computed; request to ready spans from decode's allocation to the last "
+        "block, and so contains the prefill."
     )
+    return table("All idle cells", records, columns, caption)
 
 
 def load_table(cells: Sequence[Figures]) -> TableBlock:
@@ -475,15 +464,33 @@ def load_table(cells: Sequence[Figures]) -> TableBlock:
     )
 
 
-def attainment_panel(points: Records, x: str, looks: Mapping[Any, Mapping[str, Any]] = ARM_LOOKS) -> Panel:
+def attainment_panel(points: Records, title: str, legend: str) -> Panel:
     """The share of requests that met the SLO over the rate: ``points`` have ``rate``, ``arm`` and the interval
     ``met``."""
     rates = sorted({point["rate"] for point in points})
     return Panel(
-        [Mark(points, "rate", "met", by="arm", looks=looks, factor=100), Rule("y", 100 * ATTAINMENT)],
-        x=x,
-        y="requests that meet the SLO, %",
-        log="x" if rates[-1] > 8 * rates[0] else "",
-        ticks=rates,
+        [Mark(points, "rate", "met", "arm", ARM_LOOKS, factor=100), Rule("y", 100 * ATTAINMENT)],
+        "offered load, requests/s",
+        "requests that meet the SLO, %",
+        title,
+        "x" if rates[-1] > 8 * rates[0] else "",
+        rates,
         ylim=(-4, 104),
+        legend=legend,
+    )
+
+
+def goodput_panel(
+    points: Records, rate: str, good: str, by: str, looks: Looks, unit: str = "requests/s", **panel: Any
+) -> Panel:
+    """Goodput over the offered load (the columns ``good`` and ``rate``). On the dotted line they are equal."""
+    rates = sorted({point[rate] for point in points})
+    return Panel(
+        [Mark(points, rate, good, by, looks), Rule("diagonal", look={"linestyle": DOTTED})],
+        f"offered load, {unit}",
+        f"goodput, {unit}",
+        ticks=rates,
+        xlim=(0, 1.06 * rates[-1]),
+        ylim=(-0.02 * rates[-1], 1.03 * rates[-1]),
+        **panel,
     )

@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.experiment import Bench
-from experiments.run_folder import Figures, RequestRow, RunData, token_hash
+from pydantic import Field, PositiveInt
+
+from experiments.experiment import Bench, Options, option
+from experiments.run_folder import Figures, RequestRow, Rows, RunData, token_hash, values_of
 from experiments.statistics import percentile, plain_mean, tail
 from experiments.workloads.conversation import Room
 from pdserve.client.async_client import AsyncClient, AsyncStream
@@ -35,22 +37,33 @@ _MOST_DECODED = 2048
 _SETTLED_TOKENS = 8  # of each decoding request, before a window begins
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a window has: ``decoding`` requests that decode all the time, and ``arrivals`` prompts of ``prompt_len``
-    tokens within ``arrive_s`` seconds, each with an output of ``output_len`` tokens."""
+OUTPUT_LEN = 8
+"""Of the long prompts: enough to be handed off, and next to nothing beside the prompt."""
 
-    decoding: int
-    arrivals: int
-    arrive_s: float
+
+class NeighbourOptions(Options):
+    """What a window has: ``decoding`` requests that decode all the time, and prompts of ``prompt_len`` tokens that
+    arrive within ``arrive_s`` seconds."""
+
     prompt_len: int
-    output_len: int
-    seed: int
+    chunk_sizes: tuple[PositiveInt, ...]
+    arrive_s: float
+    decoding: int = Field(4, ge=1, description="requests that decode all the time")
+    load: float = Field(0.5, gt=0, le=2, description="arrivals of long prompts, as a share of what a worker computes")
+    rate: float | None = Field(None, gt=0, description="arrivals of long prompts per second, instead of --load")
+    throughput_share: float = Field(
+        0.95, gt=0, le=1, description="a chunk size qualifies as best with this share of the highest throughput"
+    )
+    repeats: int = option(6, ge=1, description="windows per arm", quick=2)
 
-    def times_s(self, repeat: int) -> list[float]:
+    def arrivals(self, prompt_s: float) -> int:
+        """How many prompts arrive in a window, if one takes a worker ``prompt_s`` seconds."""
+        return max(1, round((self.rate or self.load / prompt_s) * self.arrive_s))
+
+    def times_s(self, repeat: int, arrivals: int) -> list[float]:
         """When the prompts of a repeat arrive, in seconds since the window began: the same in all arms."""
         draw = random.Random(f"{self.seed}/times/{repeat}")
-        return sorted(draw.uniform(0, self.arrive_s) for _ in range(self.arrivals))
+        return sorted(draw.uniform(0, self.arrive_s) for _ in range(arrivals))
 
     def prompt(self, vocab_size: int, kind: str, repeat: int, index: int) -> list[int]:
         """A prompt: the same in all arms."""
@@ -60,75 +73,71 @@ class Traffic:
 
     def check_fits(self, status: ServiceStatus) -> None:
         """InvalidRequest or CapacityExceeded if the service cannot hold a long prompt and its output."""
-        Room.of(status).check(self.prompt_len, self.output_len, "--prompt-len")
+        Room.of(status).check(self.prompt_len, OUTPUT_LEN, "--prompt-len")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One side of the comparison: the mode of all its requests. ``long_tokens`` is the output of the long prompts
-    instead of the traffic's; 0: none of them are sent."""
+    instead of `OUTPUT_LEN`; 0: none of them are sent."""
 
     name: str
     mode: str
-    long_tokens: int | None = None
+    long_tokens: int = OUTPUT_LEN
 
 
-async def measure_window(bench: Bench, client: AsyncClient, traffic: Traffic, arm: Arm, repeat: int) -> None:
+async def measure_window(
+    bench: Bench, client: AsyncClient, options: NeighbourOptions, arrivals: int, arm: Arm, repeat: int
+) -> None:
     """Measure one window of an arm: writes the rows of its requests, and adds to the fact `WINDOWS`."""
     status = await client.status()
     salt = f"{bench.cell.name}/{arm.name}/{repeat}/{random.random()}"
-    settled = [asyncio.Event() for _ in range(traffic.decoding)]
+    settled = [asyncio.Event() for _ in range(options.decoding)]
     tokens = min(_MOST_DECODED, Room.of(status).tokens - _DECODING_PROMPT_LEN)
+    place: dict[str, Any] = {"arm": arm.name, "repeat": repeat}
 
     async def decode(index: int) -> None:
         """Decode until cancelled; a request that reaches its longest output is followed by another one."""
-        prompt = traffic.prompt(status.vocab_size, DECODING, repeat, index)
-        turn, succeeded = 0, True
-        while succeeded:
+        prompt = options.prompt(status.vocab_size, DECODING, repeat, index)
+        for turn in itertools.count():
             of_turn = f"{salt}/decoding/{index}/{turn}"
             stream = client.generate(prompt, mode=arm.mode, max_tokens=tokens, ignore_eos=True, salt=of_turn)
-            place = {"arm": arm.name, "repeat": repeat, "index": index, "turn": turn, "kind": DECODING}
-            succeeded = await _decode(bench, stream, len(prompt), arm.mode, settled[index], place)
-            turn += 1
+            of_row = {**place, "index": index, "turn": turn, "kind": DECODING, "mode": arm.mode}
+            if not await _decode(bench, stream, settled[index], {**of_row, "prompt_tokens": len(prompt)}):
+                return
 
     await bench.settle(client, arm.name)
-    decoding = [asyncio.create_task(decode(index)) for index in range(traffic.decoding)]
+    decoding = [asyncio.create_task(decode(index)) for index in range(options.decoding)]
     try:
         for task, has_settled in zip(decoding, settled, strict=True):
             waiting = asyncio.create_task(has_settled.wait())
             await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
         begin_s = bench.elapsed_s
-        times_s = [] if arm.long_tokens == 0 else traffic.times_s(repeat)
-        output_len = traffic.output_len if arm.long_tokens is None else arm.long_tokens
-        prompts = [traffic.prompt(status.vocab_size, LONG, repeat, index) for index in range(len(times_s))]
         async with asyncio.TaskGroup() as group:
-            for index, (at_s, prompt) in enumerate(zip(times_s, prompts, strict=True)):
+            for index, at_s in enumerate(options.times_s(repeat, arrivals) if arm.long_tokens else ()):
+                prompt = options.prompt(status.vocab_size, LONG, repeat, index)
                 await asyncio.sleep(max(0.0, begin_s + at_s - bench.elapsed_s))
                 sending = bench.send(
-                    client, prompt, arm=arm.name, repeat=repeat, index=index, kind=LONG, due_s=begin_s + at_s,
-                    mode=arm.mode, max_tokens=output_len, salt=f"{salt}/{index}",
+                    client, prompt, **place, index=index, kind=LONG, due_s=begin_s + at_s, mode=arm.mode,
+                    max_tokens=arm.long_tokens, salt=f"{salt}/{index}",
                 )  # fmt: skip
                 group.create_task(sending)
-            await asyncio.sleep(max(0.0, begin_s + traffic.arrive_s - bench.elapsed_s))
+            await asyncio.sleep(max(0.0, begin_s + options.arrive_s - bench.elapsed_s))
         end_s = bench.elapsed_s
     finally:
         for task in decoding:
             task.cancel()
         await asyncio.gather(*decoding, return_exceptions=True)
-    window = {"arm": arm.name, "repeat": repeat, "begin_s": begin_s, "end_s": end_s}
-    bench.facts.setdefault(WINDOWS, []).append(window)
+    bench.facts.setdefault(WINDOWS, []).append({**place, "begin_s": begin_s, "end_s": end_s})
 
 
-async def _decode(
-    bench: Bench, stream: AsyncStream, prompt_tokens: int, mode: str, settled: asyncio.Event, place: dict[str, Any]
-) -> bool:
+async def _decode(bench: Bench, stream: AsyncStream, settled: asyncio.Event, place: dict[str, Any]) -> bool:
     """Decode one request to its end; False if it failed. Writes its row in any case, also when it is cancelled."""
     sent_s, started_s = bench.elapsed_s, time.monotonic()
-    place = {**place, "scheduled_s": sent_s, "sent_s": sent_s}
+    place |= {"scheduled_s": sent_s, "sent_s": sent_s}
     arrived_s: list[float] = []
     token_ids: list[int] = []
-    error: PdserveError | None = None
     finish_reason = CANCELLED
     try:
         async for token in stream:
@@ -137,17 +146,14 @@ async def _decode(
             if len(arrived_s) == _SETTLED_TOKENS:
                 settled.set()
         finish_reason = "length"
-    except PdserveError as failure:
-        error = failure
+    except PdserveError as error:
+        finish_reason = ""
+        bench.record(None, error, **place)
     finally:
-        if error is not None:
-            bench.record(None, error, **place)
-        else:
+        if finish_reason:
             row = RequestRow(
                 cell=bench.cell.name,
                 **place,
-                mode=mode,
-                prompt_tokens=prompt_tokens,
                 output_tokens=len(token_ids),
                 token_hash=token_hash(tuple(token_ids)),
                 finish_reason=finish_reason,
@@ -155,7 +161,7 @@ async def _decode(
                 itl_ms=tuple((b - a) * 1e3 for a, b in itertools.pairwise(arrived_s)),
             )
             bench.write(row)
-    return error is None
+    return finish_reason != ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,36 +188,31 @@ class WindowData:
         return [gap_ms for _, gap_ms in self.gaps]
 
     @classmethod
-    def of(cls, window: Mapping[str, Any], rows: Sequence[RequestRow]) -> WindowData:
+    def of(cls, window: Mapping[str, Any], rows: Rows) -> WindowData:
         """The window that a fact describes, and its rows."""
-        begin_s, end_s = float(window["begin_s"]), float(window["end_s"])
+        begin_s, duration_s = window["begin_s"], window["end_s"] - window["begin_s"]
         gaps: list[tuple[float, float]] = []
         output_tokens = 0
         for row in rows:
-            if row.ttft_ms is None:
-                continue
-            at_s = row.sent_s + row.ttft_ms / 1e3
-            output_tokens += begin_s < at_s <= end_s
-            for gap_ms in row.itl_ms:
-                at_s += gap_ms / 1e3
-                if begin_s < at_s <= end_s:
-                    output_tokens += 1
-                    if row.kind == DECODING:
-                        gaps.append((at_s - begin_s, gap_ms))
+            ends_s = row.token_times_s - begin_s
+            within = (ends_s > 0) & (ends_s <= duration_s)
+            output_tokens += int(within.sum())
+            if row.kind == DECODING:
+                gaps += itertools.compress(zip(ends_s[1:].tolist(), row.itl_ms, strict=False), within[1:])
         long = [row for row in rows if row.kind == LONG]
         answered = [row for row in long if row.error is None]
+        waits = [(row.scheduled_s - begin_s, row.token_times_s[0] - begin_s) for row in answered if row.ttft_ms]
+        stalls = [
+            max((ms for end_s, ms in gaps if end_s > from_s and end_s - ms / 1e3 < to_s), default=0.0)
+            for from_s, to_s in waits
+        ]
         return cls(
-            arm=str(window["arm"]),
-            repeat=int(window["repeat"]),
-            duration_s=end_s - begin_s,
+            arm=window["arm"],
+            repeat=window["repeat"],
+            duration_s=duration_s,
             gaps=tuple(sorted(gaps)),
-            stalls_ms=tuple(
-                stall_ms
-                for row in answered
-                if row.ttft_ms
-                and (stall_ms := _longest(gaps, row.scheduled_s - begin_s, row.sent_s - begin_s + row.ttft_ms / 1e3))
-            ),
-            ttft_ms=tuple(ttft_ms for row in answered if (ttft_ms := row.since_due().ttft_ms) is not None),
+            stalls_ms=tuple(filter(None, stalls)),
+            ttft_ms=tuple(values_of([row.since_due() for row in answered], "ttft_ms")),
             arrivals_s=tuple(sorted(row.scheduled_s - begin_s for row in long)),
             output_tokens=output_tokens,
             prompt_tokens=sum(row.prompt_tokens for row in answered),
@@ -220,44 +221,39 @@ class WindowData:
         )
 
 
-def _longest(gaps: Sequence[tuple[float, float]], from_s: float, to_s: float) -> float:
-    """The longest of the gaps that overlap the time; 0 if none does."""
-    return max((gap_ms for end_s, gap_ms in gaps if end_s > from_s and end_s - gap_ms / 1e3 < to_s), default=0.0)
-
-
 def windows_by_arm(run: RunData) -> dict[str, list[WindowData]]:
     """The windows of each arm, in the order of their repeats."""
     found: dict[str, list[WindowData]] = {}
     for cell in run.cells:
         for window in cell.facts.get(WINDOWS, ()):
-            place = window["arm"], window["repeat"]
-            rows = [row for row in run.rows_of(cell.cell) if (row.arm, row.repeat) == place]
+            rows = [row for row in run.rows_of(cell.cell, window["arm"]) if row.repeat == window["repeat"]]
             found.setdefault(window["arm"], []).append(WindowData.of(window, rows))
     return {name: sorted(windows, key=lambda window: window.repeat) for name, windows in found.items()}
 
 
-def arm_summary(windows: Sequence[WindowData], seed: int) -> dict[str, Any]:
+def arm_summary(windows: Sequence[WindowData], seed: int) -> Figures:
     """The figures of an arm over all its windows. Distributions are those of all values together; intervals are those
     of the mean over windows."""
 
-    def pooled(values: Callable[[WindowData], Sequence[float]]) -> dict[str, float | int] | None:
-        return tail([each for window in windows for each in values(window)])
+    def pooled(field: str) -> Any:
+        return tail([each for window in windows for each in getattr(window, field)])
 
     def per_second(tokens: Callable[[WindowData], int]) -> Any:
         return plain_mean([tokens(window) / window.duration_s for window in windows], seed)
 
     p99s = [p99 for window in windows if (p99 := percentile(window.itl_ms, 99)) is not None]
+    errors = [error for window in windows for error in window.errors]
     return {
         "windows": len(windows),
-        "itl_ms": pooled(lambda window: window.itl_ms),
+        "itl_ms": pooled("itl_ms"),
         "itl_p99_ms": plain_mean(p99s, seed),
-        "stall_ms": pooled(lambda window: window.stalls_ms),
-        "long_ttft_ms": pooled(lambda window: window.ttft_ms),
+        "stall_ms": pooled("stalls_ms"),
+        "long_ttft_ms": pooled("ttft_ms"),
         "output_tokens_per_s": per_second(lambda window: window.output_tokens),
         "tokens_per_s": per_second(lambda window: window.output_tokens + window.prompt_tokens),
         "late_ms": round(max((window.late_ms for window in windows), default=0.0), 3),
-        "errors": sum(len(window.errors) for window in windows),
-        "error": next((error for window in windows for error in window.errors), None),
+        "errors": len(errors),
+        "error": next(iter(errors), None),
     }
 
 

@@ -423,11 +423,12 @@ def _answer(summary: Mapping[str, Any]) -> str:
         )
     if profile is not None:
         (prefill, prefill_ms), (decode, decode_ms) = (
-            (profile["phases"][phase], profile["token_ms"][phase]["mean"]) for phase in ("prefill", "decode")
+            (profile["phases"][phase], interval_text(profile["token_ms"][phase], short))
+            for phase in ("prefill", "decode")
         )
         sentences.append(
-            f"Per token, prefill takes {prefill_ms:.2f} ms (intensity {short(prefill['intensity'])} FLOP per byte, "
-            f"bound by {prefill['bound']}) and decode of one request {decode_ms:.2f} ms "
+            f"Per token, prefill takes {prefill_ms} ms (intensity {short(prefill['intensity'])} FLOP per byte, "
+            f"bound by {prefill['bound']}) and decode of one request {decode_ms} ms "
             f"({short(decode['intensity'])} FLOP per byte, bound by {decode['bound']})."
         )
     if ridges:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -25,10 +25,10 @@ from experiments.environment import devices_here
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.matrix import late_text
 from experiments.modes import REQUEST_TIMEOUT_S
-from experiments.report.drawing import PALETTE, Mark, Panel, Picture, table
+from experiments.report.drawing import PALETTE, Mark, Panel, Picture, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import Figures, FinishedCell, Parameters, RequestRow, RunData
-from experiments.statistics import plain_mean, tail
+from experiments.run_folder import Figures, FinishedCell, Parameters, Rows, RunData, values_of
+from experiments.statistics import percentile, plain_mean
 from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import timed_arrivals
 from experiments.workloads.conversation import Room
@@ -37,8 +37,8 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import NAMES, ROUTING_POLICIES
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, apart
-from pdserve.core.request import Mode, counted_requests
+from pdserve.core.interval import MIN_VALUES, apart, interval_text
+from pdserve.core.request import Mode, counted, counted_requests
 
 BASELINE = "round_robin"
 _CALIBRATION = "calibration"
@@ -103,7 +103,7 @@ class Routing(Experiment):
         self._skewed().validate()
         if options.trace is not None:
             self._trace(1.0)  # checks it
-        parameters: dict[str, Any] = {"policy": options.policies[0], "round": -1}
+        parameters: Figures = {"policy": options.policies[0], "round": -1}
         cells = [Cell(_CALIBRATION, parameters, self._service(options.policies[0]), _CALIBRATION_PROMPTS)]
         for number in range(options.rounds):
             order = options.policies if number % 2 == 0 else options.policies[::-1]
@@ -113,7 +113,7 @@ class Routing(Experiment):
                 cells.append(Cell(name, parameters, service, 1, options.duration_s, may_overload=True))
         return cells
 
-    def _service(self, policy: str) -> dict[str, Any]:
+    def _service(self, policy: str) -> Figures:
         options = self.options
         objectives = {"router.slo.ttft_ms": _SLO_MS, "router.slo.itl_ms": _SLO_MS} if policy == "slo" else {}
         return {
@@ -182,32 +182,28 @@ class Routing(Experiment):
         bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
 
-    def summarise(self, run: RunData) -> dict[str, Any]:
+    def summarise(self, run: RunData) -> Figures:
         """``policies``, one each: ``policy``, ``n``, ``rounds``, ``errors``, ``error``; ``ttft_ms`` from when a request
         was due, ``ttft_p50_ms``, ``ttft_p99_ms``; ``x_round_robin``: mean TTFT of ``round_robin`` over the policy's;
         ``hit_rate``: share of the prompt tokens that were cached; ``computed_tokens``; ``busiest_share``: share of the
         requests that the busiest worker got; ``behind``: whether the load generator was.
 
         ``winner`` has the lowest mean; ``rate`` in requests per second; ``cold_ttft_ms``; ``workload``."""
-        calibration = next((cell.facts for cell in run.cells if cell.cell == _CALIBRATION), {})
-        loads = [cell for cell in run.cells if cell.cell != _CALIBRATION]
-        names = dict.fromkeys(str(cell.parameters["policy"]) for cell in loads)
-        found = [_summarise(name, loads, run.rows, self.options.seed) for name in names]
+        loads: dict[str, list[FinishedCell]] = {}
+        for cell in run.cells:
+            if cell.cell != _CALIBRATION:
+                loads.setdefault(str(cell.parameters["policy"]), []).append(cell)
+        found = [_summarise(name, cells, run.rows, self.options.seed) for name, cells in loads.items()]
         means = {each["policy"]: each["ttft_ms"]["mean"] for each in found if each["ttft_ms"] is not None}
+        for each in found:
+            both = {BASELINE, each["policy"]} <= means.keys()
+            each["x_round_robin"] = round(means[BASELINE] / means[each["policy"]], 3) if both else None
         return {
             "experiment": self.name,
-            "workload": next((cell.facts["workload"] for cell in loads if "workload" in cell.facts), ""),
-            "rate": calibration.get("rate"),
-            "cold_ttft_ms": calibration.get("cold_ttft_ms"),
-            "policies": [
-                {
-                    **each,
-                    "x_round_robin": round(means[BASELINE] / means[each["policy"]], 3)
-                    if {BASELINE, each["policy"]} <= means.keys()
-                    else None,
-                }
-                for each in found
-            ],
+            "workload": run.fact("workload", ""),
+            "rate": run.fact("rate"),
+            "cold_ttft_ms": run.fact("cold_ttft_ms"),
+            "policies": found,
             "winner": min(means, key=means.__getitem__, default=None),
             "failed": [
                 f"{each['policy']}: {each['errors']} of {counted_requests(each['n'] + each['errors'])} failed, first "
@@ -219,33 +215,27 @@ class Routing(Experiment):
 
     def report(self, run: RunData, summary: Figures) -> Report:
         """TTFT and computed tokens by policy, and a table."""
-        options = self.options
+        options, rate, cold_ms = self.options, summary["rate"], summary["cold_ttft_ms"]
         method = (
             f"{options.rounds} rounds of {options.duration_s:g} s for each policy, every one on a service of its own "
             "with cold prefix caches, in an order that is reversed from round to round; the same requests at the same "
             "times; TTFT counts from when a request was due"
         )
-        setup = [*setup_of(run, method), ("workload", summary["workload"])]
-        if summary["rate"] is not None and options.trace is None:
-            setup.append(
-                ("load", f"{summary['rate']:g} requests/s; a cold prompt takes {summary['cold_ttft_ms']:.0f} ms alone")
-            )
+        load = ""
+        if rate is not None and options.trace is None:
+            load = f"{rate:g} requests/s; a cold prompt takes {cold_ms:.0f} ms alone"
+        late = [each["policy"] for each in summary["policies"] if each["behind"]]
         caveats = [
             "The loads begin with cold caches, so that each policy computes every shared beginning at least once; a "
             "longer load has a higher hit rate.",
             "How far policies differ depends on the pools: the shared beginnings fit all workers together, and not one "
             "of them.",
+            options.rounds < MIN_VALUES
+            and f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals.",
+            late != [] and late_text(f"with {', '.join(late)}"),
         ]
-        if options.rounds < MIN_VALUES:
-            caveats.append(
-                f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals."
-            )
-        if late := [each["policy"] for each in summary["policies"] if each["behind"]]:
-            caveats.append(late_text(f"with {', '.join(late)}"))
-        measured = sorted(
-            (each for each in summary["policies"] if each["ttft_ms"] is not None),
-            key=lambda each: float(each["ttft_ms"]["mean"]),
-        )
+        measured = [each for each in summary["policies"] if each["ttft_ms"] is not None]
+        measured.sort(key=lambda each: float(each["ttft_ms"]["mean"]))
         columns = (
             "policy",
             "n",
@@ -261,37 +251,33 @@ class Routing(Experiment):
             "Mean TTFT with 95 % intervals. × round_robin: its mean TTFT over that of the policy. Cached tokens: share "
             "of the prompt tokens that were found in the worker's cache."
         )
-        return Report(
-            title="Routing policies",
-            question=self.question,
-            answer=_answer(summary),
-            setup=setup,
-            caveats=caveats,
-            failures=summary["failed"],
-            blocks=[_picture(measured), table("All policies", measured, columns, caption)] if measured else [],
-        )
+        setup = setup_of(run, method, workload=summary["workload"], load=load)
+        blocks: list[Picture | TableBlock] = []
+        if measured:
+            blocks = [_picture(measured), table("All policies", measured, columns, caption)]
+        return Report("Routing policies", self.question, _answer(summary), setup, blocks, caveats, summary["failed"])
 
 
-def _summarise(name: str, cells: Sequence[FinishedCell], rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
-    own = [cell for cell in cells if cell.parameters["policy"] == name]
-    of_cells = {cell.cell for cell in own}
-    errors = [row.error for row in rows if row.cell in of_cells and row.error is not None]
-    good = [row.since_due() for row in rows if row.cell in of_cells and row.error is None]
-    ttfts_ms = [row.ttft_ms or 0.0 for row in good]
-    prompt_tokens, cached = sum(row.prompt_tokens for row in good), sum(row.prefill_cached_tokens for row in good)
+def _summarise(name: str, cells: Sequence[FinishedCell], rows: Rows, seed: int) -> Figures:
+    names = {cell.cell for cell in cells}
+    sent = [row for row in rows if row.cell in names]
+    errors = [row.error for row in sent if row.error is not None]
+    good = [row.since_due() for row in sent if row.error is None]
+    ttfts_ms, n = values_of(good, "ttft_ms"), len(good)
+    prompt_tokens, cached = (sum(values_of(good, key)) for key in ("prompt_tokens", "prefill_cached_tokens"))
     busiest = max(Counter(row.prefill_worker for row in good).values(), default=0)
     return {
         "policy": name,
-        "n": len(good),
-        "rounds": len(own),
+        "n": n,
+        "rounds": len(cells),
         "errors": len(errors),
-        "error": errors[0] if errors else None,
+        "error": next(iter(errors), None),
         "ttft_ms": plain_mean(ttfts_ms, seed, [row.repeat for row in good]),
-        **{f"ttft_{name}_ms": (tail(ttfts_ms) or {}).get(name) for name in ("p50", "p99")},
+        **{f"ttft_p{each}_ms": round(percentile(ttfts_ms, each) or 0.0, 3) if n else None for each in (50, 99)},
         "hit_rate": round(cached / prompt_tokens, 4) if prompt_tokens else None,
         "computed_tokens": prompt_tokens - cached,
-        "busiest_share": round(busiest / len(good), 4) if good else None,
-        "behind": any((cell.facts.get("load", {}).get("lag") or {}).get("behind") for cell in own),
+        "busiest_share": round(busiest / n, 4) if n else None,
+        "behind": any((cell.facts.get("load", {}).get("lag") or {}).get("behind") for cell in cells),
     }
 
 
@@ -303,39 +289,40 @@ def _answer(summary: Figures) -> str:
         name for name, each in policies.items() if each is not winner and apart(each["ttft_ms"], winner["ttft_ms"]) <= 0
     ]
     lowest = f"a mean TTFT that could not be told from that of {', '.join(alike)}" if alike else "the lowest mean TTFT"
-    text = (
-        f"{winner['policy']} has {lowest}, {winner['ttft_ms']['mean']:.0f} ms, with {winner['hit_rate']:.0%} cached "
-        "tokens."
-    )
+    text = f"{winner['policy']} has {lowest}, {_measured(winner)}."
     if (baseline := policies.get(BASELINE, winner)) is winner:
         return text
+    times = f", {winner['x_round_robin']:.2f} times as much"
+    more = times if apart(baseline["ttft_ms"], winner["ttft_ms"]) > 0 else ""
+    return f"{text} {BASELINE} has {_measured(baseline)}{more}."
+
+
+def _measured(policy: Figures) -> str:
     return (
-        f"{text} {BASELINE} has {baseline['ttft_ms']['mean']:.0f} ms, {winner['x_round_robin']:.2f} times as much, "
-        f"with {baseline['hit_rate']:.0%}."
+        f"{interval_text(policy['ttft_ms'])} ms (over {counted(policy['n'], 'request')}, {policy['hit_rate']:.0%} of "
+        "whose prompt tokens were cached)"
     )
 
 
 def _picture(policies: Sequence[Figures]) -> Picture:
     """Mean, median and 99th percentile of the TTFT of each policy, and its share of cached tokens."""
     rows = [each["policy"] for each in policies]
-    looks = {"ttft_p50_ms": ("median", PALETTE[1], "s"), "ttft_p99_ms": ("99th percentile", PALETTE[4], "v")}
-    ttft = [Mark(policies, "ttft_ms", "policy", kind="bars", look={"label": "mean"})]
-    for key, (label, color, marker) in looks.items():
-        look = {"label": label, "color": color, "marker": marker}
-        ttft.append(Mark(policies, key, "policy", kind="points", look=look))
-    cached = [{**each, "hits": 100 * each["hit_rate"]} for each in policies]
-    hits = Mark(cached, "hits", "policy", kind="bars", look={"color": PALETTE[2]})
+    marks = [
+        Mark(policies, "ttft_ms", "policy", kind="bars", look={"label": "mean"}),
+        Mark(policies, "ttft_p50_ms", "policy", kind="points", look={"label": "median", "color": PALETTE[1]}),
+        Mark(policies, "ttft_p99_ms", "policy", kind="points", look={"label": "99th percentile", "color": PALETTE[4]}),
+    ]
+    hits = [{**each, "hits": 100 * each["hit_rate"]} for each in policies]
+    cached = Mark(hits, "hits", "policy", kind="bars", look={"color": PALETTE[2]})
     return Picture(
         "ttft_by_policy",
         "TTFT by policy",
         "Bars: means with 95 % intervals. What is cached need not be computed, so requests also wait less for those "
         "before them.",
         [
-            Panel(ttft, x="TTFT from when the request was due, ms", title="time to first token", rows=rows,
-                  xlim=(0, None), legend="best"),
-            Panel([hits], x="prompt tokens found in the worker's cache, %", title="cached tokens", rows=rows,
-                  xlim=(0, 100)),
+            Panel(marks, "TTFT from when the request was due, ms", rows=rows, xlim=(0, None), legend="best"),
+            Panel([cached], "prompt tokens found in the worker's cache, %", rows=rows, xlim=(0, 100)),
         ],
         columns=2,
         share={"sharey": True},
-    )  # fmt: skip
+    )

@@ -16,25 +16,31 @@ was interrupted keeps its finished cells, and repeats the others when it is resu
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.request import counted_requests
-from pdserve.core.timeline import Figure
+from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 from pdserve.version import VERSION
 
-Figures = Mapping[str, Any]
-"""What a summary, one of its cells, or an arm has by name."""
+if TYPE_CHECKING:
+    import pandas
+
+Figures = dict[str, Any]
+"""What a summary, one of its cells, or an arm has by name; plain values."""
 Parameters = Mapping[str, Any]
 """What tells a cell from others."""
 LAG = "lag"
@@ -110,6 +116,12 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         """The client's ``ttft`` or ``ttft_decode``."""
         return self.ttft_ms if figure is Figure.TTFT else self.ttft_decode_ms
 
+    @property
+    def token_times_s(self) -> NDArray[np.float64]:
+        """When its tokens arrived, as ``sent_s``; none if that is not known."""
+        known = self.ttft_ms is not None and self.error is None
+        return self.sent_s + np.cumsum([self.ttft_ms, *self.itl_ms] if known else []) / 1e3
+
     def since_due(self) -> RequestRow:
         """The row with latencies that count from when the request was due, for loads whose arrivals do not depend on
         the service (open loop). What the load generator was late is part of them, and the stage `LAG` of their
@@ -129,25 +141,46 @@ def token_hash(token_ids: tuple[int, ...]) -> str:
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
 
 
+Rows = Sequence[RequestRow]
+
+
+def values_of(rows: Iterable[RequestRow], field: str) -> list[Any]:
+    """A field of the requests that succeeded and have it; of ``itl_ms`` all gaps."""
+    found = [value for row in rows if row.error is None and (value := getattr(row, field)) is not None]
+    return list(itertools.chain.from_iterable(found)) if field == "itl_ms" else found
+
+
+def stages_of(rows: Iterable[RequestRow], figure: Figure = Figure.TTFT_DECODE) -> pandas.DataFrame:
+    """The stages of a figure in the order of their table: a row per request that has it, and a column per stage that
+    one of them has; nan for others."""
+    import pandas  # takes long
+
+    frame = pandas.DataFrame([row.stages_ms[figure] for row in rows if figure in row.stages_ms])
+    return frame[[name for name in (LAG, *STAGE_NAMES, UNATTRIBUTED) if name in frame]]
+
+
 def unexpected_bytes(rows: Iterable[RequestRow]) -> str | None:
     """What is wrong if a request moved other bytes than it had to, and the first that did; None if none did. Requests
     are compared one by one, because in a sum one that moved too much may hide one that moved too little."""
     wrong = [row for row in rows if row.kv_bytes != row.kv_bytes_expected]
-    if not wrong:
-        return None
-    first = wrong[0]
     return (
-        f"bytes moved differ from bytes expected in {counted_requests(len(wrong))}, first in {first.request_id}: "
-        f"{first.kv_bytes} instead of {first.kv_bytes_expected}"
+        f"bytes moved differ from bytes expected in {counted_requests(len(wrong))}, first in {wrong[0].request_id}: "
+        f"{wrong[0].kv_bytes} instead of {wrong[0].kv_bytes_expected}"
+        if wrong
+        else None
     )
 
 
 def failures(where: str, rows: Iterable[RequestRow]) -> list[str]:
     """``where: 2 requests failed, first with WorkerLost: gone``; empty if none of ``rows`` failed."""
     errors = [row.error for row in rows if row.error is not None]
-    if not errors:
-        return []
-    return [f"{where}: {counted_requests(len(errors))} failed, first with {errors[0]}"]
+    return [f"{where}: {counted_requests(len(errors))} failed, first with {errors[0]}"] if errors else []
+
+
+def faults(where: str, rows: Rows, *, failing: bool = True) -> list[str]:
+    """What fails a run: requests that moved other bytes than they had to and, where none may fail, failed ones."""
+    wrong = unexpected_bytes(rows)
+    return [*([f"{where}: {wrong}"] if wrong else []), *(failures(where, rows) if failing else [])]
 
 
 SCHEMA_VERSION = 1
@@ -192,6 +225,10 @@ class RunData:
     def rows_of(self, cell: str, arm: str | None = None) -> list[RequestRow]:
         """The rows of a cell, optionally of one arm."""
         return [row for row in self.rows if row.cell == cell and arm in (None, row.arm)]
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        """A fact that is the same of all cells that have it."""
+        return next((cell.facts[name] for cell in self.cells if name in cell.facts), default)
 
 
 def stamped(parent: Path) -> Path:
@@ -275,7 +312,7 @@ class RunFolder:
         return dict(self._read_json(SUMMARY))
 
     def append(self, row: RequestRow) -> None:
-        """Add a request."""
+        """Add a request. ValueError if a number is not finite, which msgspec by itself would write as null."""
         self._append(REQUESTS, row)
 
     def finish_cell(self, cell: FinishedCell) -> None:
@@ -337,7 +374,6 @@ class RunFolder:
             raise InvalidRequest(f"{self.path / name}: cannot be read: {error}") from None
 
     def _append(self, name: str, value: msgspec.Struct) -> None:
-        """Add a line. ValueError if a number is not finite, which msgspec by itself would write as null."""
         line = json.dumps(msgspec.to_builtins(value), allow_nan=False, separators=(",", ":"))
         with (self.path / name).open("ab") as file:
             file.write(line.encode() + b"\n")

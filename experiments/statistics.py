@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -16,26 +17,22 @@ from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval
 RESAMPLES = 2000
 _DRAWN_AT_ONCE = 4_000_000
 
+Groups = Sequence[Hashable] | None
 
-def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hashable] | None = None) -> Interval | None:
+
+def mean_interval(values: Sequence[float], seed: int = 0, groups: Groups = None) -> Interval | None:
     """The mean of ``values`` with its bootstrap interval; None without values. The same values and seed give the same
     interval.
 
     ``groups`` has one entry per value. Values of one group depend on each other (requests of one round share a queue),
     so groups are resampled as a whole, and ``n`` is their number. Without it every value is a group of its own."""
-    if not values:
-        return None
-    sample = _Sample.of(values, groups)
-    lo, hi = math.nan, math.nan
-    if sample.n >= MIN_VALUES:
-        lo, hi = _bounds(sample.resampled_means(np.random.default_rng(seed)), sample.n)
-    return Interval(float(np.mean(values)), lo, hi, sample.n)
+    return _interval(seed, (values, groups))
 
 
-def plain_mean(values: Sequence[float], seed: int = 0, groups: Sequence[Hashable] | None = None) -> Any:
+def plain_mean(values: Sequence[float], seed: int = 0, groups: Groups = None) -> Any:
     """`mean_interval` as plain values for a summary; None without values."""
     interval = mean_interval(values, seed, groups)
-    return None if interval is None else interval.to_dict()
+    return interval and interval.to_dict()
 
 
 def tail(values: Sequence[float]) -> dict[str, float | int] | None:
@@ -43,58 +40,50 @@ def tail(values: Sequence[float]) -> dict[str, float | int] | None:
     values."""
     if not values:
         return None
-    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
-    figures = {"mean": sum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "max": max(values)}
-    return {**{key: round(value, 3) for key, value in figures.items()}, "n": len(values)}
+    found = {
+        "mean": sum(values) / len(values),
+        **{f"p{each}": percentile(values, each) or 0.0 for each in (50, 90, 99)},
+    }
+    return {**{key: round(value, 3) for key, value in (found | {"max": max(values)}).items()}, "n": len(values)}
 
 
 def difference_interval(
-    a: Sequence[float],
-    b: Sequence[float],
-    seed: int = 0,
-    groups: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None,
+    a: Sequence[float], b: Sequence[float], seed: int = 0, groups: tuple[Groups, Groups] = (None, None)
 ) -> Interval | None:
     """The mean of ``b`` minus the mean of ``a`` for two independent samples, with its bootstrap interval; None if one
     of them is empty. ``n`` is the smaller count. ``groups`` as in `mean_interval`, for ``a`` and for ``b``."""
-    if not a or not b:
+    return _interval(seed, (b, groups[1]), (a, groups[0]))
+
+
+def _interval(seed: int, *samples: tuple[Sequence[float], Groups]) -> Interval | None:
+    """The mean of the first sample, minus that of a second one if there is one."""
+    if not all(values for values, _ in samples):
         return None
-    draw = np.random.default_rng(seed)
-    of_a, of_b = _Sample.of(a, groups and groups[0]), _Sample.of(b, groups and groups[1])
-    lo, hi, n = math.nan, math.nan, min(of_a.n, of_b.n)
+    draw, totals = np.random.default_rng(seed), [_totals(*each) for each in samples]
+    n, lo, hi = min(each.shape[1] for each in totals), math.nan, math.nan
     if n >= MIN_VALUES:
-        lo, hi = _bounds(of_b.resampled_means(draw) - of_a.resampled_means(draw), n)
-    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, n)
+        lo, hi = _bounds(functools.reduce(operator.sub, [_resampled_means(each, draw) for each in totals]), n)
+    mean = functools.reduce(operator.sub, [float(np.mean(values)) for values, _ in samples])
+    return Interval(mean, lo, hi, n)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Values in ``n`` independent groups: the sum and the number of the values of each."""
+def _totals(values: Sequence[float], groups: Groups) -> NDArray[np.float64]:
+    """The sum and the number of the values of each group, in two rows."""
+    numbers: dict[Hashable, int] = {}
+    places = [numbers.setdefault(group, len(numbers)) for group in groups or range(len(values))]
+    return np.stack([np.bincount(places, values), np.bincount(places)])
 
-    sums: NDArray[np.float64]
-    counts: NDArray[np.float64]
 
-    @classmethod
-    def of(cls, values: Sequence[float], groups: Sequence[Hashable] | None) -> _Sample:
-        measured = np.asarray(values, float)
-        if groups is None:
-            return cls(measured, np.ones_like(measured))
-        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        places = np.fromiter((numbers[group] for group in groups), int, measured.size)
-        return cls(np.bincount(places, measured).astype(float), np.bincount(places).astype(float))
-
-    @property
-    def n(self) -> int:
-        return int(self.sums.size)
-
-    def resampled_means(self, draw: np.random.Generator) -> NDArray[np.float64]:
-        """The means of `RESAMPLES` samples of as many groups, drawn with replacement; a part of them at a time, so that
-        many values do not need much memory."""
-        at_once = max(1, _DRAWN_AT_ONCE // self.n)
-        parts = []
-        for begun in range(0, RESAMPLES, at_once):
-            drawn = draw.integers(0, self.n, (min(at_once, RESAMPLES - begun), self.n))
-            parts.append(self.sums[drawn].sum(axis=1) / self.counts[drawn].sum(axis=1))
-        return np.concatenate(parts)
+def _resampled_means(totals: NDArray[np.float64], draw: np.random.Generator) -> NDArray[np.float64]:
+    """The means of `RESAMPLES` samples of as many groups, drawn with replacement; a part of them at a time, so that
+    many values do not need much memory."""
+    n = totals.shape[1]
+    at_once = max(1, _DRAWN_AT_ONCE // n)
+    parts = []
+    for begun in range(0, RESAMPLES, at_once):
+        sums, counts = totals[:, draw.integers(0, n, (min(at_once, RESAMPLES - begun), n))].sum(axis=2)
+        parts.append(sums / counts)
+    return np.concatenate(parts)
 
 
 def _bounds(means: NDArray[np.float64], n: int) -> tuple[float, float]:

@@ -8,7 +8,6 @@ Rate 0 is an idle service: pairs of requests, one at a time, A B B A. Any other 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,12 +15,12 @@ import yaml
 from pydantic import Field, ValidationError
 
 from experiments import overview
-from experiments.added_ttft import break_even_of, linked_transports, report_of, slo_alike
+from experiments.added_ttft import AddedTtft, linked_transports
 from experiments.experiment import Cell
-from experiments.matrix import IDLE, ModeMatrix, under_load
-from experiments.modes import SLO, LoadPlan, PairOptions, Split
+from experiments.matrix import IDLE
+from experiments.modes import SLO, PairOptions, Split
 from experiments.report.page import Report
-from experiments.run_folder import Figures, FinishedCell, Parameters, RunData
+from experiments.run_folder import Figures, Parameters, RunData
 from experiments.workloads.conversation import Room, Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve.client.status import ServiceStatus
@@ -48,6 +47,11 @@ class SweepOptions(PairOptions):
     duration_s: float = Field(10.0, gt=0, le=86_400, description="seconds of each load")
     slo: str = Field("auto", description="limits in ms: ttft=200,itl=50; auto: twice the idle colocated latencies")
     service: dict[str, Any] = Field(default_factory=dict, description="dotted settings of every service")
+
+    @property
+    def rounds(self) -> int:
+        """Loads of each mode."""
+        return self.repeats
 
     @classmethod
     def read(cls, path: Path | None) -> SweepOptions:
@@ -97,72 +101,55 @@ class SweepOptions(PairOptions):
             raise InvalidRequest(f"service: {key} is set by workers, transports, overlaps or model; leave it out")
 
 
-class Sweep(ModeMatrix):
+class Sweep(AddedTtft):
     """See the module."""
 
     name = "sweep"
+    title = "Sweep"
     question = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
     options_type = SweepOptions
-    options: SweepOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """The product of the file's lists, ordered so that each service is started once. For a running service:
         prompt lengths and rates only."""
         options = self.options
         options.check()
-        services: list[tuple[Sequence[str], Mapping[str, Any]]] = [
-            (
-                place,
-                {
-                    **options.service,
-                    **Split.parse(place[0], "workers").settings,
-                    "transfer.transport": place[1],
-                    "transfer.overlap": place[2],
-                },
-            )
-            for place in itertools.product(options.workers, options.transports, options.overlaps)
-        ]
+        places = [*itertools.product(options.workers, options.transports, options.overlaps)]
         if attached is not None:
-            services = [(self._of(attached), {})]
+            places = [self._of(attached)]
         cells = []
-        for (place, service), length, rate in itertools.product(services, options.prompt_lens, sorted(options.rates)):
-            parameters = {**dict(zip(("workers", "transport", "overlap"), place, strict=True)), "prompt_len": length}
+        for place, length, rate in itertools.product(places, options.prompt_lens, sorted(options.rates)):
+            workers, transport, overlap = place
+            service = {
+                **options.service,
+                **Split.parse(workers, "workers").settings,
+                "transfer.transport": transport,
+                "transfer.overlap": overlap,
+            }
             load = {"load": f"rate-{rate:g}", "rate": rate} if rate else {"load": IDLE}
-            name = "/".join(map(str, (*place, length, load["load"])))
-            cells.append(self.cell(name, {**parameters, **load}, service, None if rate else options.repeats))
+            parameters = {"workers": workers, "transport": transport, "overlap": overlap, "prompt_len": length, **load}
+            name, pairs = "/".join(map(str, (*place, length, load["load"]))), None if rate else options.repeats
+            cells.append(self.cell(name, parameters, {} if attached else service, pairs))
         return cells
 
-    def _of(self, attached: ServiceStatus) -> Sequence[str]:
+    def _of(self, attached: ServiceStatus) -> tuple[str, str, str]:
         """What a running service has in place of the dimensions that the experiment cannot change there."""
+        options, room = self.options, Room.of(attached).tokens
         for name in ("workers", "transports", "overlaps"):
-            if len(getattr(self.options, name)) > 1:
+            if len(getattr(options, name)) > 1:
                 raise InvalidRequest(f"{name}: a running service has one; list one value with --target")
-        if self.options.service:
+        if options.service:
             raise InvalidRequest("service: the settings of a running service are not changed; leave it out")
-        longest = max(self.options.prompt_lens) + self.options.output_len
-        if longest > Room.of(attached).tokens:
-            raise InvalidRequest(f"prompt_lens: {longest} tokens exceed the {Room.of(attached).tokens} of the service")
+        if (longest := max(options.prompt_lens) + options.output_len) > room:
+            raise InvalidRequest(f"prompt_lens: {longest} tokens exceed the {room} of the service")
         return Split.of(attached).name, "+".join(sorted(linked_transports(attached))), "as-configured"
-
-    def load(self, parameters: Parameters) -> LoadPlan:
-        """As the file says."""
-        return LoadPlan(parameters["rate"], self.options.duration_s, self.options.repeats, self.options.seed)
 
     def workload(self, parameters: Parameters) -> Workload:
         """Random prompts of one length."""
         return Synthetic(Fixed(parameters["prompt_len"]), Fixed(self.options.output_len))
 
-    def slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
-        """An automatic one comes from the idle cell that is like it otherwise."""
-        return slo_alike(self.options.slo, cell, run)
-
-    def found(self, cells: Sequence[Figures], run: RunData) -> dict[str, Any]:
-        """The keys of `break_even_of`."""
-        return break_even_of([cell for cell in cells if under_load(cell)])
-
     def report(self, run: RunData, summary: Figures) -> Report:
         """That of added-ttft, and the pictures of `experiments.overview`."""
-        load = f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, {self.options.repeats} rounds"
-        report = report_of("Sweep", self.question, load, run, summary)
+        report = super().report(run, summary)
         report.blocks += overview.pictures([overview.Source("", run, summary)])
         return report

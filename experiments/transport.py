@@ -52,7 +52,7 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import MIN_VALUES, Interval
+from pdserve.core.interval import MIN_VALUES, Interval, interval_text
 
 MEMCPY, SOCKET = "memcpy", "socket"
 CEILING_OF = {"shm": MEMCPY, "nixl": MEMCPY, "tcp": SOCKET, "grpc_stream": SOCKET, "torch_dist": SOCKET}
@@ -342,9 +342,9 @@ def _answer(summary: Mapping[str, Any]) -> str:
     parts = []
     for name, cell in sorted(best.items(), key=lambda item: -item[1]["gbs"]["mean"]):
         of = NAMES.get(cell["ceiling"], "the link's ceiling")
-        share = f", {100 * cell['share']['mean']:.0f} % of {of}" if cell["share"] else ""
-        cost = f", and a {what} costs {costs[name].value:.0f} µs" if name in costs else ""
-        parts.append(f"{name} moves {cell['gbs']['mean']:.2g} GB/s{share}{cost}")
+        share = f", {interval_text(cell['share'], factor=100)} % of {of}" if cell["share"] else ""
+        cost = f", and a {what} costs {costs[name].text('µs', '')}" if name in costs else ""
+        parts.append(f"{name} moves {interval_text(cell['gbs'])} GB/s{share}{cost}")
     return f"With {size_text(largest)}, {'; '.join(parts)}."
 
 

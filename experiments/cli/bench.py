@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.workloads.options import WorkloadOptions
+from experiments.workloads.options import LoadOptions, WorkloadOptions, declared
 from ops.cli.options import (
     JsonOption,
     TargetOption,
-    in_panels,
     print_json,
     stderr_console,
     stdout_console,
@@ -28,10 +27,8 @@ from pdserve.core.errors import InvalidRequest, PdserveError
 
 if TYPE_CHECKING:
     from experiments.bench_plan import BenchPlan
-    from experiments.bench_report import BenchRecorder
-    from experiments.modes import SLO
 
-Report = Mapping[str, Any]
+Report = dict[str, Any]
 """What ``--json`` prints of a load."""
 _ALIASES = {
     "num-prompts": "requests",
@@ -46,66 +43,21 @@ _ALIASES = {
 """Names of `vllm bench serve`, and an earlier one."""
 CONTEXT = {"allow_extra_args": True, "token_normalize_func": lambda name: _ALIASES.get(name, name)}
 """Settings of the command: aliases of options, and the objectives that follow the first one of ``--goodput``."""
-_DATA = {
-    name: (
-        str if each.default is None else type(each.default),
-        f"{each.description}" + ("" if each.default is None else f" (default: {each.default})"),
-    )
-    for name, each in WorkloadOptions.model_fields.items()
-}
 
 
 @with_access
-@with_options("data", _DATA, "Data")
-@in_panels(
-    {
-        "Load": "requests duration warmup concurrency rate ramp speed burstiness max_concurrency mode timeout",
-    }
-)
+@with_options("data", declared(WorkloadOptions), "Data")
+@with_options("load", declared(LoadOptions), "Load")
 def bench(
     context: typer.Context,
     access: AccessOptions,
     data: Mapping[str, Any],
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)",
-        ),
-    ] = None,
-    duration: Annotated[float | None, typer.Option(help="seconds after which nothing more is sent")] = None,
-    warmup: Annotated[int, typer.Option(help="requests sent before the measurement, in each mode")] = 0,
-    concurrency: Annotated[
-        int | None, typer.Option(help="closed loop: requests running at a time (default: 8; 1 with --mode both)")
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="open loop: requests per second (Poisson arrivals; inf: all at once)"),
-    ] = None,
-    ramp: Annotated[str | None, typer.Option(help="open loop: a rate that changes from A to B (A:B)")] = None,
-    speed: Annotated[
-        float | None, typer.Option(help="open loop: the arrivals of the trace, so many times as fast (default: 1)")
-    ] = None,
-    burstiness: Annotated[
-        float | None,
-        typer.Option(help="gamma shape of the gaps of --rate, --ramp; below 1 is burstier (default: 1)"),
-    ] = None,
-    max_concurrency: Annotated[
-        int | None, typer.Option(help="open loop: most requests running at a time; others wait in the client")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="seed of prompts and arrivals")] = 0,
-    mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both (see above)")] = "auto",
-    slo: Annotated[
-        str | None, typer.Option(help="limits in ms for goodput: ttft=200,itl=50 (ttft_decode, tpot, e2e)")
-    ] = None,
-    percentiles: Annotated[str, typer.Option(help="percentiles to report")] = "50,90,99",
-    timeout: Annotated[float | None, typer.Option(help="deadline of each request in seconds")] = None,
+    load: Mapping[str, Any],
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment",
-        ),
+        typer.Option(help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment"),
     ] = None,
     save_result: Annotated[bool, typer.Option("--save-result", hidden=True)] = False,
     goodput: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -128,78 +80,44 @@ def bench(
 
     The options' names of `vllm bench serve` are understood as well, also --goodput ttft:200 tpot:50 and
     --save-result."""
-    from experiments.bench_plan import BenchPlan, Pace
-    from experiments.bench_report import latency_table, parse_percentiles
+    from experiments.bench_plan import BenchPlan
+    from experiments.bench_report import latency_table
     from experiments.cli.progress import printed
     from experiments.workloads.catalog import workload_of
+    from ops.machine_load import LOAD
 
     workload = workload_of(WorkloadOptions(**{name: value for name, value in data.items() if value is not None}))
-    pace = Pace(
-        concurrency=concurrency,
-        rate=rate,
-        ramp=None if ramp is None else _ramp(ramp),
-        speed=speed,
-        burstiness=burstiness,
-        max_concurrency=max_concurrency,
-    )
-    plan = BenchPlan(
-        workload=workload,
-        pace=pace,
-        requests=requests,
-        duration_s=duration,
-        warmup=warmup,
-        seed=seed,
-        mode=mode,
-        timeout_s=timeout,
-        slo=_objectives(slo, goodput, context.args),
-        percentiles=parse_percentiles(percentiles),
-    )
-    plan.validate()
+    plan = BenchPlan.of(workload, **{**load, "slo": _objectives(load["slo"], goodput, context.args)})
     into = output or (Path("results") if save_result else None)
     reports, page = asyncio.run(_run(Target.of(target, **access), plan, into))
+    partial, leaked = any(map(itemgetter("partial"), reports)), reports[-1]["leaked_blocks"]
+    parts = {report["mode"]: report for report in reports}
     if as_json:
-        arms = {report["mode"]: report for report in reports}
-        from ops.machine_load import LOAD
-
-        ends = {"partial": any(map(itemgetter("partial"), reports))}
-        ends |= {key: reports[-1][key] for key in ("leaked_blocks", LOAD)}
-        print_json(reports[0] if plan.loads == 1 else {**ends, "arms": arms})
+        ends = {"partial": partial, **{key: reports[-1][key] for key in ("leaked_blocks", LOAD)}}
+        print_json(reports[0] if plan.loads == 1 else {**ends, "arms": parts})
     else:
         console = stdout_console()
-        parts = {report["mode"]: report for report in reports}
         if plan.loads == 1 and len(reports[0]["by_mode"]) > 1:
             parts = {"all": reports[0], **reports[0]["by_mode"]}
         console.print(printed(latency_table(parts), 2))
-        for line in _summary(reports):
+        for line in (*_summary(reports), *([] if page is None else [f"report      {page}"])):
             console.print(line, soft_wrap=True, markup=False)
-        if page is not None:
-            console.print(f"report      {page}", soft_wrap=True, markup=False)
-    if any(report["partial"] for report in reports):
+    if partial:
         raise typer.Exit(130)
-    if any(report["failed"] for report in reports) or reports[-1]["leaked_blocks"] != 0:
+    if any(report["failed"] for report in reports) or leaked != 0:
         raise typer.Exit(1)
 
 
-def _ramp(text: str) -> tuple[float, float]:
-    first, _, last = text.partition(":")
-    try:
-        return float(first), float(last)
-    except ValueError:
-        raise InvalidRequest(f"ramp: {text!r} is not of the form A:B, two rates per second, like 1:10") from None
-
-
-def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | None:
+def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> str | None:
     """The objectives of ``--slo ttft=200,itl=50``, or of ``--goodput ttft:200 tpot:50`` (with commas or spaces)."""
-    from experiments.modes import SLO
-
     if more and goodput is None:
         raise InvalidRequest(f"{more[0]}: bench takes options only, see `pdserve bench --help`")
     if goodput is None:
-        return SLO.parse(slo) if slo is not None else None
+        return slo
     if slo is not None:
         raise InvalidRequest("slo: is the same as --goodput; give one of them")
     parts = [part.partition(":") for part in " ".join([goodput, *more]).replace(",", " ").split()]
-    return SLO.parse(",".join(f"{'e2e' if key == 'e2el' else key}={value}" for key, _, value in parts))
+    return ",".join(f"{'e2e' if key == 'e2el' else key}={value}" for key, _, value in parts)
 
 
 async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[Report], Path | None]:
@@ -208,38 +126,32 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from experiments.bench_plan import fitted, run_bench
-    from experiments.bench_report import BenchRecorder, report_of
+    from experiments.bench_report import BenchRecorder, BenchRun, report_of
+    from experiments.cli.progress import link_report
     from experiments.load import Outcome
+    from experiments.report.page import PAGE
+    from experiments.runner import redraw
     from ops.machine_load import MachineLoad
     from ops.settled import leaked_blocks, settled
     from pdserve.client.async_client import AsyncClient
 
-    columns = (
-        TextColumn("bench"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[failed]}"),
-    )
+    bars = TextColumn("bench"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = stderr_console()
     async with AsyncClient(target) as client:
         before = await settled(client)
         plan = await fitted(client, plan, before)
         stop, hurry = asyncio.Event(), asyncio.Event()
         meter = MachineLoad.begin(target)
-        recorder = None
-        if into is not None:
-            recorder = BenchRecorder(into, plan, str(target))
-            recorder.begin(before)
+        recorder = None if into is None else BenchRecorder(into, plan, str(target), before)
 
         def interrupted() -> None:
             stop.set()
             console.print("interrupted; waiting for the service's KV blocks (Ctrl-C skips this)")
 
-        with _interrupts(interrupted, hurry.set), Progress(*columns, console=console) as progress:
+        failed_text = TextColumn("{task.fields[failed]}")
+        with _interrupts(interrupted, hurry.set), Progress(*bars, failed_text, console=console) as progress:
             total = None if plan.planned is None else plan.planned * plan.loads
-            task = progress.add_task("bench", total=total, failed="")
-            failed = 0
+            task, failed = progress.add_task("bench", total=total, failed=""), 0
 
             def on_done(outcome: Outcome) -> None:
                 nonlocal failed
@@ -250,24 +162,16 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
 
             loads = await run_bench(client, plan, before, on_done, stop)
             load_facts = meter.facts()
-            reports: list[Report] = [report_of(plan, *load) for load in loads]
+            reports = [report_of(plan, *load) for load in loads]
             leaked = await _unless(hurry, leaked_blocks(client, before))
-        reports[-1] = {**reports[-1], "leaked_blocks": leaked, **load_facts}
-        return reports, None if recorder is None else _draw(recorder, reports)
-
-
-def _draw(recorder: BenchRecorder, reports: Sequence[Report]) -> Path:
-    """The page of the recorded run."""
-    from experiments.bench_report import BenchRun
-    from experiments.cli.progress import link_report
-    from experiments.report.page import PAGE
-    from experiments.runner import redraw
-
+            reports[-1] |= {"leaked_blocks": leaked, **load_facts}
+    if recorder is None:
+        return reports, None
     recorder.finish(reports)
     redraw(BenchRun.of(recorder.folder), recorder.folder)
     page = recorder.folder.path / PAGE
     link_report(page)
-    return page
+    return reports, page
 
 
 @contextmanager
@@ -315,56 +219,57 @@ def _summary(reports: Sequence[Report]) -> list[str]:
     for report in reports:
         if len(reports) > 1:
             lines.append(f"{report['mode']} (alone on the service)")
-        lines.extend(_of_load(report))
+        lines += [f"{name:11} {text}" for name, text in _of_load(report) if text]
     if beside := beside_text(reports[-1]):
         lines.append(f"machine     {beside}")
     leaked = reports[-1]["leaked_blocks"]
-    lines.append(f"leaked      {'unknown' if leaked is None else counted(leaked, 'block')}")
-    return lines
+    return [*lines, f"leaked      {'unknown' if leaked is None else counted(leaked, 'block')}"]
 
 
-def _of_load(report: Report) -> list[str]:
+def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
+    """The lines about a load: their names and texts, which are false or empty if there is nothing to tell."""
     from experiments.environment import OtherRequests
     from pdserve.core.interval import CONFIDENCE, Interval
-    from pdserve.core.request import counted_requests
+    from pdserve.core.request import counted, counted_requests
 
-    lines = []
-    if report["partial"]:
-        lines.append(f"partial     interrupted when {report['requests']} of {report['planned']} requests had finished")
-    lines.append(
-        f"throughput  {report['output_tokens_per_s']:.1f} output tokens/s, {report['total_tokens_per_s']:.1f} tokens/s "
-        f"in all, {report['requests_per_s']:.2f} requests/s over {report['duration_s']:.2f} s"
+    good, lag, refused = report["goodput"], report["lag"], report["refused"]
+    yield (
+        "partial",
+        report["partial"] and f"interrupted when {report['requests']} of {report['planned']} requests had finished",
     )
-    if (good := report["goodput"]) is not None:
+    yield (
+        "throughput",
+        f"{report['output_tokens_per_s']:.1f} output tokens/s, {report['total_tokens_per_s']:.1f} tokens/s "
+        f"in all, {report['requests_per_s']:.2f} requests/s over {report['duration_s']:.2f} s and "
+        f"{counted(report['requests'], 'request')}",
+    )
+    if good is not None:
         limits = ", ".join(f"{key} ≤ {limit:g} ms" for key, limit in report["slo_ms"].items())
         share = "–" if good["share"] is None else f"{100 * good['share']:.1f}"
-        lines.append(f"goodput     {good['requests_per_s']:.2f} requests/s, {share} % within {limits}")
+        yield "goodput", f"{good['requests_per_s']:.2f} requests/s, {share} % within {limits}"
     for name, plain in report["added_ms"].items():
         if plain is not None:
             interval = Interval.from_dict(plain)
-            unclear = " (no difference could be measured)" if interval.known and not interval.sign else ""
+            unclear = interval.known and not interval.sign
+            told = " (no difference could be measured; more --requests narrow the interval)" if unclear else ""
             sure = f"; {100 * CONFIDENCE:.0f} % interval" if interval.known else ""
-            pairs = f"median of {interval.n} pairs, pd - colocated{sure}"
-            lines.append(f"added       {name} {interval.text()}{unclear}, {pairs}")
-    if report["busy"] is not None:
-        lines.append(f"busy        {OtherRequests(**report['busy']).text('this load')}")
-    lag = report["lag"]
+            yield "added", f"{name} {interval.text()}{told}, median of {interval.n} pairs, pd - colocated{sure}"
+    yield "busy", report["busy"] and OtherRequests(**report["busy"]).text("this load")
     if lag is not None and report["scheduled"]:
-        text = (
-            f"{lag['p50_ms']:.2f} ms p50, {lag['p99_ms']:.2f} p99, {lag['max_ms']:.2f} max between schedule and sending"
-        )
         behind = "; the load is behind its schedule, and latencies contain that wait" if lag["behind"] else ""
-        lines.append(f"lag         {text}{behind}")
-    if report["unsent"]:
-        unsent = counted_requests(report["unsent"])
-        lines.append(f"unsent      {unsent} still waited for --max-concurrency at the end")
-    failures = ", ".join(f"{count} {kind}" for kind, count in report["failures"].items()) or "none"
-    lines.append(f"failures    {failures}")
-    lines.extend(f"            {message}" for message in report["errors"][:3])
-    refused, wait_ms = report["refused"]["requests"], report["refused"]["retry_after_ms"]
-    if refused:
+        yield (
+            "lag",
+            f"{lag['p50_ms']:.2f} ms p50, {lag['p99_ms']:.2f} p99, {lag['max_ms']:.2f} max between schedule and "
+            f"sending{behind}",
+        )
+    if unsent := report["unsent"]:
+        yield "unsent", f"{counted_requests(unsent)} still waited for --max-concurrency at the end"
+    yield "failures", ", ".join(f"{count} {kind}" for kind, count in report["failures"].items()) or "none"
+    for message in report["errors"][:3]:
+        yield "", message
+    if refused["requests"]:
+        wait_ms = refused["retry_after_ms"]
         wait = "" if wait_ms is None else f"; retry after {wait_ms:.0f} ms (median)"
-        lines.append(f"refused     {counted_requests(refused)}{wait}")
+        yield "refused", f"{counted_requests(refused['requests'])}{wait}"
     if wrong := report["kv_bytes_wrong"]:
-        lines.append(f"kv bytes    {counted_requests(wrong)} transferred a different number of bytes than expected")
-    return lines
+        yield "kv bytes", f"{counted_requests(wrong)} transferred a different number of bytes than expected"

@@ -40,22 +40,23 @@ def compare(
     limits = [comparing.Limit.parse(text) for text in limit or ()]
     a, b = RunFolder.open(first, "A"), RunFolder.open(second, "B")
     found, lacking = comparing.compare(a, b)
-    options = a.config[1], b.config[1]
-    for key in sorted(options[0].keys() & options[1].keys()):
-        if options[0][key] != options[1][key]:
-            print_note(stderr_console(), f"the runs differ in {key}: {options[0][key]} and {options[1][key]}")
-    arms = comparing.arms_of(a), comparing.arms_of(b)
+    options, arms = (a.config[1], b.config[1]), (comparing.arms_of(a), comparing.arms_of(b))
+    notes = [
+        f"the runs differ in {key}: {options[0][key]} and {options[1][key]}"
+        for key in sorted(options[0].keys() & options[1].keys())
+        if options[0][key] != options[1][key]
+    ]
     if comparing.common_arm(a, b):
-        print_note(stderr_console(), f"arm {arms[1][0]} of B is compared with arm {arms[0][0]} of A")
+        notes.append(f"arm {arms[1][0]} of B is compared with arm {arms[0][0]} of A")
     elif arms[0] != arms[1]:
         both = ", ".join(name for name in arms[0] if name in arms[1]) or "none"
-        print_note(stderr_console(), f"arms of A: {', '.join(arms[0])}; of B: {', '.join(arms[1])}; compared: {both}")
+        notes.append(f"arms of A: {', '.join(arms[0])}; of B: {', '.join(arms[1])}; compared: {both}")
     for name, other in (("B", "A"), ("A", "B")):
         if keys := [each.key for each in lacking if each.of == name]:
-            print_note(stderr_console(), f"figures of {other} that {name} lacks: {len(keys)}, such as {keys[0]}")
-    for name, folder in (("A", a), ("B", b)):
-        for failure in folder.summary.get("failed", ()):
-            print_note(stderr_console(), f"{name} failed: {failure}")
+            notes.append(f"figures of {other} that {name} lacks: {len(keys)}, such as {keys[0]}")
+    notes += [f"{name} failed: {text}" for name, run in (("A", a), ("B", b)) for text in run.summary.get("failed", ())]
+    for note in notes:
+        print_note(stderr_console(), note)
     broken = comparing.violations([*found, *lacking], limits)
     verdict = comparing.verdict(a, b, found)
     if as_json:
@@ -78,24 +79,18 @@ def compare(
         console = stdout_console()
         console.print(verdict, markup=False, soft_wrap=True)
         if shown:
+            figures = "figure | key", "A | a:.4g", "B | b:.4g", "B - A | difference:+.4g", "% | percent:+.1f"
             edges = "95 % of B - A | interval.lo:.4g, interval.hi:.4g"
-            columns = (
-                "figure | key",
-                "A | a:.4g",
-                "B | b:.4g",
-                "B - A | difference:+.4g",
-                "% | percent:+.1f",
-                edges,
-            )
-            console.print(printed(table("", shown, (*columns, " | mark"))))
+            console.print(printed(table("", shown, (*figures, edges, " | mark"))))
         if len(shown) < len(found):
             console.print(f"{len(found) - len(shown)} other figures: --all")
     for broke, which in broken:
-        if isinstance(broke, comparing.Missing):
-            text = f"[red]missing[/]: {broke.key} has a limit of {which.percent:g} %, and {broke.of} lacks it"
-        else:
-            values = f"{broke.a:.4g} became {broke.b:.4g}"
-            text = f"[red]worse[/]: {broke.key}: {values}, beyond the limit of {which.percent:g} %"
+        text = (
+            f"[red]missing[/]: {broke.key} has a limit of {which.percent:g} %, and {broke.of} lacks it"
+            if isinstance(broke, comparing.Missing)
+            else f"[red]worse[/]: {broke.key}: {broke.a:.4g} became {broke.b:.4g}, beyond the limit of "
+            f"{which.percent:g} %"
+        )
         stderr_console().print(text, soft_wrap=True)
     if broken:
         raise typer.Exit(1)

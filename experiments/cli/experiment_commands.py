@@ -3,10 +3,11 @@ needs; `experiments.cli.commands` loads it when one of them is called."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -27,7 +28,6 @@ from ops.cli.options import (
     settings_of,
     stderr_console,
     stdout_console,
-    with_access,
 )
 from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -35,98 +35,118 @@ from pdserve.core.request import counted
 
 app = typer.Typer()
 
-DEFAULT_OUTPUT = Path("results")
+Given = dict[str, Any]
+"""Options that a command got; None: not given."""
 
-_Target = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        help="measure this running service (host:port) instead of starting services",
-        rich_help_panel=CONNECTION,
+
+def _annotated(kind: Any, text: str, *flags: str, panel: str | None = None) -> Any:
+    return Annotated[kind, typer.Option(*flags, help=text, rich_help_panel=panel)]
+
+
+_COMMON: Mapping[str, tuple[Any, Any]] = {
+    "target": (
+        _annotated(
+            str | None, "measure this running service (host:port) instead of starting services", panel=CONNECTION
+        ),
+        None,
     ),
-]
-_Output = Annotated[Path, typer.Option("--output", help="folder in which NAME/STAMP is made for the run")]
-_Resume = Annotated[
-    Path | None, typer.Option("--resume", help="go on with the interrupted run in this folder, with its options")
-]
-_Quick = Annotated[bool, typer.Option("--quick", help="fewer parameters and repeats: minutes on 2 cores")]
-_Config = Annotated[Path | None, typer.Option("-c", "--config", help="configuration of the services that are started")]
-_Set = Annotated[
-    list[str] | None, typer.Option("--set", help="KEY=VALUE of their configuration, as engine.num_blocks=64")
-]
-_Json = Annotated[bool, typer.Option("--json", help="print the summary as one JSON object on one line")]
-_COMMON = {
-    "target": (_Target, None),
-    "output": (_Output, DEFAULT_OUTPUT),
-    "resume": (_Resume, None),
-    "quick": (_Quick, False),
-    "config": (_Config, None),
-    "set_": (_Set, None),
-    "as_json": (_Json, False),
+    "output": (_annotated(Path, "folder in which NAME/STAMP is made for the run"), Path("results")),
+    "resume": (_annotated(Path | None, "go on with the interrupted run in this folder, with its options"), None),
+    "quick": (_annotated(bool, "fewer parameters and repeats: minutes on 2 cores", "--quick"), False),
+    "config": (_annotated(Path | None, "configuration of the services that are started", "-c", "--config"), None),
+    "set_": (
+        _annotated(list[str] | None, "KEY=VALUE of their configuration, as engine.num_blocks=64", "--set"),
+        None,
+    ),
+    "as_json": (_annotated(bool, "print the summary as one JSON object on one line", "--json"), False),
     **ACCESS_OPTIONS,
 }
 
 
-def _no_options_with_resume(given: Mapping[str, Any]) -> None:
-    clash = [name for name, value in given.items() if value is not None]
-    if clash:
-        raise InvalidRequest(f"--{clash[0].replace('_', '-')}: a resumed run keeps its options; leave it out")
+def _add(
+    name: str,
+    text: str,
+    own: Mapping[str, tuple[Any, Any]],
+    run: Callable[[Given, Given, AccessOptions], None],
+    without: str = "",
+) -> None:
+    """Add ``pdserve experiment NAME`` with the options of all experiments, except ``without``, and its ``own``
+    (annotation and default). ``run`` gets those of all and its own apart, after they were found not to contradict each
+    other. It ends with exit code 1 if the run failed and 130 after Ctrl-C."""
+    parameters = {**{key: each for key, each in _COMMON.items() if key != without}, **own}
 
-
-def _no_settings_with_target(target: str | None, config: Path | None, set_: Sequence[str] | None) -> None:
-    if target is not None and (config is not None or set_):
-        option = "--config" if config is not None else "--set"
-        raise InvalidRequest(f"{option}: the running service of --target keeps its settings; leave one of the two out")
-
-
-def _resumed(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> RunFolder:
-    shared = {"target": common["target"], "config": common["config"], "set": common["set_"]}
-    _no_options_with_resume({**given, **shared, "quick": common.get("quick") or None})
-    folder = RunFolder.open(common["resume"], "--resume")
-    name, _ = folder.config
-    if name != kind.name:
-        raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
-    return folder
-
-
-def _measure(experiment: Experiment, folder: RunFolder, access: AccessOptions, as_json: bool) -> None:
-    _, saved = folder.config
-    try:
-        with RunProgress(stderr_console(), experiment.name) as progress:
-            outcome = run_experiment(
-                experiment,
-                folder,
-                progress,
-                target=saved["target"],
-                access=access,
-                config=Path(saved["config"]) if saved["config"] else None,
-                settings=saved["settings"],
+    def command(**given: Any) -> None:
+        common = {key: given.pop(key, default) for key, (_, default) in _COMMON.items()}
+        kept = {**given, "target": common["target"], "quick": common["quick"] or None, "config": common["config"],
+                "set": common["set_"]}  # fmt: skip
+        clash = [key for key, value in kept.items() if value is not None]
+        if common["resume"] is not None and clash:
+            raise InvalidRequest(f"--{clash[0].replace('_', '-')}: a resumed run keeps its options; leave it out")
+        settings = [key for key in ("config", "set") if kept[key]]
+        if common["target"] is not None and settings:
+            raise InvalidRequest(
+                f"--{settings[0]}: the running service of --target keeps its settings; leave one of the two out"
             )
+        run(common, given, access_of(common))
+
+    command.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+            for key, (annotation, default) in parameters.items()
+        ]
+    )
+    app.command(name, help=text)(command)
+
+
+def _run_one(
+    kind: type[Experiment],
+    choose: Callable[[Mapping[str, Any], bool], Options],
+    common: Given,
+    given: Given,
+    access: AccessOptions,
+) -> None:
+    """Begin a run, or go on with one, whose options ``choose`` makes of those that were given."""
+    if common["resume"] is None:
+        experiment, service = kind(choose(given, common["quick"])), {key: common[key] for key in ("target", "config")}
+        settings = settings_of(common["set_"])
+        folder = new_folder(experiment, common["output"], access=access, settings=settings, **service)
+    else:
+        folder = RunFolder.open(common["resume"], "--resume")
+        if (name := folder.config[0]) != kind.name:
+            raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
+        experiment = kind.of(folder)
+    _, saved = folder.config
+    config = Path(saved["config"]) if saved["config"] else None
+    try:
+        with RunProgress(stderr_console(), kind.name) as progress:
+            outcome = run_experiment(
+                experiment, folder, progress, target=saved["target"], access=access, config=config,
+                settings=saved["settings"],
+            )  # fmt: skip
     except PdserveError:
         if finished := folder.finished():
             print_note(
                 stderr_console(),
-                f"{counted(len(finished), 'finished cell')} kept; go on with: pdserve experiment {experiment.name} "
+                f"{counted(len(finished), 'finished cell')} kept; go on with: pdserve experiment {kind.name} "
                 f"--resume {folder.path}, or draw them with: pdserve report {folder.path}",
             )
         raise
-    _finish(experiment.name, outcome, as_json)
+    _finish(kind.name, outcome, common["as_json"])
 
 
 def _finish(name: str, outcome: Outcome, as_json: bool) -> None:
-    folder = outcome.folder
-    console = stdout_console()
+    page, console = outcome.folder.path / PAGE, stdout_console()
     if outcome.summary is not None:
-        link_report(folder.path / PAGE)
+        link_report(page)
         if as_json:
             print_json(outcome.summary)
         else:
             console.print(outcome.summary["answer"], markup=False)
-            console.print(f"report  {folder.path / PAGE}", markup=False, soft_wrap=True)
+            console.print(f"report  {page}", markup=False, soft_wrap=True)
     if outcome.interrupted:
-        stderr_console().print(
-            f"interrupted; go on with: pdserve experiment {name} --resume {folder.path}", soft_wrap=True
-        )
+        resume = f"pdserve experiment {name} --resume {outcome.folder.path}"
+        stderr_console().print(f"interrupted; go on with: {resume}", soft_wrap=True)
         raise typer.Exit(130)
     for failure in outcome.failures:
         stderr_console().print(f"[red]failed[/]: {failure}")
@@ -140,36 +160,6 @@ def redraw_run(folder: Path, as_json: bool) -> None:
     kind = run_of(run)
     summary = redraw(kind, run)
     _finish(kind.name, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
-
-
-def _command(
-    kind: type[Experiment], own: Mapping[str, tuple[Any, Any]], choose: Callable[[Mapping[str, Any], bool], Options]
-) -> Callable[..., None]:
-    """The function behind ``pdserve experiment NAME``, with its ``own`` parameters (annotation and default), from which
-    ``choose`` makes options. It ends with exit code 1 if the run failed and 130 after Ctrl-C."""
-    parameters = {**{name: each for name, each in _COMMON.items() if name != "quick" or kind is not Sweep}, **own}
-
-    def run(**given: Any) -> None:
-        common = {name: given.pop(name) for name in _COMMON.keys() & parameters.keys()}
-        access, service = access_of(common), {name: common[name] for name in ("target", "config")}
-        if common["resume"] is not None:
-            folder = _resumed(kind, common, given)
-            experiment = kind.of(folder)
-        else:
-            _no_settings_with_target(common["target"], common["config"], common["set_"])
-            experiment, settings = kind(choose(given, common.get("quick", False))), settings_of(common["set_"])
-            folder = new_folder(experiment, common["output"], access=access, settings=settings, **service)
-        _measure(experiment, folder, access, common["as_json"])
-
-    run.__name__, run.__doc__ = kind.name, kind.question
-    run.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-            for name, (annotation, default) in parameters.items()
-        ]
-    )
-    return run
 
 
 _PANELS = {
@@ -186,21 +176,19 @@ def _panel(name: str) -> str:
 
 def _option(kind: type[Experiment], name: str) -> Any:
     """The typer annotation of an option: numbers are checked by typer, everything else by the experiment's options."""
-    field = kind.options_type.model_fields[name]
+    field, flag = kind.options_type.model_fields[name], name.replace("_", "-")
     quick = kind.options_type.quick_default(name)
     defaults = f"default: {_shown(field.default)}" + (f"; quick: {_shown(quick)}" if quick is not None else "")
-    text = f"{field.description} ({defaults})"
-    annotation = field.annotation
-    if get_origin(annotation) is Union or str(get_origin(annotation)) == "<class 'types.UnionType'>":
-        annotation = next(each for each in get_args(annotation) if each is not type(None))
-    plain = annotation if annotation in (int, float) else str
-    flags = f"--{name.replace('_', '-')}"
-    look: dict[str, Any] = {"help": text, "rich_help_panel": _panel(name)}
-    if annotation is bool:
-        return Annotated[bool | None, typer.Option(f"{flags}/--no-{name.replace('_', '-')}", **look)]
+    annotation: Any = field.annotation
+    look: dict[str, Any] = {"help": f"{field.description} ({defaults})", "rich_help_panel": _panel(name)}
     if get_origin(annotation) is Literal:
-        look |= {"help": f"{', '.join(get_args(annotation))}: {text}", "metavar": "<choice>"}
-    return Annotated[plain | None, typer.Option(flags, **look)]
+        look |= {"help": f"{', '.join(get_args(annotation))}: {look['help']}", "metavar": "<choice>"}
+    elif type(None) in get_args(annotation):
+        annotation = get_args(annotation)[0]
+    if annotation is bool:
+        return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", **look)]
+    plain: Any = annotation if annotation in (int, float) else str
+    return Annotated[plain | None, typer.Option(f"--{flag}", **look)]
 
 
 def _shown(value: Any) -> str:
@@ -209,54 +197,51 @@ def _shown(value: Any) -> str:
     return (",".join(map(str, value)) or "none") if isinstance(value, tuple | list) else str(value)
 
 
-for each in EXPERIMENTS:
-    options = {name: (_option(each, name), None) for name in each.options_type.model_fields}
-    app.command(each.name, help=each.question)(_command(each, options, each.options_type.choose))
-_FILE = Annotated[Path | None, typer.Argument(metavar="FILE", help="what to vary, see docs/experiments/sweep.md")]
-app.command("sweep", help=f"{Sweep.question} The combinations are listed in a YAML file.")(
-    _command(Sweep, {"file": (_FILE, None)}, lambda given, quick: SweepOptions.read(given["file"]))
-)
-
-
-@app.command("all")
-@with_access
-def run_all(
-    access: AccessOptions,
-    only: Annotated[str | None, typer.Option(help="run these experiments only (names with commas)")] = None,
-    target: _Target = None,
-    output: _Output = DEFAULT_OUTPUT,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="go on with the interrupted series in this folder")
-    ] = None,
-    quick: _Quick = False,
-    model: Annotated[str | None, typer.Option(help="model of the services that are started")] = None,
-    config: _Config = None,
-    set_: _Set = None,
-    as_json: _Json = False,
-) -> None:
-    """Run all experiments one after the other, and write an index page that links their reports.
-
-    An experiment that fails does not end the series. Exit code 1 if one failed, 130 after Ctrl-C."""
-    if resume is not None:
-        given = {"only": only, "target": target, "quick": quick or None, "model": model, "config": config, "set": set_}
-        _no_options_with_resume(given)
-        series = Series.open(resume)
+def _run_all(common: Given, given: Given, access: AccessOptions) -> None:
+    """Run experiments one after the other, or go on with that."""
+    if common["resume"] is not None:
+        series = Series.open(common["resume"])
     else:
-        _no_settings_with_target(target, config, set_)
+        only, config = given["only"], common["config"]
         names = None if only is None else [part.strip() for part in only.split(",") if part.strip()]
-        plan = SeriesPlan(Series.names(names), quick, model, target, str(config) if config else None, settings_of(set_))
-        series = Series.create(output, plan)
-    console = stderr_console()
+        plan = SeriesPlan(
+            Series.names(names), common["quick"], given["model"], common["target"], str(config) if config else None,
+            settings_of(common["set_"]),
+        )  # fmt: skip
+        series = Series.create(common["output"], plan)
+    console, states = stderr_console(), series.states
     interrupted = series.run(lambda name: RunProgress(console, name), access)
-    if as_json:
-        print_json({"folder": str(series.path), "experiments": series.states()})
+    if common["as_json"]:
+        print_json({"folder": str(series.path), "experiments": states()})
     else:
-        out = stdout_console()
-        for state in series.states():
-            out.print(f"{state['name']}: {state['state']}", markup=False, soft_wrap=True)
-        out.print(f"index  {series.path / 'index.html'}", markup=False, soft_wrap=True)
+        lines = [f"{state['name']}: {state['state']}" for state in states()]
+        for line in (*lines, f"index  {series.path / 'index.html'}"):
+            stdout_console().print(line, markup=False, soft_wrap=True)
     if interrupted:
         console.print(f"interrupted; go on with: pdserve experiment all --resume {series.path}", soft_wrap=True)
         raise typer.Exit(130)
-    if any(state["state"] != FINISHED for state in series.states()):
+    if any(state["state"] != FINISHED for state in states()):
         raise typer.Exit(1)
+
+
+for each in EXPERIMENTS:
+    options = {name: (_option(each, name), None) for name in each.options_type.model_fields}
+    _add(each.name, each.question, options, functools.partial(_run_one, each, each.options_type.choose))
+_FILE = Annotated[Path | None, typer.Argument(metavar="FILE", help="what to vary, see docs/experiments/sweep.md")]
+_add(
+    "sweep",
+    f"{Sweep.question} The combinations are listed in a YAML file.",
+    {"file": (_FILE, None)},
+    functools.partial(_run_one, Sweep, lambda given, quick: SweepOptions.read(given["file"])),
+    without="quick",
+)
+_add(
+    "all",
+    "Run all experiments one after the other, and write an index page that links their reports. An experiment that "
+    "fails does not end the series. Exit code 1 if one failed, 130 after Ctrl-C.",
+    {
+        "only": (_annotated(str | None, "run these experiments only (names with commas)"), None),
+        "model": (_annotated(str | None, "model of the services that are started"), None),
+    },
+    _run_all,
+)

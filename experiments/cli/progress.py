@@ -31,65 +31,54 @@ class RunProgress:
         self._console, self._name = console, name
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Bars(*columns, console=console, disable=not console.is_terminal)
-        self._cells: TaskID | None = None
-        self._steps: TaskID | None = None
-        self._total = self._done = 0
-        self._cells_to_come: list[Cell] = []
-        self._weight_done_s = 0.0
+        self._tasks: list[TaskID] = []
+        self._cells: Sequence[Cell] = ()
+        self._done = self._first = 0
         self._started_s = time.monotonic()
 
     def begin(self, cells: Sequence[Cell], finished: int) -> None:
         """Show the number of cells, and the time that the loads and pairs of those to come last at most."""
-        self._cells_to_come = list(cells[finished:])
-        self._total, self._done = len(cells), finished
-        self._cells = self._bars.add_task(self._name, total=len(cells), completed=finished)
+        self._cells, self._done, self._first = cells, finished, finished
+        self._tasks = [self._bars.add_task(self._name, total=len(cells), completed=finished)]
         if finished:
             self._console.print(f"{self._name}: {finished} of {counted(len(cells), 'cell')} measured before")
-        sending_s = sum(cell.sending_s for cell in cells[finished:])
-        if sending_s:
-            to_come = counted(len(cells) - finished, "cell")
+        if sending_s := sum(cell.sending_s for cell in cells[finished:]):
             self._console.print(
-                f"{self._name}: {to_come}; their loads and pairs take up to {sending_s / 60:.1f} min; starts of "
-                "services, warm-up and queues that empty come on top"
+                f"{self._name}: {counted(len(cells) - finished, 'cell')}; their loads and pairs take up to "
+                f"{sending_s / 60:.1f} min; starts of services, warm-up and queues that empty come on top"
             )
 
     def cell(self, cell: Cell) -> None:
-        """Show the cell and its steps."""
+        """Show the cell and its steps, and from the second one on the time that is left, which follows from the cells
+        so far."""
         self._finish_cell()
-        self._steps = self._bars.add_task(f"  {cell.name}", total=cell.work)
-        left = self._left()
-        if self._cells is not None:
-            self._bars.update(self._cells, description=f"{self._name}{left and f', {left}'}")
-        if not self._console.is_terminal:
-            elapsed_s = time.monotonic() - self._started_s
-            told = f"{elapsed_s:.0f} s{left and f', {left}'}"
-            self._console.print(f"{self._name} {self._done + 1}/{self._total} {cell.name}  ({told})")
+        self._tasks.append(self._bars.add_task(f"  {cell.name}", total=cell.work))
+        elapsed_s, left = time.monotonic() - self._started_s, ""
+        weight_s, to_come_s = (
+            sum(each.sending_s + _CELL_S for each in cells)
+            for cells in (self._cells[self._first : self._done], self._cells[self._done :])
+        )
+        if weight_s:
+            left_s = elapsed_s / weight_s * to_come_s
+            left = f", about {left_s / 60:.0f} min left" if left_s >= 90 else f", about {left_s:.0f} s left"
+        self._bars.update(self._tasks[0], description=f"{self._name}{left}")
         self._done += 1
-        if self._cells_to_come:
-            self._weight_done_s += _weight_s(self._cells_to_come.pop(0))
-
-    def _left(self) -> str:
-        """``about 4 min left``, from the time that the cells so far took; empty before the first has ended."""
-        if not self._weight_done_s:
-            return ""
-        elapsed_s = time.monotonic() - self._started_s
-        left_s = elapsed_s / self._weight_done_s * sum(map(_weight_s, self._cells_to_come))
-        return f"about {left_s / 60:.0f} min left" if left_s >= 90 else f"about {left_s:.0f} s left"
+        if not self._console.is_terminal:
+            place = f"{self._name} {self._done}/{len(self._cells)} {cell.name}"
+            self._console.print(f"{place}  ({elapsed_s:.0f} s{left})")
 
     def advance(self, steps: int) -> None:
         """Move the cell's bar."""
-        if self._steps is not None:
-            self._bars.advance(self._steps, steps)
+        self._bars.advance(self._tasks[-1], steps)
 
     def stage(self, text: str) -> None:
         """Print what is going on."""
         self._console.print(f"  {text}", markup=False)
 
     def _finish_cell(self) -> None:
-        if self._steps is not None and self._cells is not None:
-            self._bars.remove_task(self._steps)
-            self._bars.advance(self._cells)
-            self._steps = None
+        if len(self._tasks) > 1:
+            self._bars.remove_task(self._tasks.pop())
+            self._bars.advance(self._tasks[0])
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -101,10 +90,6 @@ class RunProgress:
         if kind is None:
             self._finish_cell()
         self._bars.stop()
-
-
-def _weight_s(cell: Cell) -> float:
-    return cell.sending_s + _CELL_S
 
 
 def link_report(page: Path) -> None:

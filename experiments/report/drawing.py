@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,16 +23,18 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4
 """Okabe and Ito's colours, which remain distinct with any common colour vision deficiency."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHED, DOTTED = (0, (5, 2)), (0, (2, 3))
-ARM_LOOKS: Mapping[str, Mapping[str, Any]] = {
-    "pd": {"label": "disaggregated", "color": PALETTE[1], "marker": "o"},
-    "colocated": {"label": "colocated", "color": PALETTE[0], "marker": "s", "linestyle": DASHED},
-}
-"""Disaggregated and colocated look the same in every picture."""
 _DPI = 140
 
 Records = Sequence[Mapping[str, Any]]
 Look = Mapping[str, Any]
 """Properties of matplotlib's lines or bars."""
+Looks = Mapping[Any, Look]
+"""The look of each series by its name."""
+ARM_LOOKS: Looks = {
+    "pd": {"label": "disaggregated", "color": PALETTE[1], "marker": "o"},
+    "colocated": {"label": "colocated", "color": PALETTE[0], "marker": "s", "linestyle": DASHED},
+}
+"""Disaggregated and colocated look the same in every picture."""
 
 
 def frame_of(records: Records) -> pandas.DataFrame:
@@ -55,14 +58,10 @@ def cumulative(values: Mapping[str, Sequence[float]], *, percent: bool = False, 
     at most as large, or ``longer``: at least as large."""
     found = []
     for series, each in values.items():
-        ordered = np.sort(np.asarray(each, float))
-        shares = (
-            (1 - np.arange(ordered.size) / ordered.size) if longer else np.arange(1, ordered.size + 1) / ordered.size
-        )
-        found += [
-            {"series": series, "value": float(value), "share": float(share) * (100 if percent else 1)}
-            for value, share in zip(ordered, shares, strict=True)
-        ]
+        n = len(each)
+        for place, value in enumerate(sorted(each)):
+            share = (n - place if longer else place + 1) / n
+            found.append({"series": series, "value": float(value), "share": share * (100 if percent else 1)})
     return found
 
 
@@ -75,7 +74,7 @@ class Mark:
     y: str
     by: str = ""
     """The column whose values are the series."""
-    looks: Mapping[Any, Look] = field(default_factory=dict)
+    looks: Looks = field(default_factory=dict)
     """How the series with a value of ``by`` looks; others have a colour and a marker each, in turn."""
     look: Look = field(default_factory=dict)
     """How all of them look."""
@@ -91,44 +90,36 @@ class Mark:
     def draw(self, axes: Any, panel: Panel) -> None:
         """Draw it."""
         frame = frame_of(self.data)
-        if not len(frame):
-            return
-        groups = list(frame.groupby(self.by, sort=False)) if self.by else [(None, frame)]
-        for number, (name, rows) in enumerate(groups):
-            label: dict[str, Any] = {} if name is None else {"label": str(name)}
-            turn: dict[str, Any] = {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)]}
-            own: Look = self.looks.get(name, {})
-            apart = 0.28 * (number - (len(groups) - 1) / 2) if panel.columns and self.kind == "points" else 0.0
-            self._draw_series(axes, panel, rows, {**turn, **label, **self.look, **own}, apart)
-
-    def _draw_series(self, axes: Any, panel: Panel, rows: Any, look: Look, apart: float) -> None:
-        x, y = (_estimate(rows, key) for key in (self.x, self.y))
-        if not {x, y} <= {*rows.columns}:
+        x, y = (_estimate(frame, key) for key in (self.x, self.y))
+        if not {x, y} <= {*frame.columns}:
             return  # no record has it
-        rows = rows.dropna(subset=[x, y])
-        if self.kind in ("line", "steps") and not panel.columns and not panel.rows:
-            rows = rows.sort_values(x, kind="stable")
+        groups = frame.groupby(self.by, sort=False) if self.by else [(None, frame)]
+        for color, marker, (name, rows) in zip(cycle(PALETTE), cycle(MARKERS), groups, strict=False):
+            label = {} if name is None else {"label": str(name)}
+            look = {"color": color, "marker": marker, **label, **self.look, **self.looks.get(name, {})}
+            rows = rows.dropna(subset=[x, y])
+            if self.kind in ("line", "steps") and not panel.rows:
+                rows = rows.sort_values(x, kind="stable")
+            self._draw_series(axes, panel, rows, look, x, y)
+
+    def _draw_series(self, axes: Any, panel: Panel, rows: Any, look: Look, x: str, y: str) -> None:
         xerr, yerr = _errors(rows, self.x, 1.0), _errors(rows, self.y, self.factor)
         ys = [panel.rows.index(value) if panel.rows else value * self.factor for value in rows[y]]
-        xs = [panel.columns.index(value) + apart if panel.columns else value for value in rows[x]]
-        drawn: dict[str, Any] = {"color": look["color"], "label": look.get("label")}
-        to = list(rows[self.to]) if self.to else [0.0] * len(xs)
+        xs, to = list(rows[x]), list(rows[self.to]) if self.to else [0.0] * len(rows)
+        drawn: Any = {"color": look["color"], "label": look.get("label")}
         if self.kind == "bars":
-            colors = {"color": list(rows["color"])} if "color" in rows else {}
             height = look.get("height", 0.6)
-            axes.barh(ys, xs, left=to, height=height, xerr=xerr, error_kw={"capsize": 4}, **{**drawn, **colors})
+            axes.barh(ys, xs, left=to, height=height, xerr=xerr, error_kw={"capsize": 4}, **drawn)
             xs = [max(start, start + x) for start, x in zip(to, xs, strict=True)]
         elif self.kind == "area":
             axes.fill_between(xs, ys, linewidth=0, step=look.get("step"), alpha=look.get("alpha"), **drawn)
         elif self.kind == "span":
-            axes.hlines(ys, xs, to, linewidth=look.get("linewidth", 1.4), **drawn)
+            axes.hlines(ys, xs, to, linewidth=1.4, **drawn)
         else:
             usual = {"capsize": 3, "elinewidth": 1.2, "linewidth": 1.6, "markersize": 5}
-            of_kind: dict[str, Look] = {
-                "points": {"linestyle": "", "zorder": 3},
-                "steps": {"drawstyle": "steps-post", "marker": ""},
-            }
-            axes.errorbar(xs, ys, xerr=xerr, yerr=yerr, **{**usual, **look, **of_kind.get(self.kind, {})})
+            points = {"linestyle": "", "zorder": 3} if self.kind == "points" else {}
+            steps = {"drawstyle": "steps-post", "marker": ""} if self.kind == "steps" else {}
+            axes.errorbar(xs, ys, xerr=xerr, yerr=yerr, **{**usual, **look, **points, **steps})
         for text, *place in zip(rows[self.text], xs, ys, strict=True) if self.text else ():
             axes.annotate(text, place, xytext=self.note, textcoords="offset points",
                           va="bottom" if self.note[1] else "center", ha="center" if not self.note[0] else "left",
@@ -140,25 +131,33 @@ def _estimate(frame: pandas.DataFrame, key: str) -> str:
     return next((name for name in (f"{key}.median", f"{key}.mean") if f"{key}.lo" in frame and name in frame), key)
 
 
-def _errors(frame: pandas.DataFrame, key: str, factor: float) -> list[Any] | None:
+def _errors(frame: pandas.DataFrame, key: str, factor: float) -> Any:
     """How far an interval reaches below and above its estimate; None for other columns."""
     if f"{key}.lo" not in frame:
         return None
-    value, lo, hi = (
-        factor * np.asarray(frame[name], float) for name in (_estimate(frame, key), f"{key}.lo", f"{key}.hi")
-    )
-    return [value - lo, hi - value]
+    edges = frame[[f"{key}.lo", _estimate(frame, key), f"{key}.hi"]].to_numpy(float)
+    return np.diff(factor * edges, axis=1).T
 
 
-def tail_marks(records: Records, key: str, row: str, looks: Mapping[Any, Look]) -> list[Mark]:
-    """A dot at the median and a bar at p99 of a distribution, and a line between them, in a row of each record."""
-    shared: dict[str, Any] = {"by": row, "looks": looks}
+def rows_picture(
+    stem: str, title: str, caption: str, records: Records, row: str, looks: Looks, figures: Mapping[str, str]
+) -> Picture:
+    """A panel for each of ``figures`` (``title | unit`` by column), in which each record has a row: a dot with its
+    interval, or of a distribution a dot at the median, a bar at p99, and a line between them."""
     ends = {name: {**look, "marker": "|", "markersize": 10, "markeredgewidth": 2} for name, look in looks.items()}
-    return [
-        Mark(records, f"{key}.p50", row, kind="span", to=f"{key}.p99", **shared),
-        Mark(records, f"{key}.p50", row, kind="points", **shared),
-        Mark(records, f"{key}.p99", row, kind="points", by=row, looks=ends),
-    ]
+    panels = []
+    for key, named in figures.items():
+        name, _, unit = named.partition(" | ")
+        marks = [Mark(records, key, row, row, looks, kind="points")]
+        if any("p99" in (record[key] or ()) for record in records):
+            unit += " (dot: median, bar: p99)"
+            marks = [
+                Mark(records, f"{key}.p50", row, row, looks, kind="span", to=f"{key}.p99"),
+                Mark(records, f"{key}.p50", row, row, looks, kind="points"),
+                Mark(records, f"{key}.p99", row, row, ends, kind="points"),
+            ]
+        panels.append(Panel(marks, unit, title=name, rows=[record[row] for record in records], xlim=(0, None)))
+    return Picture(stem, title, caption, panels, len(panels), share={"sharey": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,20 +169,20 @@ class Rule:
     text: str = ""
     look: Look = field(default_factory=dict)
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: Any, panel: Panel) -> None:
         """Draw it."""
         dashes: Any = (0, (3, 3)) if self.at or self.axis == "diagonal" else "-"
         look = {"color": FAINT, "linewidth": 0.9, "linestyle": dashes, "zorder": 1, **self.look}
+        text: Any = {"text": self.text, "textcoords": "offset points", "fontsize": 8.5, "color": look["color"]}
         if self.axis == "diagonal":
             axes.axline((0, 0), slope=1, **look)
-            return
-        (axes.axvline if self.axis == "x" else axes.axhline)(self.at, **look)
-        upright = self.axis == "x"
-        if self.text:
-            at: Any = {"xy": (self.at, 0.98), "xycoords": axes.get_xaxis_transform(), "xytext": (-3, 0), "rotation": 90,
-                  "va": "top", "ha": "right"} if upright else {
-                  "xy": (0.01, self.at), "xycoords": axes.get_yaxis_transform(), "xytext": (0, 3)}  # fmt: skip
-            axes.annotate(self.text, textcoords="offset points", fontsize=8.5, color=look["color"], **at)
+        elif self.axis == "x":
+            axes.axvline(self.at, **look)
+            axes.annotate(**text, xy=(self.at, 0.98), xycoords=axes.get_xaxis_transform(), xytext=(-3, 0), rotation=90,
+                          va="top", ha="right")  # fmt: skip
+        else:
+            axes.axhline(self.at, **look)
+            axes.annotate(**text, xy=(0.01, self.at), xycoords=axes.get_yaxis_transform(), xytext=(0, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,16 +200,10 @@ class Panel:
     tick_text: Callable[[float], str] = "{:g}".format
     rows: Sequence[str] = ()
     """The values of ``y`` in the marks, from the top: the y axis has a row for each."""
-    columns: Sequence[str] = ()
-    """The same of the x axis."""
-    row_names: Sequence[str] = ()
-    """What the rows are called, if not by their values."""
     xlim: tuple[float | None, float | None] = (None, None)
     ylim: tuple[float | None, float | None] = (None, None)
     legend: str = ""
     """Where matplotlib is to put a legend; ``above`` or ``right``: outside the axes."""
-    falling: bool = False
-    """Whether the y axis grows downwards."""
 
     def show(self, axes: Any) -> None:
         """Draw the marks."""
@@ -220,36 +213,29 @@ class Panel:
         for side, spine in axes.spines.items():
             spine.set(color="#c9ced6", visible=side in ("left", "bottom"))
         for mark in self.marks:
-            mark.draw(axes, self) if isinstance(mark, Mark) else mark.draw(axes)
-        for axis, set_scale in (("x", axes.set_xscale), ("y", axes.set_yscale)):
-            if axis in self.log:
-                set_scale("log")
+            mark.draw(axes, self)
+        for axis in self.log:
+            axes.set(**{f"{axis}scale": "log"})
 
     def finish(self, axes: Any) -> None:
         """Name and limit the axes, once panels that share them have their marks too."""
         from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-        for axis, limits, number in ((axes.xaxis, axes.set_xlim, 0), (axes.yaxis, axes.set_ylim, 1)):
-            limits(*(self.xlim, self.ylim)[number])
-            if "xy"[number] in self.log:
-                low, high = axes.get_xlim() if number == 0 else axes.get_ylim()
-                decades = math.log10(high / low)
-                subs = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
-                axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=30))
-                axis.set_minor_formatter(NullFormatter())
-                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set(xlim=self.xlim, ylim=self.ylim)
+        for name in self.log:
+            axis, (low, high) = getattr(axes, f"{name}axis"), getattr(axes, f"get_{name}lim")()
+            decades = math.log10(high / low)
+            subs = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
+            axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=30))
+            axis.set_minor_formatter(NullFormatter())
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         if self.ticks:
             axes.xaxis.set_major_locator(FixedLocator(sorted(set(self.ticks))))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: self.tick_text(value)))
         if self.rows:
-            axes.set_yticks(range(len(self.rows)), self.row_names or self.rows)
+            axes.set_yticks(range(len(self.rows)), self.rows)
             axes.set_ylim(len(self.rows) - 0.4, -0.6)
-        elif self.falling:
-            axes.invert_yaxis()
-        if self.columns:
-            axes.set_xticks(range(len(self.columns)), self.columns)
-            axes.set_xlim(-0.5, len(self.columns) - 0.5)
         axes.set_xlabel(self.x, fontsize=9.5, color=FAINT)
         axes.set_ylabel(self.y, fontsize=9.5, color=FAINT)
         axes.set_title(self.title, loc="left", fontsize=11, fontweight="bold", color=INK)
@@ -292,20 +278,19 @@ class Picture:
         height_in = self.height_in or rows * (0.4 * most + 1.4 if most else 4.2 if rows == 1 else 3.0)
         figure = Figure((7.0 + 1.5 * self.columns, height_in), layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
-        grid = list(figure.subplots(rows, self.columns, squeeze=False, **self.share).flat)
-        for axes, panel in zip(grid, self.panels, strict=False):
+        grid = [*figure.subplots(rows, self.columns, squeeze=False, **self.share).flat]
+        for panel, axes in zip(self.panels, grid, strict=False):
             panel.show(axes)
-        for axes, panel in zip(grid, self.panels, strict=False):
+        for panel, axes in zip(self.panels, grid, strict=False):
             panel.finish(axes)
         for axes in grid[len(self.panels) :]:
             axes.set_visible(False)
         if self.legend:
             named: dict[str, Any] = {}
-            for axes in figure.axes[: len(self.panels)]:
+            for axes in grid[: len(self.panels)]:
                 named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | named
             columns = 4 if max(map(len, named), default=0) < 20 else 2
-            figure.legend(list(named.values()), list(named), frameon=False, fontsize=9, ncols=columns,
-                          loc="outside lower center")  # fmt: skip
+            figure.legend(named.values(), named, frameon=False, fontsize=9, ncols=columns, loc="outside lower center")
         return figure
 
     def file(self, kind: str = "png") -> bytes:
@@ -338,8 +323,7 @@ def table(title: str, records: Records, columns: Sequence[str], caption: str = "
     numbers, after a factor if any: ``TTFT, ms | ttft.mean:.1f``, ``hits, % | hit_rate*100:.0f``. Several columns with
     `` / `` or a comma between them share a cell. What is missing is written –, and an interval with its edges."""
     split = [column.partition(" | ") for column in columns]
-    frame = frame_of(records)
-    rows = [[_cell(row, spec or header) for header, _, spec in split] for row in frame.to_dict("records")]
+    rows = [[_cell(row, spec or header) for header, _, spec in split] for row in frame_of(records).to_dict("records")]
     return TableBlock(title, [header for header, *_ in split], rows, caption)
 
 
@@ -352,21 +336,20 @@ def _cell(row: Mapping[Any, Any], spec: str) -> str:
 def _value(row: Mapping[Any, Any], spec: str) -> str:
     key, _, form = spec.partition(":")
     key, _, factor = key.partition("*")
-    estimate = next((name for name in ("median", "mean") if not _missing(row.get(f"{key}.{name}"))), None)
-    if estimate is not None and f"{key}.lo" in row:
-        plain = {edge: None if _missing(row[f"{key}.{edge}"]) else row[f"{key}.{edge}"] for edge in ("lo", "hi", "n")}
-        return interval_text({estimate: row[f"{key}.{estimate}"], **plain}, short if form == "short" else form,
-                             factor=float(factor or 1))  # fmt: skip
+    columns = {part: f"{key}.{part}" for part in ("median", "mean", "lo", "hi", "n")}
+    known = {part: row[column] for part, column in columns.items() if not _missing(row.get(column))}
+    if columns["lo"] in row and known.keys() & {"median", "mean"}:
+        plain = {"lo": None, "hi": None, **known}
+        return interval_text(plain, short if form == "short" else form, factor=float(factor or 1))
     value: Any = row.get(key)
     if _missing(value):
         return "–"
     if isinstance(value, bool):
         yes, no = form.split("|") if form else ("yes", "NO")
         return yes if value else no
-    if factor:
-        value *= float(factor)
     if isinstance(value, str):
         return value
+    value *= float(factor) if factor else 1
     return short(value) if form == "short" else f"{value:{form}}"
 
 
@@ -376,4 +359,4 @@ def short(value: float) -> str:
 
 
 def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return value is None or value != value  # nan

@@ -11,45 +11,49 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from experiments.report.drawing import Picture, TableBlock
-from experiments.run_folder import Figures, RunData
+from experiments.run_folder import RunData
 
 PAGE = "report.html"
 
 
 @dataclass(slots=True)
 class Report:
-    """What a run found. It reads well on its own: question, set-up, the answer in a sentence, evidence, caveats."""
+    """What a run found. It reads well on its own: question, set-up, the answer in a sentence, evidence, caveats.
+    Caveats that are false or empty
+    do not hold, and are left out."""
 
     title: str
     question: str
     answer: str
     setup: Sequence[tuple[str, str]] = ()
     blocks: list[Picture | TableBlock] = field(default_factory=list)
-    caveats: Sequence[str] = ()
+    caveats: Sequence[Any] = ()
     failures: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.caveats = [each for each in self.caveats if each]
 
     def save(self, folder: Path, footer: str = "") -> Path:
         """Write the page and its pictures into ``folder``; returns the page's path."""
-        shown: list[Figures] = []
+        data = {}
         for block in self.blocks:
             if isinstance(block, Picture):
                 png = block.file()
                 (folder / f"{block.stem}.png").write_bytes(png)
-                shown.append({"picture": block, "data": base64.b64encode(png).decode("ascii")})
-            else:
-                shown.append({"table": block})
-        return _render(folder / PAGE, "page.html.jinja", report=self, blocks=shown, footer=footer)
+                data[block.stem] = base64.b64encode(png).decode("ascii")
+        return _render(folder / PAGE, "page.html.jinja", report=self, data=data, footer=footer)
 
 
-def setup_of(run: RunData, method: str) -> list[tuple[str, str]]:
-    """The rows of a report's set-up. ``method`` says in a sentence how was measured."""
+def setup_of(run: RunData, method: str, **more: str) -> list[tuple[str, str]]:
+    """The rows of a report's set-up. ``method`` says in a sentence how was measured; ``more`` are further rows, unless
+    they are empty."""
     machine, service = run.environment.get("machine", {}), run.environment.get("service") or {}
     rows = [("machine", f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, {machine.get('system', '')}")]
     if service:
         workers = service.get("workers", [])
         rows.append(("service", f"{service.get('model', '?')} in {service.get('dtype', '?')}, {len(workers)} workers"))
     packages = ", ".join(f"{name} {version}" for name, version in machine.get("packages", {}).items())
-    return [*rows, ("method", method), ("versions", packages)]
+    return [*rows, ("method", method), ("versions", packages), *((name, text) for name, text in more.items() if text)]
 
 
 def save_index(folder: Path, title: str, entries: Sequence[Mapping[str, str]]) -> Path:
@@ -59,12 +63,8 @@ def save_index(folder: Path, title: str, entries: Sequence[Mapping[str, str]]) -
 
 
 def _render(path: Path, template: str, **values: Any) -> Path:
-    environment = Environment(
-        loader=PackageLoader("experiments.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("experiments.report", "templates")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+                              lstrip_blocks=True)  # fmt: skip
     path.write_text(environment.get_template(template).render(**values), encoding="utf-8")
     return path

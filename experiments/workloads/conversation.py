@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -79,24 +80,29 @@ class Conversation:
     session_id: str = ""
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """A source of conversations. Equal seeds give equal conversations."""
 
     @property
     def most_turns(self) -> int:
         """Turns of its longest conversation."""
+        return 1
 
     @property
     def own_count(self) -> int | None:
         """How many conversations it has; None if it makes as many as are asked for."""
+        return None
 
+    @abstractmethod
     def conversations(self, count: int, seed: int, vocab_size: int) -> Iterator[Conversation]:
         """The first ``count`` conversations, each made when it is asked for. Token ids are below ``vocab_size``."""
 
+    @abstractmethod
     def within(self, room: Room) -> Self:
         """This workload, with requests that fit ``room`` only. Raises what a request that does not fit would fail with
         (`InvalidRequest`, `CapacityExceeded`) if the workload cannot be limited without becoming another one."""
 
+    @abstractmethod
     def describe(self) -> str:
         """The workload in one line: where its prompts come from, their lengths, and what was scaled or left out."""
 

@@ -14,35 +14,29 @@ from typing import Annotated, Self, TypeVar
 
 import msgspec
 
-from experiments.workloads.conversation import Conversation, Room, Turn
+from experiments.workloads.conversation import Conversation, Room, Turn, Workload
 from experiments.workloads.synthetic import Fixed, Lengths
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
 
 T = TypeVar("T")
 
 
-def read_bytes(option: str, path: Path) -> bytes:
-    """The content of ``path``; `InvalidRequest` naming ``option`` if it cannot be read."""
+def read_bytes(path: Path) -> bytes:
+    """The content of ``path``; `InvalidRequest` if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"{option}: {path} cannot be read: {error.strerror or error}") from None
+        raise InvalidRequest(f"dataset_path: {path} cannot be read: {error.strerror or error}") from None
 
 
-def read_text(option: str, path: Path) -> str:
-    """The content of ``path``; `InvalidRequest` naming ``option`` if it cannot be read, or is not UTF-8."""
-    try:
-        return read_bytes(option, path).decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{option}: {path} is not UTF-8 text (byte {error.start})") from None
-
-
-def read_json_lines(option: str, path: Path, kind: type[T], expected: str) -> Iterator[tuple[int, T]]:
-    """Line numbers (from 1) and lines as ``kind``. Empty lines are skipped. `InvalidRequest` names ``option`` if the
-    file cannot be read, and file and line, followed by ``expected``, if a line is wrong."""
-    for number, line in enumerate(read_bytes(option, path).splitlines(), 1):
-        if line.strip():
-            yield number, decode(line, kind, f"{path}:{number}", expected)
+def read_json_lines(path: Path, kind: type[T], what: str, expected: str) -> Iterator[tuple[int, T]]:
+    """Line numbers (from 1) and lines as ``kind``. Empty lines are skipped. `InvalidRequest` names file and line,
+    followed by ``expected``, if a line is wrong, and ``what`` there is none of in a file without lines."""
+    lines = [(number, line) for number, line in enumerate(read_bytes(path).splitlines(), 1) if line.strip()]
+    if not lines:
+        raise InvalidRequest(f"dataset_path: {path} has no {what}; expected lines of {expected}")
+    for number, line in lines:
+        yield number, decode(line, kind, f"{path}:{number}", expected)
 
 
 def decode(text: bytes, kind: type[T], where: str, expected: str) -> T:
@@ -63,11 +57,18 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    conversations: list[_Message] = msgspec.field(default_factory=list)
+    conversations: list[_Message] = []
+
+    def pairs(self, turns: int) -> tuple[tuple[str, str], ...]:
+        """Up to ``turns`` questions of the human with their answers, from the beginning."""
+        both = zip(self.conversations[::2], self.conversations[1::2], strict=False)
+        found = itertools.takewhile(lambda pair: pair[0].speaker in ("human", "user"), both)
+        said = ((question.value, answer.value) for question, answer in found)
+        return tuple(itertools.islice(itertools.takewhile(all, said), turns))
 
 
 @dataclass(frozen=True, slots=True)
-class ShareGPT:
+class ShareGPT(Workload):
     """Conversations of a ShareGPT file, in an order drawn by the seed, and again from the first one if more are asked
     for. Each has up to ``turns`` turns: what the human says is sent; the answers are generated, with ``outputs``
     tokens, or (None) as many as the file's answer has. ``left_out`` counts conversations that are too long."""
@@ -83,8 +84,8 @@ class ShareGPT:
     def read(cls, path: Path, turns: int = 1, outputs: Lengths | None = None, pause_s: float = 0.0) -> Self:
         """Read a file with a JSON list of conversations. Those that do not begin with a question of the human and an
         answer are skipped. `InvalidRequest` if the file is of another form, or has no conversation."""
-        entries = decode(read_bytes("dataset_path", path), list[_Entry], str(path), SHARE_GPT_EXPECTED)
-        dialogues = tuple(pairs for entry in entries if (pairs := _pairs(entry.conversations, turns)))
+        entries = decode(read_bytes(path), list[_Entry], str(path), SHARE_GPT_EXPECTED)
+        dialogues = tuple(filter(None, (entry.pairs(turns) for entry in entries)))
         if not dialogues:
             raise InvalidRequest(
                 f"dataset_path: {path} has no conversation with a question and an answer; expected {SHARE_GPT_EXPECTED}"
@@ -98,28 +99,29 @@ class ShareGPT:
 
     @property
     def most_turns(self) -> int:
-        return max(len(pairs) for pairs in self.dialogues)
-
-    @property
-    def own_count(self) -> int | None:
-        return None
+        return max(map(len, self.dialogues))
 
     def conversations(self, count: int, seed: int, vocab_size: int) -> Iterator[Conversation]:
-        order = list(range(len(self.dialogues)))
+        order = [*range(len(self.dialogues))]
         random.Random(f"order/{seed}").shuffle(order)
         for index, which in zip(range(count), itertools.cycle(order), strict=False):
             rng = random.Random(f"lengths/{seed}/{index}")
-            yield Conversation(
-                tuple(
-                    Turn((), self._output_len(answer, rng), self.pause_s if turn else 0.0, question)
-                    for turn, (question, answer) in enumerate(self.dialogues[which])
-                )
-            )
+            turns: list[Turn] = []
+            for question, answer in self.dialogues[which]:
+                written = max(1, round(len(answer) / self.chars_per_token))
+                output_len = self.outputs.draw(rng) if self.outputs else written
+                turns.append(Turn((), output_len, self.pause_s if turns else 0.0, question))
+            yield Conversation(tuple(turns))
 
     def within(self, room: Room) -> Self:
-        """Without the conversations that are estimated to be longer than ``room``; `CapacityExceeded` if none is
-        left."""
-        short = tuple(pairs for pairs in self.dialogues if self._longest(pairs) <= room.tokens)
+        """Without the conversations that are estimated, with a margin of a tenth, to be longer than ``room``;
+        `CapacityExceeded` if none is left."""
+
+        def tokens(question: str, answer: str) -> float:
+            written = self.outputs.longest if self.outputs else len(answer) / self.chars_per_token + 1
+            return 1.1 * len(question) / self.chars_per_token + 1 + written
+
+        short = tuple(each for each in self.dialogues if round(sum(tokens(*pair) for pair in each)) <= room.tokens)
         if not short:
             raise CapacityExceeded(
                 f"dataset_path: none of the conversations of {self.path} fits the {room.tokens} tokens that the "
@@ -134,31 +136,9 @@ class ShareGPT:
             f"({self.left_out} longer ones left out); output {outputs}; {self.chars_per_token:.2f} characters per token"
         )
 
-    def _output_len(self, answer: str, rng: random.Random) -> int:
-        return max(1, round(len(answer) / self.chars_per_token)) if self.outputs is None else self.outputs.draw(rng)
-
-    def _longest(self, pairs: tuple[tuple[str, str], ...]) -> int:
-        """Tokens of a conversation, estimated with a margin of a tenth."""
-        tokens = 0.0
-        for question, answer in pairs:
-            written = self.outputs.longest if self.outputs else len(answer) / self.chars_per_token + 1
-            tokens += 1.1 * len(question) / self.chars_per_token + 1 + written
-        return round(tokens)
-
-
-def _pairs(messages: list[_Message], turns: int) -> tuple[tuple[str, str], ...]:
-    """Up to ``turns`` questions with their answers, from the beginning."""
-    pairs: list[tuple[str, str]] = []
-    for question, answer in zip(messages[::2], messages[1::2], strict=False):
-        human = question.speaker in ("human", "user")
-        if not (human and question.value and answer.value) or len(pairs) == turns:
-            break
-        pairs.append((question.value, answer.value))
-    return tuple(pairs)
-
 
 @dataclass(frozen=True, slots=True)
-class TextLines:
+class TextLines(Workload):
     """Prompts made of random lines of a text file (vLLM's data set "sonnet"): lines are added while the prompt is
     shorter than its length of ``inputs``, and the last one is cut."""
 
@@ -170,8 +150,11 @@ class TextLines:
 
     @classmethod
     def read(cls, path: Path, inputs: Lengths, outputs: Lengths) -> Self:
-        """Read a text file; `InvalidRequest` if it has no text."""
-        lines = tuple(line for line in read_text("dataset_path", path).splitlines() if line.strip())
+        """Read a text file; `InvalidRequest` if it has no text, or is not UTF-8."""
+        try:
+            lines = tuple(filter(str.strip, read_bytes(path).decode().splitlines()))
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"dataset_path: {path} is not UTF-8 text (byte {error.start})") from None
         if not lines:
             raise InvalidRequest(f"dataset_path: {path} has no lines of text")
         return cls(path, lines, inputs, outputs)
@@ -180,14 +163,6 @@ class TextLines:
     def sample(self) -> str:
         """Text to measure ``chars_per_token`` with."""
         return "\n".join(self.lines)[:2000]
-
-    @property
-    def most_turns(self) -> int:
-        return 1
-
-    @property
-    def own_count(self) -> int | None:
-        return None
 
     def conversations(self, count: int, seed: int, vocab_size: int) -> Iterator[Conversation]:
         for index in range(count):
@@ -223,32 +198,24 @@ class _OwnPrompt(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPrompts:
-    """The prompts of a file with one JSON object per line, in the file's order, and again from the first one if more
-    are asked for. ``outputs`` is for lines that have no output_len (or max_tokens) of their own."""
+class OwnPrompts(Workload):
+    """The prompts of a file with one JSON object per line, with their lines' numbers, in the file's order, and again
+    from the first one if more are asked for. ``outputs`` is for lines that have no output_len (or max_tokens) of their
+    own."""
 
     path: Path
-    prompts: tuple[_OwnPrompt, ...]
-    lines: tuple[int, ...]
+    prompts: tuple[tuple[int, _OwnPrompt], ...]
     outputs: Lengths
 
     @classmethod
     def read(cls, path: Path, outputs: Lengths) -> Self:
         """Read the file. `InvalidRequest` names the line that is wrong."""
-        lines, prompts = [], []
-        for number, prompt in read_json_lines("dataset_path", path, _OwnPrompt, _PROMPT_EXPECTED):
+        prompts = tuple(read_json_lines(path, _OwnPrompt, "prompts", _PROMPT_EXPECTED))
+        for line, prompt in prompts:
             if bool(prompt.prompt) == bool(prompt.token_ids):
                 what = "both prompt and token_ids" if prompt.prompt else "no prompt"
-                raise InvalidRequest(f"{path}:{number}: has {what}; expected {_PROMPT_EXPECTED}")
-            lines.append(number)
-            prompts.append(prompt)
-        if not prompts:
-            raise InvalidRequest(f"dataset_path: {path} has no prompts; expected lines of {_PROMPT_EXPECTED}")
-        return cls(path, tuple(prompts), tuple(lines), outputs)
-
-    @property
-    def most_turns(self) -> int:
-        return 1
+                raise InvalidRequest(f"{path}:{line}: has {what}; expected {_PROMPT_EXPECTED}")
+        return cls(path, prompts, outputs)
 
     @property
     def own_count(self) -> int | None:
@@ -256,20 +223,17 @@ class OwnPrompts:
 
     def conversations(self, count: int, seed: int, vocab_size: int) -> Iterator[Conversation]:
         """`InvalidRequest` names the line of a prompt with a token id that the vocabulary does not have."""
-        for index in range(count):
-            which = index % len(self.prompts)
-            prompt = self.prompts[which]
-            if prompt.token_ids and max(prompt.token_ids) >= vocab_size:
+        for index, (line, prompt) in zip(range(count), itertools.cycle(self.prompts), strict=False):
+            if (largest := max(prompt.token_ids, default=0)) >= vocab_size:
                 raise InvalidRequest(
-                    f"{self.path}:{self.lines[which]}: token id {max(prompt.token_ids)} is not in the model's "
-                    f"vocabulary of {vocab_size}"
+                    f"{self.path}:{line}: token id {largest} is not in the model's vocabulary of {vocab_size}"
                 )
             output_len = self._outputs_of(prompt).draw(random.Random(f"lengths/{seed}/{index}"))
             yield Conversation((Turn(prompt.token_ids, output_len, text=prompt.prompt),))
 
     def within(self, room: Room) -> Self:
         """Checks prompts of token ids; the service itself refuses texts that are too long."""
-        for line, prompt in zip(self.lines, self.prompts, strict=True):
+        for line, prompt in self.prompts:
             room.check(len(prompt.token_ids), self._outputs_of(prompt).longest, f"{self.path}:{line}")
         return self
 

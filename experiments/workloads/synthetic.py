@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Protocol, Self
 
-from experiments.workloads.conversation import Conversation, Room, Turn, random_tokens
+from experiments.workloads.conversation import Conversation, Room, Turn, Workload, random_tokens
 from pdserve.core.errors import InvalidRequest
 
 _NORMAL = NormalDist()
@@ -156,7 +156,7 @@ SHARED_SALT = "shared"
 
 
 @dataclass(frozen=True, slots=True)
-class Synthetic:
+class Synthetic(Workload):
     """Conversations of ``turns`` turns, each with ``inputs`` new tokens and ``outputs`` generated ones, drawn
     independently, and ``pause_s`` between an answer and the next turn.
 
@@ -187,10 +187,6 @@ class Synthetic:
     @property
     def most_turns(self) -> int:
         return self.turns
-
-    @property
-    def own_count(self) -> int | None:
-        return None
 
     def conversations(self, count: int, seed: int, vocab_size: int) -> Iterator[Conversation]:
         prefixes: dict[int, tuple[int, ...]] = {}

@@ -11,8 +11,8 @@ from typing import Annotated, Self
 
 import msgspec
 
-from experiments.workloads.arrivals import check_rate, random_arrivals
-from experiments.workloads.conversation import Conversation, Room, Turn, random_tokens
+from experiments.workloads.arrivals import random_arrivals
+from experiments.workloads.conversation import Conversation, Room, Turn, Workload, random_tokens
 from experiments.workloads.prompt_files import read_json_lines
 from experiments.workloads.synthetic import SHARED_SALT
 from pdserve.core.errors import InvalidRequest
@@ -35,7 +35,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Workload):
     """The requests of a trace file. A hash id becomes ``block_size`` tokens; with fewer than `TRACE_BLOCK_SIZE`, input
     and output lengths are scaled down by the same factor. All requests share one salt, so that prefix caches find the
     blocks that are equal. Requests with an equal first hash id are of one session."""
@@ -52,9 +52,9 @@ class Trace:
             raise InvalidRequest(
                 f"block_size: {block_size} is not within 1 … {TRACE_BLOCK_SIZE} (tokens of a hash id in the trace)"
             )
-        lines, requests = [], []
+        lines, requests = zip(*read_json_lines(path, TraceRequest, "requests", _EXPECTED), strict=True)
         earlier_ms = 0.0
-        for number, request in read_json_lines("dataset_path", path, TraceRequest, _EXPECTED):
+        for number, request in zip(lines, requests, strict=True):
             blocks = -(-request.input_length // TRACE_BLOCK_SIZE)
             if len(request.hash_ids) != blocks:
                 raise InvalidRequest(
@@ -67,21 +67,12 @@ class Trace:
                     f"{earlier_ms:g}; sort the trace by timestamp"
                 )
             earlier_ms = request.timestamp
-            lines.append(number)
-            requests.append(request)
-        if not requests:
-            raise InvalidRequest(f"dataset_path: {path} has no requests; expected lines of {_EXPECTED}")
-        return cls(path, tuple(requests), tuple(lines), block_size)
+        return cls(path, requests, lines, block_size)
 
     @property
     def times_s(self) -> list[float]:
         """The arrivals in seconds, the first one at 0."""
-        first_ms = self.requests[0].timestamp
-        return [(request.timestamp - first_ms) / 1e3 for request in self.requests]
-
-    @property
-    def most_turns(self) -> int:
-        return 1
+        return [(request.timestamp - self.requests[0].timestamp) / 1e3 for request in self.requests]
 
     @property
     def own_count(self) -> int | None:
@@ -93,21 +84,16 @@ class Trace:
             tokens: list[int] = []
             for hash_id in request.hash_ids:
                 tokens += random_tokens(f"trace/{seed}/{hash_id}", self.block_size, vocab_size)
-            turn = Turn(tuple(tokens[: self._scaled(request.input_length)]), self._scaled(request.output_length))
-            yield Conversation((turn,), SHARED_SALT, str(request.hash_ids[0]))
+            input_len, output_len = self._lengths(request)
+            yield Conversation((Turn(tuple(tokens[:input_len]), output_len),), SHARED_SALT, str(request.hash_ids[0]))
 
     def within(self, room: Room) -> Self:
         """Unchanged; the error names the line of the longest request, and a block size with which all fit."""
-
-        def tokens(request: TraceRequest) -> int:
-            return self._scaled(request.input_length) + self._scaled(request.output_length)
-
-        line, longest = max(zip(self.lines, self.requests, strict=True), key=lambda pair: tokens(pair[1]))
-        fits = (self.block_size * room.tokens) // (tokens(longest) + 2) if tokens(longest) > room.tokens else 0
+        lengths = [self._lengths(request) for request in self.requests]
+        line, longest = max(zip(self.lines, lengths, strict=True), key=lambda each: sum(each[1]))
+        fits = (self.block_size * room.tokens) // (sum(longest) + 2) if sum(longest) > room.tokens else 0
         remedy = f" (all fit with --block-size {fits}, which scales the trace down)" if fits else ""
-        room.check(
-            self._scaled(longest.input_length), self._scaled(longest.output_length), f"{self.path}:{line}{remedy}"
-        )
+        room.check(*longest, f"{self.path}:{line}{remedy}")
         return self
 
     def first(self, count: int) -> Self:
@@ -121,9 +107,12 @@ class Trace:
             scaled = f", {self.block_size} tokens per hash id: all lengths × {factor:g}"
         return f"trace {self.path.name}: {len(self.requests)} requests over {self.times_s[-1]:g} s{scaled}"
 
-    def _scaled(self, tokens: int) -> int:
-        """Rounded up, so that a prompt keeps a token of its last block."""
-        return -(-tokens * self.block_size // TRACE_BLOCK_SIZE)
+    def _lengths(self, request: TraceRequest) -> tuple[int, int]:
+        """Of input and output, rounded up, so that a prompt keeps a token of its last block."""
+        input_len, output_len = (
+            -(-tokens * self.block_size // TRACE_BLOCK_SIZE) for tokens in (request.input_length, request.output_length)
+        )
+        return input_len, output_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +139,6 @@ class SkewedPrefixes:
         """The requests of ``duration_s`` seconds, of which ``rate`` arrive per second (a Poisson process). Equal seeds
         give equal requests; another rate changes their times only, and how many there are."""
         self.validate()
-        check_rate("rate", rate)
         draw = random.Random(f"skewed/{seed}")
         weights = [rank**-self.skew for rank in range(1, self.prefixes + 1)]
         own_ids = itertools.count(self.prefixes * self.prefix_blocks)
@@ -158,9 +146,7 @@ class SkewedPrefixes:
         for at_s in itertools.takewhile(lambda at_s: at_s < duration_s, random_arrivals(rate, seed)):
             (prefix,) = draw.choices(range(self.prefixes), weights)
             shared = range(prefix * self.prefix_blocks, (prefix + 1) * self.prefix_blocks)
-            own = list(itertools.islice(own_ids, draw.randint(1, self.own_blocks)))
-            hash_ids = (*shared, *own)
-            requests.append(
-                TraceRequest(round(1e3 * at_s, 3), len(hash_ids) * TRACE_BLOCK_SIZE, self.output_len, hash_ids)
-            )
+            ids = (*shared, *itertools.islice(own_ids, draw.randint(1, self.own_blocks)))
+            length = len(ids) * TRACE_BLOCK_SIZE
+            requests.append(TraceRequest(round(1e3 * at_s, 3), length, self.output_len, ids))
         return Trace(Path("skewed"), tuple(requests), tuple(range(1, len(requests) + 1)), block_size)

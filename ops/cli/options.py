@@ -126,21 +126,6 @@ ACCESS_OPTIONS: Mapping[str, tuple[Any, Any]] = {
 instead, in ``PDSERVE_`` and its name."""
 
 
-def in_panels(panels: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Group parameters of a command (names with spaces between) under titles in its help."""
-
-    def grouped(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        for title, names in panels.items():
-            for name in names.split():
-                (option,) = signature.parameters[name].annotation.__metadata__
-                option.rich_help_panel = title
-        command.__signature__ = signature  # type: ignore[attr-defined]
-        return command
-
-    return grouped
-
-
 def with_options(
     parameter: str, options: Mapping[str, tuple[Any, str]], panel: str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,4 +1,4 @@
-"""A run of an experiment against a service, whose progress only counts."""
+"""A run of an experiment against a service, whose progress only counts; and what it found in data made by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.experiment import Cell, Experiment
-from experiments.run_folder import RunFolder
+import pytest
+
+from experiments.experiment import Cell, Experiment, RunKind
+from experiments.report.page import Report
+from experiments.run_folder import RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from tests.local_cluster import local_cluster
 
@@ -62,3 +65,24 @@ def measured_on_service(
     assert outcome.summary is not None
     assert redraw(experiment, folder) == outcome.summary
     return folder, dict(outcome.summary), [cell.name for cell in progress.cells]
+
+
+def judged(kind: type[RunKind], run: RunData, **options: Any) -> tuple[dict[str, Any], Report]:
+    """The summary and the report of a run with these options."""
+    experiment = kind(kind.options_type.choose(options))
+    summary = experiment.summarise(run)
+    return summary, experiment.report(run, summary)
+
+
+def holds(found: Any, expected: Mapping[str, Any], **tolerance: Any) -> None:
+    """Assert what is at each dotted key, a float within a tolerance."""
+    for key, value in expected.items():
+        got = found
+        for part in key.split("."):
+            got = got[int(part) if isinstance(got, list) else part]
+        assert got == (pytest.approx(value, **tolerance) if isinstance(value, float) else value), key
+
+
+def told(texts: Sequence[str], *words: str) -> bool:
+    """Whether each of ``words`` is in one of the texts."""
+    return all(any(each in text for text in texts) for each in words)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.scheduling.scheduler import SchedulerConfig
 from experiments.batching import CAPACITY, CONTINUOUS, STATIC, STEPS, Batching, BatchingOptions, _capacity
@@ -14,11 +17,12 @@ from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
 from experiments.engine_alone.steps import StepCase
 from experiments.experiment import Bench, Cell
 from experiments.load import Load, Outcome
+from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.simulated_pool import ARRIVALS, AT_ONCE, POOL, POOL_KINDS, CostModel, PoolLoad, simulate
 from pdserve.core.errors import NotReady
 from pdserve.core.request import Mode
-from tests.experiments.quiet import measured
+from tests.experiments.quiet import holds, judged, measured, told
 from tests.local_cluster import local_cluster
 
 COST = CostModel(step=10.0, decode_token=0.5, decode_context=0.001, prompt_token=0.25, prompt_pair=0.0005)
@@ -34,9 +38,15 @@ def step_ms(case: StepCase) -> float:
     return COST.step + case.rows * COST.prompt_token + case.pairs * COST.prompt_pair
 
 
+OPTIONS = {"decode_batches": (1, 4), "prefill_batches": (1, 4), "pool_seeds": 2, "prefill_tokens": 64, "context": 64}
+
+
 def experiment(**options: Any) -> Batching:
-    return Batching(BatchingOptions.choose({"decode_batches": (1, 4), "prefill_batches": (1, 4), "pool_seeds": 2,
-                                            "prefill_tokens": 64, "context": 64, **options}))  # fmt: skip
+    return Batching(BatchingOptions.choose({**OPTIONS, **options}))
+
+
+def found(*cells: FinishedCell, rows: Sequence[RequestRow]) -> tuple[dict[str, Any], Report]:
+    return judged(Batching, RunData("batching", {}, {}, cells, tuple(rows)), **OPTIONS)
 
 
 def steps_cell(rounds: int = 5) -> FinishedCell:
@@ -103,97 +113,77 @@ def test_equal_seeds_give_equal_simulations_and_arrivals_are_kept() -> None:
 
 
 def test_the_pool_cell_is_simulated_from_the_measured_steps(tmp_path: Path) -> None:
-    meter = experiment()
     rows: list[RequestRow] = []
-    steps = 0
-
-    def advance(by: int) -> None:
-        nonlocal steps
-        steps += by
-
-    cell = Cell(POOL, {}, None)
-    bench = Bench(cell, "", rows.append, advance, earlier={STEPS: steps_cell().facts})
-    bench.run(meter.measure)
-    assert steps == 2 * len(POOL_KINDS)
-    assert {(row.arm, row.kind, row.repeat) for row in rows} == {
-        (kind, part, seed) for kind in POOL_KINDS for part in (ARRIVALS, AT_ONCE) for seed in (0, 1)
-    }
-    assert {row.mode for row in rows} == {"simulated"}
+    steps: list[int] = []
+    bench = Bench(Cell(POOL, {}, None), "", rows.append, steps.append, earlier={STEPS: steps_cell().facts})
+    bench.run(experiment().measure)
+    assert sum(steps) == 2 * len(POOL_KINDS)
+    kinds = itertools.product(POOL_KINDS, (ARRIVALS, AT_ONCE), (0, 1), ("simulated",))
+    assert {(row.arm, row.kind, row.repeat, row.mode) for row in rows} == set(kinds)
 
     cells, service_rows = service_cells()
-    pool = FinishedCell(POOL, {}, 1.0, bench.facts)
-    run = RunData("batching", {}, {}, (steps_cell(), pool, *cells), (*rows, *service_rows))
-    summary = meter.summarise(run)
+    summary, report = found(steps_cell(), FinishedCell(POOL, {}, 1.0, bench.facts), *cells, rows=[*rows, *service_rows])
     assert list(summary["pools"]) == list(POOL_KINDS)
     assert summary["pool_is_simulated"] is True
-    paged = summary["pools"]["paged"]
     of_seed = [each for each in bench.facts["pools"] if (each["pool"], each["kind"]) == ("paged", AT_ONCE)]
     tokens = [sum(r.output_tokens for r in rows if (r.arm, r.kind, r.repeat) == ("paged", AT_ONCE, s)) for s in (0, 1)]
     rates = [count / each["duration_s"] for count, each in zip(tokens, of_seed, strict=True)]
-    assert paged["output_tokens_per_s"]["mean"] == pytest.approx(sum(rates) / 2, abs=1e-5)
-    assert paged["running"]["mean"] == pytest.approx(sum(each["running"] for each in of_seed) / 2, abs=1e-5)
-    report = meter.report(run, summary)
+    running = sum(each["running"] for each in of_seed) / 2
+    holds(summary["pools"]["paged"], {"output_tokens_per_s.mean": sum(rates) / 2, "running.mean": running}, abs=1e-5)
     page = report.save(tmp_path).read_text(encoding="utf-8")
-    assert "simulat" in page
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"sweeps", "joining", "pool_over_time", "pools"}
+    assert told([page], "simulat", "Steps over the batch size")
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"joining", "pool_over_time", "pools"}
 
 
 def test_sweeps_and_services_have_their_figures() -> None:
     cells, rows = service_cells()
-    summary = experiment().summarise(RunData("batching", {}, {}, (steps_cell(), *cells), tuple(rows)))
-    assert [step["batch"] for step in summary["decode_steps"]] == [1, 4]
-    four = summary["decode_steps"][1]
-    assert four["step_ms"]["mean"] == pytest.approx(step_ms(StepCase(4, 1, 64)), abs=1e-5)
-    assert four["tokens_per_s"]["mean"] == pytest.approx(4e3 / step_ms(StepCase(4, 1, 64)), abs=1e-5)
-    assert summary["prefill_steps"][1]["tokens"] == 256
-    assert summary["cost_model"]["median_error"] == 0
-    continuous, static = summary["batching"][CONTINUOUS], summary["batching"][STATIC]
-    assert continuous["output_tokens_per_s"]["mean"] == pytest.approx(100.0)
-    assert static["output_tokens_per_s"]["mean"] == pytest.approx(50.0)
-    assert continuous["e2e_ms"]["mean"] == pytest.approx(105.0)  # 5 ms late
-    assert continuous["ttft_ms"]["p99"] == pytest.approx(55.0)
-    assert continuous["itl_ms"]["p50"] == 15.0
-    assert continuous["late_ms"] == pytest.approx(5.0)
-    assert summary["static_over_continuous"] == pytest.approx(
-        {"output_tokens_per_s": 0.5, "e2e_mean": 305 / 105, "e2e_p99": 305 / 105}, abs=1e-4
-    )
-    assert summary["rate_per_s"] == 6.0
-    assert summary["pools"] == {}
-    assert summary["failed"] == []
+    summary, _ = found(steps_cell(), *cells, rows=rows)
+    four_ms = step_ms(StepCase(4, 1, 64))
+    figures = {
+        "decode_steps.0.batch": 1,
+        "decode_steps.1.batch": 4,
+        "decode_steps.1.step_ms.mean": four_ms,
+        "decode_steps.1.tokens_per_s.mean": 4e3 / four_ms,
+        "prefill_steps.1.tokens": 256,
+        "cost_model.median_error": 0.0,
+        "batching.continuous.output_tokens_per_s.mean": 100.0,
+        "batching.static.output_tokens_per_s.mean": 50.0,
+        "batching.continuous.e2e_ms.mean": 105.0,  # 5 ms late
+        "batching.continuous.ttft_ms.p99": 55.0,
+        "batching.continuous.itl_ms.p50": 15.0,
+        "batching.continuous.late_ms": 5.0,
+        "static_over_continuous.output_tokens_per_s": 0.5,
+        "static_over_continuous.e2e_mean": 305 / 105,
+        "static_over_continuous.e2e_p99": 305 / 105,
+        "rate_per_s": 6.0,
+        "pools": {},
+        "failed": [],
+    }
+    holds(summary, figures, abs=1e-4)
 
 
 def test_requests_that_failed_are_no_capacity() -> None:
-    def outcome(index: int, ended_s: float, error: NotReady | None) -> Outcome:
-        return Outcome(index, 0, Mode.COLOCATED, 0.0, 0.0, ended_s, 20, None, error)
-
-    served = [outcome(index, 2.0, None) for index in range(6)]
-    failed = [outcome(6 + index, 9.0, NotReady("gone")) for index in range(4)]
+    served, failed = (
+        [Outcome(index, 0, Mode.COLOCATED, 0.0, 0.0, ended_s, 20, None, error) for index in range(count)]
+        for count, ended_s, error in ((6, 2.0, None), (4, 9.0, NotReady("gone")))
+    )
     facts = _capacity(Load([*served, *failed], 9.0))
     assert facts == {"requests_per_s": 3.0, "failed": 4}
     with pytest.raises(NotReady, match="gone"):
         _capacity(Load(failed, 9.0))
-
     cells, rows = service_cells()
-    cells[0] = FinishedCell(CAPACITY, {}, 1.0, facts)
-    summary = experiment().summarise(RunData("batching", {}, {}, tuple(cells), tuple(rows)))
+    summary, _ = found(FinishedCell(CAPACITY, {}, 1.0, facts), *cells[1:], rows=rows)
     assert summary["failed"] == ["capacity: 4 requests failed"]
 
 
 def test_an_arm_of_which_everything_failed_has_no_ratio(tmp_path: Path) -> None:
     cells, rows = service_cells()
-    failing = [
-        RequestRow(
-            cell=row.cell, arm=row.arm, repeat=row.repeat, index=row.index, kind=row.kind, error="NotReady: gone"
-        )
-        if row.arm == STATIC
-        else row
-        for row in rows
-    ]
-    run = RunData("batching", {}, {}, (steps_cell(), *cells), tuple(failing))
-    summary = experiment().summarise(run)
+    lost = {"error": "NotReady: gone", "ttft_ms": None, "e2e_ms": None, "itl_ms": (), "output_tokens": 0}
+    failing = [replace(row, **lost) if row.arm == STATIC else row for row in rows]
+    summary, report = found(steps_cell(), *cells, rows=failing)
     assert summary["static_over_continuous"] is None
     assert summary["failed"]
-    experiment().report(run, summary).save(tmp_path)
+    report.save(tmp_path)
 
 
 def test_cells_need_no_service_for_steps_and_pools_and_services_go_there_and_back() -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import html
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.bench_plan import BenchPlan, Pace, run_bench
-from experiments.bench_report import BenchRecorder, BenchRun, BenchRunOptions, report_of
+from experiments.bench_plan import BenchPlan, run_bench
+from experiments.bench_report import BenchRecorder, BenchRun, report_of
 from experiments.cli.bench import _summary
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
@@ -21,6 +20,7 @@ from experiments.runner import redraw
 from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.launch.state import last_report
 from pdserve import AsyncClient
+from tests.experiments.quiet import holds, judged, told
 from tests.local_cluster import local_cluster
 from tests.pdserve.scripted_service import ScriptedService
 
@@ -35,55 +35,60 @@ def row(arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
     return RequestRow(**{**values, **changes})
 
 
+def run_of(*rows: RequestRow, **facts: Any) -> RunData:
+    cells = (FinishedCell("load", {}, 4.0, facts),) if facts else ()
+    return RunData("bench", {}, {}, cells, rows)
+
+
+def loads(mode: str) -> list[dict[str, Any]]:
+    return [{"mode": mode, "duration_s": 4.0, "unsent": 1, "partial": False, "planned": 5}]
+
+
 def test_the_figures_of_a_run() -> None:
     rows = (row("pd", 0, 20.0), row("pd", 1, 40.0), row("colocated", 0, 15.0), row("colocated", 1, 30.0),
             RequestRow(cell="load", arm="pd", repeat=0, index=2, sent_s=2.0, error="WorkerLost: gone"))  # fmt: skip
-    load = {"mode": "both", "duration_s": 4.0, "unsent": 1, "partial": False, "planned": 5}
-    cell = FinishedCell("load", {"mode": "both"}, 4.0, {"loads": [load], "leaked_blocks": 0, "workload": "random"})
-    kind = BenchRun(BenchRunOptions(slo="ttft=25", paired=True, percentiles="50,99"))
-    run = RunData("bench", {}, {}, (cell,), rows)
-    summary = kind.summarise(run)
-
+    run = run_of(*rows, loads=loads("both"), leaked_blocks=0, workload="random")
+    summary, _ = judged(BenchRun, run, slo="ttft=25", paired=True, percentiles="50,99")
     assert list(summary["arms"]) == ["pd", "colocated"]
-    pd = summary["arms"]["pd"]
-    assert (pd["requests"], pd["failed"], pd["failures"]) == (3, 1, {"WorkerLost": 1})
-    assert pd["ttft_ms"]["mean"] == 30.0
-    assert (pd["ttft_ms"]["p50"], pd["ttft_ms"]["count"]) == (30.0, 2)
-    assert pd["itl_ms"]["count"] == 4
-    assert pd["requests_per_s"] == 0.5
-    assert pd["output_tokens_per_s"] == 1.5
-    assert pd["total_tokens_per_s"] == 5.0
-    assert pd["goodput"] == {"requests_per_s": 0.25, "share": pytest.approx(1 / 3)}
-    assert pd["stages_ms"]["ttft"] == {"prefill": 29.0, "network": 1.0}
-    assert summary["added_ms"]["ttft"]["median"] == pytest.approx(7.5)
-    assert (summary["partial"], summary["leaked_blocks"], summary["slo_ms"]) == (False, 0, {"ttft": 25.0})
-    assert summary["failed"] == ["pd: 1 request failed, first with WorkerLost: gone"]
+    figures = {
+        "requests": 3,
+        "failed": 1,
+        "failures": {"WorkerLost": 1},
+        "ttft_ms.mean": 30.0,
+        "ttft_ms.p50": 30.0,
+        "ttft_ms.count": 2,
+        "itl_ms.count": 4,
+        "requests_per_s": 0.5,
+        "output_tokens_per_s": 1.5,
+        "total_tokens_per_s": 5.0,
+        "goodput.requests_per_s": 0.25,
+        "goodput.share": 1 / 3,
+        "stages_ms.ttft": {"prefill": 29.0, "network": 1.0},
+    }
+    holds(summary["arms"]["pd"], figures)
+    whole = {"added_ms.ttft.median": 7.5, "partial": False, "leaked_blocks": 0, "slo_ms": {"ttft": 25.0},
+             "failed": ["pd: 1 request failed, first with WorkerLost: gone"]}  # fmt: skip
+    holds(summary, whole)
 
 
 def test_an_open_loop_is_judged_from_when_requests_were_due() -> None:
     rows = (row("pd", 0, 20.0), row("pd", 1, 20.0, sent_s=1.1), row("pd", 2, 20.0, kv_bytes=7, request_id="wrong"))
-    load = {"mode": "pd", "duration_s": 4.0, "unsent": 1, "partial": False, "planned": 4}
-    run = RunData("bench", {}, {}, (FinishedCell("load", {}, 4.0, {"loads": [load]}),), rows)
-    kind = BenchRun(BenchRunOptions(slo="ttft=25", scheduled=True))
-    summary = kind.summarise(run)
-    pd = summary["arms"]["pd"]
-    assert pd["ttft_ms"]["max"] == pytest.approx(120.0)
-    assert pd["stages_ms"]["ttft"]["lag"] == pytest.approx(100 / 3, abs=1e-3)
-    assert (pd["e2e_ms"]["max"], pd["tpot_ms"]["max"]) == (pytest.approx(142.0), 11.0)
-    assert pd["goodput"] == {"requests_per_s": 0.5, "share": 0.5}  # with the one that was never sent
-    assert pd["lag"]["behind"]
-    assert "latencies count from when" in " ".join(kind.report(run, summary).caveats).lower()
-    assert "first in wrong: 7 instead of 0" in summary["failed"][0]
-    closed = BenchRun(BenchRunOptions(slo="ttft=25")).summarise(run)["arms"]["pd"]
-    assert (closed["ttft_ms"]["max"], closed["lag"], closed["goodput"]["share"]) == (20.0, None, 1.0)
+    run = run_of(*rows, loads=loads("pd"))
+    summary, report = judged(BenchRun, run, slo="ttft=25", scheduled=True)
+    figures = {"ttft_ms.max": 120.0, "stages_ms.ttft.lag": 100 / 3, "e2e_ms.max": 142.0, "tpot_ms.max": 11.0,
+               "goodput": {"requests_per_s": 0.5, "share": 0.5}, "lag.behind": True}  # fmt: skip
+    holds(summary["arms"]["pd"], figures, abs=1e-3)  # the goodput is with the one that was never sent
+    assert told(report.caveats, "Latencies count from when")
+    assert told(summary["failed"], "first in wrong: 7 instead of 0")
+    closed, _ = judged(BenchRun, run, slo="ttft=25")
+    holds(closed["arms"]["pd"], {"ttft_ms.max": 20.0, "lag": None, "goodput.share": 1.0})
 
 
 async def test_a_load_beside_requests_of_others_has_a_caveat(tmp_path: Path, service: ScriptedService) -> None:
-    plan = BenchPlan(Synthetic(Fixed(20), Fixed(3)), Pace(concurrency=2), requests=4)
+    plan = BenchPlan.of(Synthetic(Fixed(20), Fixed(3)), concurrency=2, requests=4)
     async with AsyncClient(service.target) as client:
         busy = replace(await client.status(), running=3, queued=2)
-        recorder = BenchRecorder(tmp_path, plan, service.target)
-        recorder.begin(busy)
+        recorder = BenchRecorder(tmp_path, plan, service.target, busy)
         loads = await run_bench(client, plan, busy, recorder.record, asyncio.Event())
         reports = [report_of(plan, *load) for load in loads]
     recorder.finish(reports)
@@ -100,7 +105,7 @@ def test_a_report_is_drawn_once(tmp_path: Path, pdserve: Any, monkeypatch: pytes
     drawn: list[str] = []
     report = BenchRun.report
 
-    def counted(self: BenchRun, run: RunData, summary: Mapping[str, Any]) -> Report:
+    def counted(self: BenchRun, run: RunData, summary: dict[str, Any]) -> Report:
         drawn.append(run.name)
         return report(self, run, summary)
 
@@ -115,18 +120,15 @@ def test_stages_are_in_the_order_of_their_table_whichever_request_came_first() -
     colocated = {"prefill": 5.0, "first_decode": 3.0, "unattributed": 0.0}
     pd = {"network": 1.0, "prefill": 5.0, "kv_exposed": 2.0, "first_decode": 3.0, "unattributed": 0.0}
     rows = [row("auto", index, 20.0, stages_ms={"ttft_decode": stages}) for index, stages in enumerate((colocated, pd))]
-    summary = BenchRun(BenchRunOptions(scheduled=True)).summarise(RunData("bench", {}, {}, (), tuple(rows)))
+    summary, _ = judged(BenchRun, run_of(*rows), scheduled=True)
     stages_ms = summary["arms"]["auto"]["stages_ms"]["ttft_decode"]
     assert list(stages_ms) == ["lag", "network", "prefill", "kv_exposed", "first_decode", "unattributed"]
 
 
 def test_a_run_that_was_killed_has_the_rows_so_far() -> None:
-    run = RunData("bench", {}, {}, (), (row("auto", 0, 20.0), row("auto", 1, 40.0)))
-    kind = BenchRun(BenchRunOptions())
-    summary = kind.summarise(run)
-    assert summary["partial"]
-    assert summary["arms"]["auto"]["duration_s"] == pytest.approx(1.062)
-    assert "interrupted" in kind.report(run, summary).caveats[0]
+    summary, report = judged(BenchRun, run_of(row("auto", 0, 20.0), row("auto", 1, 40.0)))
+    holds(summary, {"partial": True, "arms.auto.duration_s": 1.062})
+    assert told(report.caveats, "interrupted")
 
 
 def test_a_bench_writes_its_folder_and_report_draws_it_again(tmp_path: Path, pdserve: Any) -> None:

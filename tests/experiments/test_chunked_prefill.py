@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from experiments.interference import ChunkedPrefill, ChunkedPrefillOptions
 from experiments.run_folder import RunData
-from tests.experiments.quiet import measured_on_service
+from tests.experiments.quiet import holds, judged, measured_on_service
 from tests.experiments.test_interference import windows_of
 
 FIGURES: dict[str, tuple[float, float | None, int]] = {
@@ -22,33 +21,21 @@ def run_of(repeats: int = 6) -> RunData:
     return windows_of("chunked-prefill", {f"{chunk}/pass-1": [chunk] for chunk in FIGURES}, FIGURES, repeats)
 
 
-def experiment(**options: Any) -> ChunkedPrefill:
-    return ChunkedPrefill(ChunkedPrefillOptions.choose({"chunk_sizes": (64, 256), **options}))
-
-
-def test_the_best_chunk_size_is_named() -> None:
-    summary = experiment().summarise(run_of())
+def test_the_best_chunk_size_is_named_and_every_one_is_shown(tmp_path: Path) -> None:
+    summary, report = judged(ChunkedPrefill, run_of(), chunk_sizes=(64, 256))
     assert list(summary["arms"]) == ["64", "256", "off"]
-    assert summary["best_chunk"] == 256  # 101 of 121 tokens per second are too few
-    assert experiment(throughput_share=0.8).summarise(run_of())["best_chunk"] == 64
-    assert summary["traffic"]["long_prompt_s"] == 0.5
-
-
-def test_the_report_shows_every_chunk_size(tmp_path: Path) -> None:
-    run, meter = run_of(), experiment()
-    report = meter.report(run, meter.summarise(run))
-    page = report.save(tmp_path).read_text(encoding="utf-8")
+    holds(summary, {"best_chunk": 256, "traffic.long_prompt_s": 0.5})  # 101 of 121 tokens per second are too few
     assert report.answer.startswith("Chunks of 256 tokens")
-    assert "whole prompts" in page
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "over_chunk.png",
-        "itl_over_time.png",
-        "itl_distribution.png",
-    }
+    assert "whole prompts" in report.save(tmp_path).read_text(encoding="utf-8")
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"trade", "itl_over_time", "itl_distribution"}
+    less, _ = judged(ChunkedPrefill, run_of(), chunk_sizes=(64, 256), throughput_share=0.8)
+    assert less["best_chunk"] == 64
 
 
 def test_services_differ_in_their_chunks_alone() -> None:
-    cells = experiment(repeats=2, decoding=3).cells(None)
+    cells = ChunkedPrefill(ChunkedPrefillOptions.choose({"chunk_sizes": (64, 256), "repeats": 2, "decoding": 3})).cells(
+        None
+    )
     assert [cell.parameters.get("chunk") for cell in cells] == [None, "64", "256", "off", "off", "256", "64"]
     services = [dict(cell.service or {}) for cell in cells]
     assert {service.pop("engine.chunk_tokens") for service in services} == {"64", "256", "off"}

@@ -34,10 +34,8 @@ SUMMARY = {"cells": [{"cell": "x", "n": 3, "added": {"mean": 2.0, "lo": 1.5, "hi
 
 
 def test_rows_are_compared_with_an_interval(tmp_path: Path) -> None:
-    other = {
-        "cells": [{"cell": "x", "n": 9, "added": {"mean": 3.0, "lo": 2.75, "hi": 3.5, "n": 9}}],
-        "goodput_rps": 3.0,
-    }
+    added = {"mean": 3.0, "lo": 2.75, "hi": 3.5, "n": 9}
+    other = {"cells": [{"cell": "x", "n": 9, "added": added}], "goodput_rps": 3.0}
     found, _ = compare(run(tmp_path, [10.0, 12.0, 11.0] * 2, SUMMARY), run(tmp_path, [20.0, 22.0, 21.0] * 2, other))
     by_key = {each.key: each for each in found}
     assert list(by_key) == ["rows.load.pd.ttft_ms", "rows.load.pd.e2e_ms", "cells.x.added", "goodput_rps"]
@@ -50,16 +48,26 @@ def test_rows_are_compared_with_an_interval(tmp_path: Path) -> None:
     assert by_key["goodput_rps"].interval is None
 
 
-def test_a_summary_is_flattened_by_names() -> None:
-    summary = {"a": 1, "list": [{"system": "1P1D", "x": 2.5}, 7], "n": 3, "flag": True, "text": "no", "none": None}
-    assert flatten(summary) == {"a": 1.0, "list.1P1D.x": 2.5, "list.1": 7.0}
-
-
-def test_entries_of_a_list_are_named_by_what_tells_them_apart() -> None:
-    arms = [{"cell": "x", "arm": "none", "y": 1}, {"cell": "x", "arm": "both", "y": 2}]
-    assert flatten({"cells": arms}) == {"cells.x.none.y": 1.0, "cells.x.both.y": 2.0}
-    points = [{"rate_per_device": 0.5, "y": 1}, {"batch": 4, "tokens": 8, "y": 2}, {"shared_len": 16, "y": 3}]
-    assert flatten(points) == {"rate_per_device=0.5.y": 1.0, "batch=4,tokens=8.y": 2.0, "shared_len=16.y": 3.0}
+@pytest.mark.parametrize(
+    ("summary", "figures"),
+    [
+        (
+            {"a": 1, "list": [{"system": "1P1D", "x": 2.5}, 7], "n": 3, "flag": True, "text": "no", "none": None},
+            {"a": 1.0, "list.1P1D.x": 2.5, "list.1": 7.0},
+        ),
+        # Entries of a list are named by what tells them apart.
+        (
+            {"cells": [{"cell": "x", "arm": "none", "y": 1}, {"cell": "x", "arm": "both", "y": 2}]},
+            {"cells.x.none.y": 1.0, "cells.x.both.y": 2.0},
+        ),
+        (
+            [{"rate_per_device": 0.5, "y": 1}, {"batch": 4, "tokens": 8, "y": 2}, {"shared_len": 16, "y": 3}],
+            {"rate_per_device=0.5.y": 1.0, "batch=4,tokens=8.y": 2.0, "shared_len=16.y": 3.0},
+        ),
+    ],
+)
+def test_a_summary_is_flattened_by_names(summary: Any, figures: dict[str, float]) -> None:
+    assert flatten(summary) == figures
 
 
 def test_requests_of_different_kinds_are_apart(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from experiments.run_folder import FinishedCell, RequestRow, RunData
 from pdserve import ServiceStatus, ServiceWorker
 from pdserve.core.errors import InvalidRequest
 from pdserve.pb import inference_pb2 as pb
-from tests.experiments.quiet import measured_on_service
+from tests.experiments.quiet import holds, judged, measured_on_service
 
 
 def row(cell: str, arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
@@ -25,10 +25,12 @@ def row(cell: str, arm: str, index: int, ttft_ms: float, **changes: Any) -> Requ
     return RequestRow(**{**values, **changes})
 
 
-def loaded(split: str, rate: float, good: dict[str, int]) -> tuple[FinishedCell, list[RequestRow]]:
+Cell = tuple[FinishedCell, Sequence[RequestRow]]
+
+
+def loaded(split: str, rate: float, good: dict[str, int]) -> Cell:
     """A cell with ten requests per arm in 5 s, of which ``good`` by arm have a TTFT of 10 ms and the others 100 ms."""
-    devices = Split.parse(split, "").devices
-    name = f"{split}/rate-{rate:g}"
+    name, devices = f"{split}/rate-{rate:g}", Split.parse(split, "").devices
     loads = [{"arm": arm, "repeat": 0, "duration_s": 5.0, "took_s": 6.0, "lag": None} for arm in good]
     parameters = {"split": split, "devices": devices, "load": f"rate-{rate:g}", "rate_per_device": rate}
     rows = [
@@ -37,12 +39,9 @@ def loaded(split: str, rate: float, good: dict[str, int]) -> tuple[FinishedCell,
     return FinishedCell(name, parameters, 1.0, {"loads": loads, "workload": "random"}), rows
 
 
-def summary_of(*cells: tuple[FinishedCell, Sequence[RequestRow]], **options: Any) -> dict[str, Any]:
-    run = RunData(
-        "goodput", {}, {}, tuple(cell for cell, _ in cells), tuple(each for _, rows in cells for each in rows)
-    )
-    experiment = Goodput(GoodputOptions(**{"slo": "ttft=50", **options}))
-    return experiment.summarise(run)
+def summary_of(*cells: Cell, slo: str = "ttft=50") -> dict[str, Any]:
+    rows = tuple(each for _, of_cell in cells for each in of_cell)
+    return judged(Goodput, RunData("goodput", {}, {}, tuple(cell for cell, _ in cells), rows), slo=slo)[0]
 
 
 def test_the_best_split_and_its_gain() -> None:
@@ -53,21 +52,22 @@ def test_the_best_split_and_its_gain() -> None:
         loaded("1P2D", 1.0, {"pd": 1, "colocated": 0}),
     )
     by_name = {system["system"]: system for system in summary["systems"]}
-    assert set(by_name) == {"2P1D disaggregated", "1P2D disaggregated", "3 colocated"}
     offered = 10 / 5.0 / 3  # requests per second and device
-    best = by_name["2P1D disaggregated"]
-    assert best["goodput_rps_per_device"]["mean"] == pytest.approx(offered, abs=1e-5)
-    assert (best["at_rate_per_device"], best["sustained_rate_per_device"]) == (0.5, 0.5)
-    assert [point["attainment"]["mean"] for point in best["points"]] == [1.0, 0.8]
-    colocated = by_name["3 colocated"]  # the rows of both services together
-    # Of the two rounds, one met it with 10 of 10 requests and one with 8: too few for an interval.
-    assert colocated["points"][0]["attainment"] == {"mean": 0.9, "lo": None, "hi": None, "n": 2}
-    assert colocated["goodput_rps_per_device"]["mean"] == pytest.approx(0.9 * offered, abs=1e-5)
-    assert by_name["1P2D disaggregated"]["sustained_rate_per_device"] == 0.5
-    assert summary["best_split"] == "2P1D"
-    assert summary["gain_rps_per_device"]["mean"] == pytest.approx(0.1 * offered, abs=1e-5)
-    assert summary["slo_ms"] == {"ttft": 50.0}
-    assert summary["failed"] == []
+    figures = {
+        "2P1D disaggregated.goodput_rps_per_device.mean": offered,
+        "2P1D disaggregated.at_rate_per_device": 0.5,
+        "2P1D disaggregated.sustained_rate_per_device": 0.5,
+        "2P1D disaggregated.points.1.attainment.mean": 0.8,
+        # The rows of both services together. Of the two rounds, one met it with 10 of 10 requests and one with 8: too
+        # few for an interval.
+        "3 colocated.points.0.attainment": {"mean": 0.9, "lo": None, "hi": None, "n": 2},
+        "3 colocated.goodput_rps_per_device.mean": 0.9 * offered,
+        "1P2D disaggregated.sustained_rate_per_device": 0.5,
+    }
+    holds(by_name, figures, abs=1e-5)
+    assert len(by_name) == 3
+    whole = {"best_split": "2P1D", "gain_rps_per_device.mean": 0.1 * offered, "slo_ms": {"ttft": 50.0}, "failed": []}
+    holds(summary, whole, abs=1e-5)
 
 
 def test_goodput_counts_from_when_requests_were_due() -> None:
@@ -76,23 +76,19 @@ def test_goodput_counts_from_when_requests_were_due() -> None:
     cell.facts["loads"][0]["unsent"] = 2
     summary = summary_of((cell, late))
     by_arm = {system["arm"]: system for system in summary["systems"]}
-    assert by_arm["pd"]["points"][0]["attainment"]["mean"] == pytest.approx(0.5)  # 6 of 12
-    assert by_arm["pd"]["goodput_rps_per_device"]["mean"] == pytest.approx(6 / 5.0 / 2)
-    assert by_arm["colocated"]["points"][0]["attainment"]["mean"] == 1.0
-    assert summary["cells"][0]["attainment"]["pd"]["mean"] == pytest.approx(0.5)
+    figures = {"pd.points.0.attainment.mean": 0.5, "pd.goodput_rps_per_device.mean": 6 / 5.0 / 2,  # 6 of 12
+               "colocated.points.0.attainment.mean": 1.0}  # fmt: skip
+    holds(by_arm, figures, abs=1e-5)
+    holds(summary, {"cells.0.attainment.pd.mean": 0.5})
 
 
 def test_an_automatic_slo_is_of_the_idle_requests() -> None:
     idle = FinishedCell("1P1D/idle", {"split": "1P1D", "devices": 2, "load": "idle"}, 1.0, {})
     rows = [row("1P1D/idle", arm, index, 10.0 + index) for index in range(11) for arm in ("pd", "colocated")]
-    summary = summary_of((idle, rows), loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}), slo="auto")
-    assert summary["slo_ms"] == {"ttft": 38.0, "itl": 10.0}  # twice the 90th percentile, and twice the median gap
-
-
-def test_without_an_slo_there_is_no_answer() -> None:
-    summary = summary_of(loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}), slo="auto")
-    assert summary["slo_ms"] is None
-    assert (summary["systems"], summary["best_split"]) == ([], None)
+    load = loaded("1P1D", 1.0, {"pd": 5, "colocated": 10})
+    # Twice the 90th percentile, and twice the median gap.
+    holds(summary_of((idle, rows), load, slo="auto"), {"slo_ms": {"ttft": 38.0, "itl": 10.0}})
+    holds(summary_of(load, slo="auto"), {"slo_ms": None, "systems": [], "best_split": None})
 
 
 def test_a_running_service_keeps_its_split() -> None:

@@ -166,9 +166,14 @@ def transport() -> tuple[dict[str, Any], RunData]:
 
 CLAIM = re.compile(
     r"disaggregation adds|has the lowest|have the lowest|(more|less) than the|it pays|ms \[[^]]*\] earlier|times less"
-    r"|times the t|is [0-9.]+ times"
+    r"|times the t|is [0-9.]+ times|times as much"
 )
 """What only the headline of a run that shows an effect says."""
+NUMBER = re.compile(r"[0-9.]+ (ms|s|µs|GB/s|Gbit/s|requests/s|(output )?tokens/s)\b")
+COUNTED = re.compile(
+    r"\[|±|by arithmetic|\b[1-9][0-9,]* (disaggregated )?(request|pair|gap|long prompt|cell|measured load)s?\b"
+)
+"""A measured figure, and the interval or the count that has to stand in its sentence."""
 PLANTED: dict[str, tuple[Callable[[], tuple[dict[str, Any], RunData]], str]] = {
     "added-ttft": (added_ttft, "no difference of token 1 could be measured (±"),
     "sweep": (sweep, "no difference of token 2 could be measured (±"),
@@ -196,3 +201,5 @@ def test_no_headline_claims_an_effect_that_is_not_there(tmp_path: Path, kind: ty
     answer = report.answer
     assert told in answer
     assert not CLAIM.search(answer), answer
+    for sentence in re.split(r"(?<=[.;]) ", answer):
+        assert not NUMBER.search(sentence) or COUNTED.search(sentence), sentence

@@ -12,10 +12,11 @@ import pytest
 from experiments.interference import ALONE_BUSY, ALONE_IDLE, CALIBRATION, PD, Interference, InterferenceOptions
 from experiments.neighbours import CANCELLED, DECODING, LONG
 from experiments.report.drawing import Picture
+from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData
 from pdserve import Client
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.quiet import measured_on_service
+from tests.experiments.quiet import holds, judged, measured_on_service, told
 from tests.local_cluster import local_cluster
 
 ITL_MS = {
@@ -62,35 +63,26 @@ def run_of(repeats: int = 6, cores: Sequence[str] = ("0", "1"), **changes: Any) 
     return windows_of("interference", arms, figures, repeats, cores, **changes)
 
 
-def experiment(**options: Any) -> Interference:
-    return Interference(InterferenceOptions.choose({"chunk_sizes": (64, 128), **options}))
+def found(run: RunData) -> tuple[dict[str, Any], Report]:
+    return judged(Interference, run, chunk_sizes=(64, 128))
 
 
-def test_the_ratio_is_the_disaggregated_tail_over_that_of_the_control() -> None:
-    summary = experiment().summarise(run_of())
-    assert summary["p99_itl_ratio"] == pytest.approx(1.1)
-    assert summary["p99_itl_ratio_interval"] == {"median": 1.1, "lo": 1.1, "hi": 1.1, "n": 6}
-    assert summary["one_core_per_role"] is True
-    assert summary["best_chunk"] == 64
-    assert summary["failed"] == []
-
-
-def test_arms_are_in_order_with_their_figures() -> None:
-    arms = experiment().summarise(run_of())["arms"]
-    assert list(arms) == list(ITL_MS)
-    assert {name: arm["itl_ms"]["p99"] for name, arm in arms.items()} == ITL_MS
-    assert arms[PD]["long_ttft_ms"]["p50"] == 200.0
-    assert arms[PD]["output_tokens_per_s"]["mean"] == pytest.approx(22.0)  # 21 and token 1 of the long prompt
-    assert arms[PD]["tokens_per_s"]["mean"] == pytest.approx(101.0)
-    assert arms[ALONE_IDLE]["long_ttft_ms"] is None
-
-
-def test_the_report_names_the_trade_and_shows_the_longest_gap_of_every_arm() -> None:
-    meter, run = experiment(), run_of()
-    summary = meter.summarise(run)
-    report = meter.report(run, summary)
-    assert "1.10 times" in report.answer
-    assert "whole prompts: p99 ITL 40 ms" in report.answer
+def test_the_figures_of_the_arms_in_order_and_the_ratio_to_the_control() -> None:
+    summary, report = found(run_of())
+    figures = {
+        "p99_itl_ratio": 1.1,
+        "p99_itl_ratio_interval": {"median": 1.1, "lo": 1.1, "hi": 1.1, "n": 6},
+        "one_core_per_role": True,
+        "best_chunk": 64,
+        "failed": [],
+        "arms.pd.long_ttft_ms.p50": 200.0,
+        "arms.pd.output_tokens_per_s.mean": 22.0,  # 21 and token 1 of the long prompt
+        "arms.pd.tokens_per_s.mean": 101.0,
+        "arms.alone-idle.long_ttft_ms": None,
+    }
+    holds(summary, figures)
+    assert [(name, arm["itl_ms"]["p99"]) for name, arm in summary["arms"].items()] == [*ITL_MS.items()]
+    assert told([report.answer], "1.10 times", "whole prompts: p99 ITL 40 ms")
     trade = report.blocks[0]
     assert isinstance(trade, Picture)
     _, stall, _, _ = trade.draw().axes
@@ -102,17 +94,19 @@ def test_the_report_names_the_trade_and_shows_the_longest_gap_of_every_arm() -> 
 
 @pytest.mark.parametrize("cores", [("0", "0"), ("0,1", "2"), ("", "")])
 def test_shared_or_several_cores_are_told(cores: Sequence[str]) -> None:
-    run, meter = run_of(cores=cores), experiment()
-    summary = meter.summarise(run)
+    summary, report = found(run_of(cores=cores))
     assert summary["one_core_per_role"] is False
-    assert any("one core" in caveat for caveat in meter.report(run, summary).caveats)
+    assert told(report.caveats, "one core")
 
 
 def test_failed_requests_and_few_windows_are_told() -> None:
-    run, meter = run_of(2, error="WorkerLost: gone"), experiment()
-    summary = meter.summarise(run)
+    summary, report = found(run_of(2, error="WorkerLost: gone"))
     assert f"{PD}: 2 requests failed, first with WorkerLost: gone" in summary["failed"]
-    assert any("fewer than 6" in caveat for caveat in meter.report(run, summary).caveats)
+    assert told(report.caveats, "fewer than 6")
+
+
+def experiment(**options: Any) -> Interference:
+    return Interference(InterferenceOptions.choose({"chunk_sizes": (64, 128), **options}))
 
 
 def test_cells_go_there_and_back() -> None:

@@ -9,54 +9,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from experiments import hosts, link_sweep
 from experiments.link_sweep import NAMED_LINKS, LinkSweep, LinkSweepOptions, _crossing
 from experiments.modes import LinkModel
+from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.quiet import measured_on_service
+from tests.experiments.quiet import holds, judged, measured_on_service
+from tests.experiments.test_added_ttft import KV_BYTES, SHAPE
 
-SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
-KV_BYTES = 2 * 64 * 2 * 2 * 2 * 16 * 4  # 128 tokens are two blocks of 64; keys and values, 2 layers, 2 heads of 16
 PREFILL_MS = 20.0
 PHI_GBS = KV_BYTES / 20e-3 / 1e9
-OPTIONS = LinkSweepOptions.choose({"prompt_len": 128, "chunk_tokens": 64, "gbps": "0.01,0.1"})
+OPTIONS = {"prompt_len": 128, "chunk_tokens": 64, "gbps": "0.01,0.1"}
 
 
 def rows_of(cell: str, exposed_ms: float, count: int = 6, **changes: Any) -> list[RequestRow]:
     rows = []
-    for index in range(count):
-        for arm in ("pd", "colocated"):
-            pd = arm == "pd"
-            values: dict[str, Any] = {
-                "cell": cell,
-                "arm": arm,
-                "repeat": 0,
-                "index": index,
-                "mode": arm,
-                "ttft_ms": 31.0 if pd else 30.0,
-                "ttft_decode_ms": 40.0 + (exposed_ms if pd else 0.0),
-                "stages_ms": {"ttft_decode": {"prefill": PREFILL_MS}, "ttft": {}},
-                "token_hash": "same",
-                "clock_error_ms": 0.25,
-            }
-            if pd:
-                transfer = {"exposed_ms": exposed_ms + 0.01 * index, "wire_ms": 1.0, "ceiling_gbs": 4.0}
-                moved = {"transport": "tcp", "kv_bytes": KV_BYTES, "kv_bytes_expected": KV_BYTES, "transfer": transfer}
-                values |= {**moved, **changes}
-            rows.append(RequestRow(**values))
+    for index, arm in itertools.product(range(count), ("pd", "colocated")):
+        values: dict[str, Any] = {
+            "cell": cell, "arm": arm, "repeat": 0, "index": index, "mode": arm, "ttft_ms": 30.0,
+            "ttft_decode_ms": 40.0, "stages_ms": {"ttft_decode": {"prefill": PREFILL_MS}, "ttft": {}},
+            "token_hash": "same", "clock_error_ms": 0.25,
+        }  # fmt: skip
+        if arm == "pd":
+            transfer = {"exposed_ms": exposed_ms + 0.01 * index, "wire_ms": 1.0, "ceiling_gbs": 4.0}
+            values |= {"ttft_ms": 31.0, "ttft_decode_ms": 40.0 + exposed_ms, "transport": "tcp", "kv_bytes": KV_BYTES,
+                       "kv_bytes_expected": KV_BYTES, "transfer": transfer, **changes}  # fmt: skip
+        rows.append(RequestRow(**values))
     return rows
 
 
 def cell_of(gbps: float | None, rtt_ms: float | None, overlap: str, shaping: str = "user space") -> FinishedCell:
-    calibrations = [
-        {"exposed_ms": 0.75 + exact_ms(gbps or 32.0, 0.25 if rtt_ms is None else rtt_ms, 64), "prefill_ms": 5.0}
-    ] * 3
+    exposed_ms = 0.75 + exact_ms(gbps or 32.0, 0.25 if rtt_ms is None else rtt_ms, 64)
     parameters = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
-    facts = {"block_size": 64, "layout": SHAPE, "calibrations": calibrations if overlap == "none" else []}
+    facts: dict[str, Any] = {"block_size": 64, "layout": SHAPE, "calibrations": []}
+    if overlap == "none":
+        facts["calibrations"] = [{"exposed_ms": exposed_ms, "prefill_ms": 5.0}] * 3
     if shaping != "as it is":
         facts["config"] = {"engine": {"max_num_batched_tokens": 64}}
     return FinishedCell(f"{gbps}/{rtt_ms}/{overlap}", parameters, 1.0, facts)
@@ -67,91 +58,86 @@ def exact_ms(gbps: float, rtt_ms: float, tokens: int = 128) -> float:
     return KV_BYTES * tokens / 128 / (gbps / 8 * 1e9) * 1e3 + rtt_ms / 2
 
 
-def summary_of(cells: Sequence[FinishedCell], rows: Sequence[RequestRow]) -> dict[str, Any]:
-    return LinkSweep(OPTIONS).summarise(RunData("link-sweep", {}, {}, tuple(cells), tuple(rows)))
+def swept(cells: Sequence[FinishedCell], *exposed_ms: float) -> tuple[dict[str, Any], Report]:
+    """Of cells that expose so much, or else what is exact."""
+    rows = []
+    for cell, ms in itertools.zip_longest(cells, exposed_ms):
+        known = exact_ms(cell.parameters["gbps"], cell.parameters["rtt_ms"]) if ms is None else ms
+        rows += rows_of(cell.cell, known)
+    return judged(LinkSweep, RunData("link-sweep", {}, {}, tuple(cells), tuple(rows)), **OPTIONS)
 
 
 def test_a_cell_beside_its_prediction() -> None:
-    cell = cell_of(0.01, 4.0, "none")
     exact = exact_ms(0.01, 4.0)
-    summary = summary_of([cell], rows_of(cell.cell, exact))
+    summary, _ = swept([cell_of(0.01, 4.0, "none")])
+    figures = {
+        "gbps": 0.01,
+        "rtt_ms": 4.0,
+        "overlap": "none",
+        "exposed_ms.mean": exact + 0.025,
+        "fixed_ms": 0.75,
+        "predicted_ms": exact + 0.75,
+        "within": True,
+        "added_ttft_ms.ttft.mean": 1.0,
+        "added_ttft_ms.ttft_decode.mean": exact,
+        "prefill_ms": PREFILL_MS,
+        "link_gbs": 0.00125,
+        "reached": True,
+        "kv_bytes": 6 * KV_BYTES,
+        "kv_bytes_expected": 6 * KV_BYTES,
+        "transports_used": ["tcp"],
+    }
     (found,) = summary["cells"]
-
-    assert (found["gbps"], found["rtt_ms"], found["overlap"]) == (0.01, 4.0, "none")
-    assert found["exposed_ms"]["mean"] == pytest.approx(exact + 0.025, abs=1e-3)
+    holds(found, figures, abs=1e-3)
     assert found["exposed_ms"]["lo"] <= found["exposed_ms"]["mean"] <= found["exposed_ms"]["hi"]
-    assert found["fixed_ms"] == pytest.approx(0.75, abs=1e-3)
-    assert found["predicted_ms"] == pytest.approx(exact + 0.75, abs=1e-3)
-    assert found["within"]
-    assert found["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(1.0)
-    assert found["added_ttft_ms"]["ttft_decode"]["mean"] == pytest.approx(exact)
-    assert found["prefill_ms"] == PREFILL_MS
-    assert found["link_gbs"] == 0.00125
-    assert found["reached"]
-    assert found["kv_bytes"] == found["kv_bytes_expected"] == 6 * KV_BYTES
-    assert found["transports_used"] == ["tcp"]
-    assert summary["phi_gbps"] == pytest.approx(8 * PHI_GBS, rel=1e-3)
-    assert summary["failed"] == []
+    holds(summary, {"phi_gbps": 8 * PHI_GBS, "failed": []}, rel=1e-3)
+    links = {link["name"]: link for link in summary["links"]}
+    assert list(links) == [link.name for link in NAMED_LINKS]
+    ethernet = {"predicted_exposed_ms.none": exact_ms(10.0, 0.1), "times_phi": 1.25 / PHI_GBS}
+    holds(links["10G Ethernet"], ethernet, rel=1e-3)
 
 
 @pytest.mark.parametrize(("off_ms", "within"), [(2.9, True), (3.1, True), (-0.149, True), (15.0, False), (-8.0, False)])
 def test_within_means_15_percent_or_3_ms(off_ms: float, within: bool) -> None:
     slow = cell_of(0.01, 0.0, "none")  # 26 ms and 0.75 ms fixed: 15 % are 4 ms
-    (found,) = summary_of([slow], rows_of(slow.cell, exact_ms(0.01, 0.0) + 0.725 + off_ms))["cells"]
-    assert found["within"] is within
+    holds(swept([slow], exact_ms(0.01, 0.0) + 0.725 + off_ms)[0], {"cells.0.within": within})
 
 
 def test_the_prediction_goes_by_the_settings_of_the_service() -> None:
     wide = {"num_layers": 4, "num_kv_heads": 8, "head_dim": 64, "dtype": "float32"}  # a group of layers is worthwhile
     wide_bytes = 128 * 4 * 2 * 8 * 64 * 4
-
-    def predicted_ms(rtt_ms: float = 0.0, **transfer: Any) -> float:
-        """With overlap layer, 0.5 Gbit/s, and a single chunk."""
+    half_ms = wide_bytes / 2 / 0.0625e9 * 1e3
+    narrow_ms = wide_bytes / 65536 * 20.0  # 65536 bytes in a round trip of 20 ms
+    for rtt_ms, transfer, predicted_ms in (
+        # The first of two groups is ready after half of the prefill, the first of four after a quarter of it.
+        (0.0, {"layer_groups": 2}, 10.0 + 2 * half_ms),
+        (0.0, {"layer_groups": 4}, 5.0 + 2 * half_ms),
+        (20.0, {"layer_groups": 2, "max_inflight_bytes": 65536}, 10.0 + narrow_ms + 10.0),
+    ):  # with overlap layer, 0.5 Gbit/s, and a single chunk
         cell = cell_of(0.5, rtt_ms, "layer")
         config = {"engine": {"max_num_batched_tokens": 128}, "transfer": transfer}
-        cell = msgspec.structs.replace(cell, facts={**cell.facts, "layout": wide, "config": config})
-        (found,) = summary_of([cell], rows_of(cell.cell, 1.0))["cells"]
-        return float(found["predicted_ms"])
-
-    half_ms = wide_bytes / 2 / 0.0625e9 * 1e3
-    # The first of two groups is ready after half of the prefill, the first of four after a quarter of it.
-    assert predicted_ms(layer_groups=2) == pytest.approx(10.0 + 2 * half_ms - PREFILL_MS, abs=1e-2)
-    assert predicted_ms(layer_groups=4) == pytest.approx(5.0 + 2 * half_ms - PREFILL_MS, abs=1e-2)
-    narrow_ms = wide_bytes / 65536 * 20.0  # 65536 bytes in a round trip of 20 ms
-    in_window_ms = predicted_ms(20.0, layer_groups=2, max_inflight_bytes=65536)
-    assert in_window_ms == pytest.approx(10.0 + narrow_ms + 10.0 - PREFILL_MS, abs=1e-2)
+        cell = replace(cell, facts={**cell.facts, "layout": wide, "config": config})
+        holds(swept([cell], 1.0)[0], {"cells.0.predicted_ms": predicted_ms - PREFILL_MS}, abs=1e-2)
 
 
 def test_the_kernel_counts_headers_and_a_link_that_is_slower_is_told() -> None:
-    kernel = cell_of(0.01, 0.0, "none", "kernel (tc)")
-    (found,) = summary_of([kernel], rows_of(kernel.cell, 20.0))["cells"]
-    assert found["link_gbs"] == pytest.approx(0.00125 * 8948 / 9014, abs=1e-6)
-    fast = cell_of(100.0, 0.0, "none")
-    (found,) = summary_of([fast], rows_of(fast.cell, 20.0))["cells"]
-    assert not found["reached"]
-    assert found["link_gbs"] == 4.0
+    kernel, _ = swept([cell_of(0.01, 0.0, "none", "kernel (tc)")], 20.0)
+    holds(kernel, {"cells.0.link_gbs": 0.00125 * 8948 / 9014}, abs=1e-6)
+    holds(swept([cell_of(100.0, 0.0, "none")], 20.0)[0], {"cells.0.reached": False, "cells.0.link_gbs": 4.0})
 
 
 def test_a_link_as_it_is() -> None:
-    cell = cell_of(None, None, "as-configured", "as it is")
-    summary = summary_of([cell], rows_of(cell.cell, 1.0))
-    (found,) = summary["cells"]
-    assert found["gbps"] == 32.0
-    assert found["rtt_ms"] == 0.25
-    assert found["link_gbs"] == 4.0
-    assert found["predicted_ms"] is not None
-    assert summary["knee"]["as-configured"]["measured_gbps"] is None
+    summary, _ = swept([cell_of(None, None, "as-configured", "as it is")], 1.0)
+    holds(summary["cells"][0], {"gbps": 32.0, "rtt_ms": 0.25, "link_gbs": 4.0})
+    assert summary["cells"][0]["predicted_ms"] is not None
+    holds(summary, {"knee.as-configured.measured_gbps": None})
 
 
 def test_the_knee_is_where_a_tenth_of_the_prefill_is_exposed() -> None:
-    rates = (0.01, 0.1, 1.0)
-    cells = [cell_of(gbps, 0.0, "none") for gbps in rates]
-    rows = [row for cell, gbps in zip(cells, rates, strict=True) for row in rows_of(cell.cell, exact_ms(gbps, 0.0))]
-    knee = summary_of(cells, rows)["knee"]["none"]
-    assert knee["threshold_ms"] == 2.0
-    assert knee["measured"] == "interpolated"
-    assert knee["measured_gbps"] == pytest.approx(KV_BYTES * 8 / 2e-3 / 1e9, rel=0.05)  # bytes in 2 ms
-    assert knee["predicted_gbps"] == pytest.approx(KV_BYTES * 8 / 1.25e-3 / 1e9, rel=1e-3)  # beside 0.75 ms fixed
+    knee = swept([cell_of(gbps, 0.0, "none") for gbps in (0.01, 0.1, 1.0)])[0]["knee"]["none"]
+    holds(knee, {"threshold_ms": 2.0, "measured": "interpolated"})
+    holds(knee, {"measured_gbps": KV_BYTES * 8 / 2e-3 / 1e9}, rel=0.05)  # bytes in 2 ms
+    holds(knee, {"predicted_gbps": KV_BYTES * 8 / 1.25e-3 / 1e9}, rel=1e-3)  # beside 0.75 ms fixed
 
 
 def test_the_crossing_between_rates() -> None:
@@ -181,23 +167,11 @@ def test_the_model_against_arithmetic() -> None:
     assert model.rate_of("none", 2.0, 2.5) is None
 
 
-def test_named_links_are_predicted() -> None:
-    cell = cell_of(0.01, 0.0, "none")
-    links = summary_of([cell], rows_of(cell.cell, 20.0))["links"]
-    assert [link["name"] for link in links] == [link.name for link in NAMED_LINKS]
-    ethernet = next(link for link in links if link["name"] == "10G Ethernet")
-    assert ethernet["predicted_exposed_ms"]["none"] == pytest.approx(exact_ms(10.0, 0.1), abs=1e-3)
-    assert ethernet["times_phi"] == pytest.approx(1.25 / PHI_GBS, rel=1e-3)
-
-
 def test_an_unknown_model_is_no_error(tmp_path: Path) -> None:
-    experiment = LinkSweep(OPTIONS)
-    cell = FinishedCell("a", {"gbps": 0.01, "rtt_ms": 0.0, "overlap": "none", "shaping": "user space"}, 1.0, {})
-    run = RunData("link-sweep", {}, {}, (cell,), tuple(rows_of("a", 20.0)))
-    summary = experiment.summarise(run)
-    assert summary["cells"][0]["predicted_ms"] is None
-    experiment.report(run, summary).save(tmp_path)
-    assert "layers are unknown" in (tmp_path / "report.html").read_text()
+    cell = cell_of(0.01, 0.0, "none")
+    summary, report = swept([replace(cell, facts={})], 20.0)
+    holds(summary, {"cells.0.predicted_ms": None})
+    assert "layers are unknown" in report.save(tmp_path).read_text()
 
 
 def test_the_cells_of_the_default_way() -> None:
@@ -260,15 +234,7 @@ def test_a_run_against_a_shaped_service_is_measured_and_redrawn(tmp_path: Path) 
 def test_every_picture_is_drawn(tmp_path: Path) -> None:
     points = [(0.01, 0.0), (0.1, 0.0), (0.5, 0.0), (0.5, 10.0), (0.5, 40.0)]
     cells = [cell_of(gbps, rtt_ms, overlap) for overlap in ("none", "chunk", "layer") for gbps, rtt_ms in points]
-    rows = []
-    for cell in cells:
-        rows += rows_of(cell.cell, exact_ms(cell.parameters["gbps"], cell.parameters["rtt_ms"]))
-    run = RunData("link-sweep", {}, {}, tuple(cells), tuple(rows))
-    experiment = LinkSweep(OPTIONS)
-    summary = experiment.summarise(run)
-    experiment.report(run, summary).save(tmp_path)
-    names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {"exposed_over_bandwidth.png", "added_over_bandwidth.png", "over_round_trip.png"}
-    page = (tmp_path / "report.html").read_text()
+    page = swept(cells)[1].save(tmp_path).read_text()
+    assert {path.name for path in tmp_path.glob("*.png")} == {"exposed_over_bandwidth.png"}
     assert "Φ, the rate at which" in page
     assert link_sweep.USER_SPACE in page

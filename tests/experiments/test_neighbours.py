@@ -9,7 +9,7 @@ import pytest
 from experiments.neighbours import (
     DECODING,
     LONG,
-    Traffic,
+    NeighbourOptions,
     WindowData,
     arm_summary,
     best_chunk,
@@ -17,6 +17,7 @@ from experiments.neighbours import (
     windows_by_arm,
 )
 from experiments.run_folder import FinishedCell, RequestRow, RunData
+from tests.experiments.quiet import holds
 
 WINDOW = {"arm": "pd", "repeat": 0, "begin_s": 10.0, "end_s": 12.0}
 
@@ -32,45 +33,41 @@ def long(scheduled_s: float, ttft_ms: float, late_s: float = 0.0, **changes: Any
                          **changes})  # fmt: skip
 
 
-def test_only_gaps_that_end_within_the_window_count() -> None:
-    # Tokens at 9.9, 9.95 (before), 10.45, 11.45 (within), 12.45 (after).
-    window = WindowData.of(WINDOW, [decoding(9.8, 100.0, (50.0, 500.0, 1000.0, 1000.0))])
-    assert [at_s for at_s, _ in window.gaps] == pytest.approx([0.45, 1.45])
-    assert window.itl_ms == [500.0, 1000.0]
-    assert window.output_tokens == 2
-    assert window.duration_s == 2.0
+NEIGHBOUR = decoding(10.0, 100.0, (100.0, 700.0, 100.0, 900.0))
+"""Gaps from 10.1 to 10.2, 10.2 to 10.9, 10.9 to 11.0."""
+FAILED = RequestRow(cell="c", arm="pd", repeat=0, index=0, kind=LONG, scheduled_s=10.5, sent_s=10.5, error="gone")
 
 
-def test_gaps_of_long_prompts_are_no_neighbours_gaps_but_their_tokens_count() -> None:
-    window = WindowData.of(WINDOW, [long(10.5, 300.0, late_s=0.01)])
-    assert window.gaps == ()
-    assert window.ttft_ms == pytest.approx((310.0,))  # from when it was due
-    assert window.arrivals_s == pytest.approx((0.5,))
-    assert (window.output_tokens, window.prompt_tokens) == (2, 100)
-    assert window.late_ms == pytest.approx(10.0)
-
-
-def test_a_stall_is_the_longest_gap_that_overlaps_the_wait_for_token_1() -> None:
-    # Gaps from 10.1 to 10.2, 10.2 to 10.9, 10.9 to 11.0; the prompt waits from 10.3 to 10.95.
-    neighbour = decoding(10.0, 100.0, (100.0, 700.0, 100.0, 900.0))
-    assert WindowData.of(WINDOW, [neighbour, long(10.3, 650.0)]).stalls_ms == (700.0,)
-    assert WindowData.of(WINDOW, [neighbour, long(10.92, 50.0)]).stalls_ms == (100.0,)
-    assert WindowData.of(WINDOW, [long(10.3, 650.0)]).stalls_ms == ()
-
-
-def test_a_failed_request_is_an_error_and_nothing_else() -> None:
-    failed = RequestRow(cell="c", arm="pd", repeat=0, index=0, kind=LONG, scheduled_s=10.5, sent_s=10.5, error="gone")
-    window = WindowData.of(WINDOW, [failed])
-    assert window.errors == ("gone",)
-    assert (window.ttft_ms, window.output_tokens, window.prompt_tokens) == ((), 0, 0)
+@pytest.mark.parametrize(
+    ("rows", "figures"),
+    [
+        # Tokens at 9.9, 9.95 (before), 10.45, 11.45 (within), 12.45 (after): only gaps that end within count.
+        (
+            [decoding(9.8, 100.0, (50.0, 500.0, 1000.0, 1000.0))],
+            {"itl_ms": [500.0, 1000.0], "output_tokens": 2, "duration_s": 2.0},
+        ),
+        # Gaps of long prompts are no neighbours' gaps, but their tokens count; TTFT is from when it was due.
+        (
+            [long(10.5, 300.0, late_s=0.01)],
+            {"gaps": (), "ttft_ms": (310.0,), "arrivals_s": (0.5,), "output_tokens": 2, "prompt_tokens": 100,
+             "late_ms": 10.0, "stalls_ms": ()},
+        ),
+        # A stall is the longest gap that overlaps the wait for token 1: from 10.3 to 10.95.
+        ([NEIGHBOUR, long(10.3, 650.0)], {"stalls_ms": (700.0,)}),
+        ([NEIGHBOUR, long(10.92, 50.0)], {"stalls_ms": (100.0,)}),
+        ([FAILED], {"errors": ("gone",), "ttft_ms": (), "output_tokens": 0, "prompt_tokens": 0}),
+    ],
+)  # fmt: skip
+def test_what_counts_of_a_window(rows: list[RequestRow], figures: dict[str, Any]) -> None:
+    window = WindowData.of(WINDOW, rows)
+    for name, value in figures.items():
+        got = getattr(window, name)
+        assert got == (value if name == "errors" else pytest.approx(value)), name
 
 
 def test_windows_take_the_rows_of_their_own_arm_and_repeat() -> None:
-    rows = [
-        decoding(9.9, 50.0, (100.0,)),
-        decoding(9.9, 50.0, (200.0,), repeat=1),
-        decoding(9.9, 50.0, (300.0,), arm="x"),
-    ]
+    rows = [decoding(9.9, 50.0, (gap_ms,), **place)
+            for gap_ms, place in ((100.0, {}), (200.0, {"repeat": 1}), (300.0, {"arm": "x"}))]  # fmt: skip
     cell = FinishedCell("c", {}, 1.0, {"windows": [WINDOW]})
     (window,) = windows_by_arm(RunData("x", {}, {}, (cell,), tuple(rows)))["pd"]
     assert window.itl_ms == [100.0]
@@ -81,20 +78,19 @@ def test_an_arm_pools_distributions_and_averages_rates_over_windows() -> None:
         WindowData("a", 0, 2.0, ((0.5, 10.0), (1.0, 20.0)), (100.0,), (20.0,), (0.1,), 10, 90, 1.0, ()),
         WindowData("a", 1, 4.0, ((0.5, 30.0),), (300.0,), (30.0,), (0.1,), 40, 60, 3.0, ("gone",)),
     ]
-    summary = arm_summary(windows, seed=0)
-    assert summary["windows"] == 2
-    assert summary["itl_ms"] == {"mean": 20.0, "p50": 20.0, "p90": 28.0, "p99": 29.8, "max": 30.0, "n": 3}
-    assert summary["itl_p99_ms"]["mean"] == pytest.approx((19.9 + 30.0) / 2)
-    assert summary["stall_ms"]["p50"] == 25.0
-    assert summary["long_ttft_ms"]["p50"] == 200.0
-    assert summary["output_tokens_per_s"]["mean"] == pytest.approx((5.0 + 10.0) / 2)
-    assert summary["tokens_per_s"]["mean"] == pytest.approx((50.0 + 25.0) / 2)
-    assert (summary["late_ms"], summary["errors"]) == (3.0, 1)
-
-
-def test_an_arm_without_windows_has_no_figures() -> None:
-    summary = arm_summary([], seed=0)
-    assert summary["itl_ms"] is summary["output_tokens_per_s"] is summary["long_ttft_ms"] is None
+    figures = {
+        "windows": 2,
+        "itl_ms": {"mean": 20.0, "p50": 20.0, "p90": 28.0, "p99": 29.8, "max": 30.0, "n": 3},
+        "itl_p99_ms.mean": (19.9 + 30.0) / 2,
+        "stall_ms.p50": 25.0,
+        "long_ttft_ms.p50": 200.0,
+        "output_tokens_per_s.mean": (5.0 + 10.0) / 2,
+        "tokens_per_s.mean": (50.0 + 25.0) / 2,
+        "late_ms": 3.0,
+        "errors": 1,
+    }
+    holds(arm_summary(windows, seed=0), figures)
+    holds(arm_summary([], seed=0), dict.fromkeys(("itl_ms", "output_tokens_per_s", "long_ttft_ms")))
 
 
 def chunk(p99: float, tokens_per_s: float) -> dict[str, Any]:
@@ -111,14 +107,14 @@ def test_the_best_chunk_has_the_lowest_tail_at_enough_throughput() -> None:
 
 
 def test_arms_share_times_and_prompts_and_repeats_do_not() -> None:
-    traffic = Traffic(2, 5, 3.0, 8, 4, seed=1)
-    times_s = traffic.times_s(0)
-    assert times_s == Traffic(9, 5, 3.0, 8, 4, seed=1).times_s(0) == sorted(times_s)
-    assert times_s != traffic.times_s(1)
+    options = NeighbourOptions(prompt_len=8, chunk_sizes=(), arrive_s=3.0, seed=1)
+    times_s = options.times_s(0, 5)
+    assert times_s == options.times_s(0, 5) == sorted(times_s) != options.times_s(1, 5)
     assert len(times_s) == 5
     assert all(0 <= at_s <= 3.0 for at_s in times_s)
-    assert traffic.prompt(100, LONG, 0, 0) == traffic.prompt(100, LONG, 0, 0) != traffic.prompt(100, LONG, 0, 1)
-    assert len(traffic.prompt(100, LONG, 0, 0)) == 8
+    prompt = options.prompt(100, LONG, 0, 0)
+    assert prompt == options.prompt(100, LONG, 0, 0) != options.prompt(100, LONG, 0, 1)
+    assert len(prompt) == 8
 
 
 def test_passes_split_the_repeats() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.prefix import ARMS, BOTH, NONE, PREFILL, Prefix, PrefixOptions
-from experiments.report.drawing import Picture, TableBlock
+from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData
 from pdserve import Client
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.quiet import measured
+from tests.experiments.quiet import holds, judged, measured, told
 from tests.local_cluster import local_cluster
 
 BLOCK, LENGTH = 16, 64
@@ -66,59 +65,51 @@ RUN = RunData(
 )
 
 
-def summary_of(run: RunData) -> dict[str, Any]:
-    found = Prefix(PrefixOptions()).summarise(run)
-    assert json.loads(json.dumps(found)) == found
-    return found
+def found(run: RunData) -> tuple[dict[str, Any], Report]:
+    """The summary, with its ``cells`` by shared length and arm, and the report."""
+    summary, report = judged(Prefix, run)
+    assert json.loads(json.dumps(summary)) == summary
+    return {**summary, "cells": {f"{each['shared_len']}-{each['arm']}": each for each in summary["cells"]}}, report
 
 
-def entry(summary: dict[str, Any], shared: int, arm: str) -> dict[str, Any]:
-    [found] = [each for each in summary["cells"] if (each["shared_len"], each["arm"]) == (shared, arm)]
-    return dict(found)
-
-
-def changed(change: Callable[[RequestRow], RequestRow]) -> RunData:
+def changed(**changes: Any) -> RunData:
     """The run with the second row of arm ``both`` at 40 shared tokens changed."""
     place = f"40/{LENGTH}", BOTH, 1
-    return replace(
-        RUN, rows=tuple(change(each) if (each.cell, each.arm, each.index) == place else each for each in RUN.rows)
+    rows = (
+        msgspec.structs.replace(each, **changes) if (each.cell, each.arm, each.index) == place else each
+        for each in RUN.rows
     )
+    return replace(RUN, rows=tuple(rows))
 
 
 def test_every_key_of_a_cell() -> None:
-    summary = summary_of(RUN)
-    assert summary["failed"] == []
+    summary, _ = found(RUN)
     assert len(summary["cells"]) == 9
-    both = entry(summary, 40, BOTH)
-    assert (both["cell"], both["prompt_len"], both["n"], both["errors"]) == (f"40/{LENGTH}", LENGTH, 2, 0)
-    assert both["ttft_ms"]["mean"] == 62.5
-    assert both["ttft_decode_ms"]["mean"] == 82.5
-    assert both["saved_ms"]["ttft"]["median"] == both["saved_ms"]["ttft_decode"]["median"] == 48.0
-    assert (both["prefill_ms"], both["kv_exposed_ms"]) == (100.5, 3.0)
-    assert (both["prefill_cached_tokens"], both["computed_tokens"]) == (32, 32)
-    assert (both["kv_blocks_skipped"], both["kv_blocks_sent"]) == (2, 2)
-    assert both["kv_bytes"] == both["kv_bytes_expected"] == both["kv_bytes_arithmetic"] == 2 * 2 * BLOCK_BYTES
-    assert both["reuse_as_arranged"]
-    assert both["tokens_equal"]
-    assert entry(summary, 40, NONE)["saved_ms"] == {}
-    assert entry(summary, 40, PREFILL)["kv_bytes"] == 2 * 4 * BLOCK_BYTES
-
-
-def test_a_prompt_shared_as_a_whole_moves_nothing_and_computes_its_last_block() -> None:
-    both = entry(summary_of(RUN), 64, BOTH)
-    assert (both["computed_tokens"], both["kv_bytes"], both["kv_bytes_arithmetic"]) == (16, 0, 0)
-    assert both["reuse_as_arranged"]
+    two_blocks = 2 * 2 * BLOCK_BYTES
+    figures = {"cell": f"40/{LENGTH}", "prompt_len": LENGTH, "n": 2, "errors": 0, "ttft_ms.mean": 62.5,
+               "ttft_decode_ms.mean": 82.5, "saved_ms.ttft.median": 48.0, "saved_ms.ttft_decode.median": 48.0,
+               "prefill_ms": 100.5, "kv_exposed_ms": 3.0, "prefill_cached_tokens": 32, "computed_tokens": 32,
+               "kv_blocks_skipped": 2, "kv_blocks_sent": 2, "kv_bytes": two_blocks, "kv_bytes_expected": two_blocks,
+               "kv_bytes_arithmetic": two_blocks, "reuse_as_arranged": True, "tokens_equal": True}  # fmt: skip
+    holds(summary["cells"]["40-both"], figures)
+    # A prompt that is shared as a whole moves nothing, and computes its last block.
+    whole = {"computed_tokens": 16, "kv_bytes": 0, "kv_bytes_arithmetic": 0, "reuse_as_arranged": True}
+    holds(summary["cells"]["64-both"], whole)
+    others = {"failed": [], "cells.40-none.saved_ms": {}, "cells.40-prefill.kv_bytes": 2 * 4 * BLOCK_BYTES}
+    holds(summary, others)
 
 
 def test_the_prediction_scales_the_prefill_by_the_flops_that_are_left() -> None:
-    summary = summary_of(RUN)
+    summary, _ = found(RUN)
     left = MODEL.prefill(LENGTH, 512, 32).flops / MODEL.prefill(LENGTH, 512).flops
-    assert entry(summary, 40, PREFILL)["predicted_ttft_ms"] == pytest.approx(110.5 - 100.5 * (1 - left), abs=1e-4)
-    assert entry(summary, 40, NONE)["predicted_ttft_ms"] == 110.5
-    assert [line["shared_len"] for line in summary["predicted"]] == [0, 16, 32, 48, 64]
-    assert [line["kv_bytes"][BOTH] // BLOCK_BYTES for line in summary["predicted"]] == [4, 3, 2, 1, 0]
-    assert {line["kv_bytes"][arm] for line in summary["predicted"] for arm in (NONE, PREFILL)} == {4 * BLOCK_BYTES}
-    times_ms = [line["ttft_ms"][PREFILL] for line in summary["predicted"]]
+    figures = {"40-prefill.predicted_ttft_ms": 110.5 - 100.5 * (1 - left), "40-none.predicted_ttft_ms": 110.5}
+    holds(summary["cells"], figures, abs=1e-4)
+    lines = summary["predicted"]
+    assert [(line["shared_len"], line["kv_bytes"][BOTH] // BLOCK_BYTES) for line in lines] == [
+        (0, 4), (16, 3), (32, 2), (48, 1), (64, 0),
+    ]  # fmt: skip
+    assert {line["kv_bytes"][arm] for line in lines for arm in (NONE, PREFILL)} == {4 * BLOCK_BYTES}
+    times_ms = [line["ttft_ms"][PREFILL] for line in lines]
     assert times_ms[0] > times_ms[1] > times_ms[2] > times_ms[3] == times_ms[4]
 
 
@@ -132,50 +123,42 @@ def test_the_prediction_scales_the_prefill_by_the_flops_that_are_left() -> None:
     ],
 )
 def test_what_fails_the_experiment(changes: dict[str, Any], failure: str) -> None:
-    failed = summary_of(changed(lambda row: msgspec.structs.replace(row, **changes)))["failed"]
-    assert len(failed) == 1
-    assert failed[0].startswith(f"40/{LENGTH}, arm both")
-    assert failure in failed[0]
+    (failed,) = found(changed(**changes))[0]["failed"]
+    assert failed.startswith(f"40/{LENGTH}, arm both")
+    assert failure in failed
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_without_any_answer_fails_the_experiment(arm: str) -> None:
     failing = RequestRow(cell=f"40/{LENGTH}", arm=arm, repeat=0, index=0, error="WorkerLost: gone")
     run = replace(RUN, rows=(*(each for each in RUN.rows if (each.cell, each.arm) != (failing.cell, arm)), failing))
-    summary = summary_of(run)
+    summary, report = found(run)
     assert summary["failed"] == [f"40/{LENGTH}, arm {arm}: 1 request failed, first with WorkerLost: gone"]
-    assert Prefix(PrefixOptions()).report(run, summary).answer
+    assert report.answer
 
 
 def test_reuse_that_did_not_happen_is_a_caveat() -> None:
-    run = changed(lambda row: msgspec.structs.replace(row, prefill_cached_tokens=0))
-    summary = summary_of(run)
-    assert not entry(summary, 40, BOTH)["reuse_as_arranged"]
-    assert summary["failed"] == []
-    report = Prefix(PrefixOptions()).report(run, summary)
-    assert any("another worker" in caveat for caveat in report.caveats)
+    summary, report = found(changed(prefill_cached_tokens=0))
+    holds(summary, {"cells.40-both.reuse_as_arranged": False, "failed": []})
+    assert told(report.caveats, "another worker")
 
 
 def test_an_unknown_model_has_no_predicted_time(tmp_path: Path) -> None:
     facts = {key: value for key, value in FACTS.items() if key != "arithmetic"}
     run = replace(RUN, cells=tuple(msgspec.structs.replace(each, facts=facts) for each in RUN.cells))
-    summary = summary_of(run)
-    assert {each["predicted_ttft_ms"] for each in summary["cells"]} == {None}
-    report = Prefix(PrefixOptions()).report(run, summary)
-    assert any("No prediction" in caveat for caveat in report.caveats)
+    summary, report = found(run)
+    assert {each["predicted_ttft_ms"] for each in summary["cells"].values()} == {None}
+    assert told(report.caveats, "No prediction")
     report.save(tmp_path)
 
 
 def test_the_report_states_what_was_saved(tmp_path: Path) -> None:
     rows = tuple(row(shared, arm, index) for shared in CACHED for index in range(6) for arm in ARMS)
-    run = replace(RUN, rows=rows)
-    report = Prefix(PrefixOptions()).report(run, summary_of(run))
-    assert "With 40 of 64 tokens cached on prefill, 32 tokens are computed" in report.answer
-    assert "50.00 ms [50.00, 50.00] earlier" in report.answer
-    assert "2 blocks are skipped" in report.answer
-    assert [type(block) for block in report.blocks] == [Picture, Picture, TableBlock]
+    _, report = found(replace(RUN, rows=rows))
+    computed = "With 40 of 64 tokens cached on prefill, 32 tokens are computed"
+    assert told([report.answer], computed, "50.00 ms [50.00, 50.00] earlier", "2 blocks are skipped")
     report.save(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"ttft_over_shared", "bytes_over_shared"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"ttft_over_shared"}
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from experiments.routing import Routing, RoutingOptions
 from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.workloads.trace import SkewedPrefixes, Trace
 from pdserve.core.errors import InvalidRequest
+from tests.experiments.quiet import holds, judged
 from tests.local_cluster import local_cluster
 
 SKEWED = SkewedPrefixes(prefixes=4, prefix_blocks=3, own_blocks=2, skew=1.0, output_len=8)
@@ -85,10 +86,8 @@ def loaded(policy: str, number: int, ttfts_ms: list[float], cached: int) -> tupl
 
 def summary_of(*loads: tuple[FinishedCell, list[RequestRow]]) -> dict[str, Any]:
     calibration = FinishedCell("calibration", {}, 1.0, {"rate": 4.0, "cold_ttft_ms": 250.0, "prompt_tokens": 100})
-    cells, rows = [cell for cell, _ in loads], [row for _, rows in loads for row in rows]
-    experiment = Routing(RoutingOptions())
-    run = RunData("routing", {}, {}, (calibration, *cells), tuple(rows))
-    return experiment.summarise(run)
+    rows = tuple(row for _, rows in loads for row in rows)
+    return judged(Routing, RunData("routing", {}, {}, (calibration, *(cell for cell, _ in loads)), rows))[0]
 
 
 def test_figures_of_each_policy_and_the_winner() -> None:
@@ -98,26 +97,31 @@ def test_figures_of_each_policy_and_the_winner() -> None:
         loaded("kv_aware", 1, [95.0, 95.0], 40),
         loaded("round_robin", 1, [95.0, 195.0, 195.0, 95.0], 20),
     )
-    baseline, winner = summary["policies"]
-    assert (summary["winner"], summary["rate"]) == ("kv_aware", 4.0)
-    assert (baseline["policy"], baseline["n"], baseline["rounds"]) == ("round_robin", 6, 2)
-    assert baseline["ttft_ms"]["mean"] == pytest.approx(150.0), "from when they were due"
-    assert (baseline["ttft_p50_ms"], baseline["x_round_robin"]) == (150.0, 1.0)
-    assert winner["ttft_ms"]["mean"] == pytest.approx(75.0)
-    assert winner["x_round_robin"] == 2.0
-    assert (winner["hit_rate"], winner["computed_tokens"]) == (0.6, 160)
-    assert winner["busiest_share"] == 0.5
-    assert summary["failed"] == []
-    assert not winner["behind"]
+    figures = {
+        "winner": "kv_aware",
+        "rate": 4.0,
+        "failed": [],
+        "policies.0.policy": "round_robin",
+        "policies.0.n": 6,
+        "policies.0.rounds": 2,
+        "policies.0.ttft_ms.mean": 150.0,  # from when they were due
+        "policies.0.ttft_p50_ms": 150.0,
+        "policies.0.x_round_robin": 1.0,
+        "policies.1.ttft_ms.mean": 75.0,
+        "policies.1.x_round_robin": 2.0,
+        "policies.1.hit_rate": 0.6,
+        "policies.1.computed_tokens": 160,
+        "policies.1.busiest_share": 0.5,
+        "policies.1.behind": False,
+    }
+    holds(summary, figures)
 
 
 def test_failed_requests_are_told_and_without_a_baseline_there_is_no_ratio() -> None:
     cell, rows = loaded("random", 0, [10.0, 20.0], 0)
     rows.append(RequestRow(cell=cell.cell, arm="random", repeat=0, index=9, error="WorkerLost: gone"))
-    summary = summary_of((cell, rows))
-    assert summary["failed"] == ["random: 1 of 3 requests failed, first with WorkerLost: gone"]
-    assert summary["policies"][0]["x_round_robin"] is None
-    assert summary["policies"][0]["behind"]
+    failed = ["random: 1 of 3 requests failed, first with WorkerLost: gone"]
+    holds(summary_of((cell, rows)), {"failed": failed, "policies.0.x_round_robin": None, "policies.0.behind": True})
 
 
 def test_a_load_on_a_real_service_finds_what_is_cached(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from experiments.link_sweep import LinkSweep, LinkSweepOptions
-from experiments.run_folder import FinishedCell, RequestRow, RunFolder
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from ops.cli.options import print_json
 from pdserve.core.errors import InvalidRequest
@@ -19,98 +20,78 @@ from tests.experiments.quiet import Quiet
 
 
 def row(cell: str, index: int = 0) -> RequestRow:
-    return RequestRow(
-        cell=cell,
-        arm="pd",
-        repeat=0,
-        index=index,
-        ttft_ms=12.5,
-        itl_ms=(1.0, 2.0),
-        stages_ms={"ttft": {"prefill": 9.0}},
-    )
+    stages_ms = {"ttft": {"prefill": 9.0}}
+    return RequestRow(cell=cell, arm="pd", repeat=0, index=index, ttft_ms=12.5, itl_ms=(1.0, 2.0), stages_ms=stages_ms)
 
 
 def finished(cell: str) -> FinishedCell:
     return FinishedCell(cell, {"prompt_len": 128}, 1.5, {"links": []})
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "added-ttft", {"pairs": 3})
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run whose cell ``a`` has finished."""
+    made = RunFolder.create(tmp_path, "x", {"pairs": 3})
+    made.append(row("a"))
+    made.finish_cell(finished("a"))
+    return made
+
+
+def cells_of(folder: RunFolder) -> list[str]:
+    """The cells of its rows."""
+    return [each.cell for each in folder.load().rows]
+
+
+def test_what_is_written_is_read_again(folder: RunFolder) -> None:
     folder.write_environment({"seed": 1})
-    folder.append(row("a"))
     folder.append(row("a", 1))
-    folder.finish_cell(finished("a"))
     folder.write_summary({"cells": []})
-
     run = RunFolder.open(folder.path).load()
-
-    assert (run.name, run.options, run.environment) == ("added-ttft", {"pairs": 3}, {"seed": 1})
-    assert run.rows == (row("a"), row("a", 1))
-    assert run.cells == (finished("a"),)
-    assert run.rows_of("a", "pd") == [row("a"), row("a", 1)]
+    assert run == RunData("x", {"pairs": 3}, {"seed": 1}, (finished("a"),), (row("a"), row("a", 1)))
+    assert run.rows_of("a", "pd") == [*run.rows]
     assert run.rows_of("a", "colocated") == []
     assert folder.summary == {"cells": []}
 
 
-def test_pandas_reads_the_requests_in_one_line(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x", {})
-    folder.append(row("a"))
+def test_pandas_reads_the_requests_in_one_line(folder: RunFolder) -> None:
     folder.append(RequestRow(cell="a", arm="colocated", repeat=0, index=0, error="NotReady: no worker"))
-
     frame = pandas.read_json(folder.path / "requests.jsonl", lines=True)
-
     assert set(frame.columns) == set(RequestRow.__struct_fields__)
     assert frame.groupby("arm").ttft_ms.mean()["pd"] == 12.5
     assert frame.error.notna().sum() == 1
 
 
 def test_two_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    paths = {RunFolder.create(tmp_path, "x", {}).path for _ in range(3)}
-    assert len(paths) == 3
+    assert len({RunFolder.create(tmp_path, "x", {}).path for _ in range(3)}) == 3
 
 
-def test_an_interrupted_cell_is_measured_again(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x", {})
-    folder.append(row("a"))
-    folder.finish_cell(finished("a"))
+def test_an_interrupted_cell_is_measured_again(folder: RunFolder) -> None:
     folder.append(row("b"))
-
     assert folder.drop_unfinished() == 1
-    assert [each.cell for each in folder.load().rows] == ["a"]
+    assert cells_of(folder) == ["a"]
     assert folder.finished() == {"a"}
 
 
-def test_spoiled_cells_are_dropped_and_the_others_arranged(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x", {})
-    for name in ("a", "b", "c"):
+def test_spoiled_cells_are_dropped_and_the_others_arranged(folder: RunFolder) -> None:
+    for name in ("b", "c"):
         folder.append(row(name))
         folder.finish_cell(finished(name))
-
     assert folder.drop_unfinished({"b"}) == 1
-    assert [each.cell for each in folder.load().rows] == ["a", "c"]
+    assert cells_of(folder) == ["a", "c"]
     folder.finish_cell(finished("b"))
     folder.arrange(["b", "c"])  # a is of an earlier plan
     assert [each.cell for each in folder.load().cells] == ["a", "b", "c"]
 
 
-def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x", {})
-    folder.append(row("a"))
-    folder.finish_cell(finished("a"))
-    for name in ("requests.jsonl", "cells.jsonl"):
-        with (folder.path / name).open("ab") as file:
+def test_a_line_that_was_cut_off_is_dropped_and_a_damaged_one_named(folder: RunFolder) -> None:
+    requests = folder.path / "requests.jsonl"
+    for path in (requests, folder.path / "cells.jsonl"):
+        with path.open("ab") as file:
             file.write(b'{"cell": "b", "ar')
-
     folder.drop_unfinished()
     folder.append(row("b"))
-
-    assert [each.cell for each in folder.load().rows] == ["a", "b"]
-
-
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x", {})
-    folder.append(row("a"))
-    (folder.path / "requests.jsonl").write_bytes(b'{"cell": 3}\n' + (folder.path / "requests.jsonl").read_bytes())
+    assert cells_of(folder) == ["a", "b"]
+    requests.write_bytes(b'{"cell": 3}\n' + requests.read_bytes())
     with pytest.raises(InvalidRequest, match=r"requests\.jsonl:1"):
         folder.load()
 
@@ -123,36 +104,30 @@ def test_the_output_of_a_command_with_one_run_is_that_run(tmp_path: Path) -> Non
         RunFolder.open(tmp_path, "A")
 
 
-def test_another_folder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_folder_or_not_finished_is_refused(tmp_path: Path, folder: RunFolder) -> None:
+    (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"not the folder of a run"):
-        RunFolder.open(tmp_path)
-
-
-def test_an_unfinished_run_has_no_summary(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x", {})
+        RunFolder.open(folder.path / "none")
     with pytest.raises(InvalidRequest, match="--resume"):
         _ = folder.summary
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="output"):
         RunFolder.create(tmp_path / "file", "x", {})
 
 
-def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path, wrong: float) -> None:
     folder = RunFolder.create(tmp_path, "x", {})
-    for wrong in (float("nan"), float("inf")):
+    late = RequestRow(cell="a", arm="pd", repeat=0, index=0, itl_ms=(wrong,))
+    writes: list[Callable[[], None]] = [
+        lambda: folder.write_summary({"cells": [wrong]}),
+        lambda: folder.write_environment({"ceiling_gbs": wrong}),
+        lambda: folder.append(late),
+        lambda: folder.finish_cell(FinishedCell("a", {}, 1.0, {"rate": wrong})),
+        lambda: print_json({"figure": wrong}),
+    ]
+    for write in writes:
         with pytest.raises(ValueError, match="not JSON compliant"):
-            folder.write_summary({"cells": [wrong]})
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            folder.write_environment({"ceiling_gbs": wrong})
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            folder.append(RequestRow(cell="a", arm="pd", repeat=0, index=0, itl_ms=(wrong,)))
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            folder.finish_cell(FinishedCell("a", {}, 1.0, {"rate": wrong}))
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            print_json({"figure": wrong})
+            write()
     assert {path.name for path in folder.path.iterdir()} == {"config.yaml"}
 
 

@@ -194,22 +194,32 @@ def test_a_trace_shares_the_blocks_of_equal_hash_ids(tmp_path: Path) -> None:
     Trace.read(path, block_size=fits).within(Room(600, 1 << 20))
 
 
+def own_prompts(path: Path) -> OwnPrompts:
+    return OwnPrompts.read(path, Fixed(9))
+
+
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("reader", "line", "message"),
     [
-        ("{", "expected {"),
-        ("[1]", "expected {"),
-        (request(1, 0, []), "input_length"),
-        (request(1, 513, [1]), "1 hash_ids for an input_length of 513, which is 2 blocks"),
-        (request(-1, 1, [1]), "timestamp"),
-        (request(0.5, 1, [1]), "earlier than the one before it"),
-        ({"timestamp": 1}, "input_length"),
+        (Trace.read, "{", "expected {"),
+        (Trace.read, "[1]", "expected {"),
+        (Trace.read, request(1, 0, []), "input_length"),
+        (Trace.read, request(1, 513, [1]), "1 hash_ids for an input_length of 513, which is 2 blocks"),
+        (Trace.read, request(-1, 1, [1]), "timestamp"),
+        (Trace.read, request(0.5, 1, [1]), "earlier than the one before it"),
+        (Trace.read, {"timestamp": 1}, "input_length"),
+        (own_prompts, {}, "has no prompt"),
+        (own_prompts, {"prompt": "a", "token_ids": [1]}, "has both"),
+        (own_prompts, {"prompt": 3}, "Expected `str`"),
+        (own_prompts, {"token_ids": [-1]}, "token_ids"),
+        (own_prompts, {"prompt": "a", "output_len": 0}, "output_len"),
     ],
 )
-def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, line: Any, message: str) -> None:
-    path = trace_file(tmp_path / "t.jsonl", request(1, 1, [1]), line)
+def test_a_wrong_line_of_a_file_is_named(tmp_path: Path, reader: Any, line: Any, message: str) -> None:
+    fine = {"prompt": "fine"} if reader is own_prompts else request(1, 1, [1])
+    path = trace_file(tmp_path / "lines.jsonl", fine, line)
     with pytest.raises(InvalidRequest) as error:
-        Trace.read(path)
+        reader(path)
     assert str(error.value).startswith(f"{path}:2: ")
     assert message in str(error.value)
 
@@ -260,7 +270,7 @@ def test_own_prompts(tmp_path: Path) -> None:
     path = trace_file(
         tmp_path / "p", {"prompt": "hello", "output_len": 5}, {"token_ids": [1, 2], "max_tokens": 6}, {"prompt": "x"}
     )
-    workload = OwnPrompts.read(path, Fixed(9))
+    workload = own_prompts(path)
     assert workload.own_count == 3
     turns = [conversation.turns[0] for conversation in made(workload, 4)]
     assert [(turn.text, turn.token_ids, turn.output_len) for turn in turns] == [
@@ -270,24 +280,6 @@ def test_own_prompts(tmp_path: Path) -> None:
         workload.within(Room(7, 1 << 20))
     with pytest.raises(InvalidRequest, match="p:2: token id 2 is not in the model's vocabulary of 2"):
         list(workload.conversations(3, 0, 2))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({}, "has no prompt"),
-        ({"prompt": "a", "token_ids": [1]}, "has both"),
-        ({"prompt": 3}, "Expected `str`"),
-        ({"token_ids": [-1]}, "token_ids"),
-        ({"prompt": "a", "output_len": 0}, "output_len"),
-    ],
-)
-def test_a_wrong_prompt_is_named(tmp_path: Path, line: Any, message: str) -> None:
-    path = trace_file(tmp_path / "p.jsonl", {"prompt": "fine"}, line)
-    with pytest.raises(InvalidRequest) as error:
-        OwnPrompts.read(path, Fixed(1))
-    assert str(error.value).startswith(f"{path}:2: ")
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
