@@ -183,7 +183,7 @@ class Primer(Experiment):
                 facts["samples"].append({"repeat": message.repeat, **values})
 
         built = await measure_alone(task, take)
-        bench.facts |= {"engine": msgspec.structs.asdict(built), **facts}
+        bench.facts |= {"engine": msgspec.to_builtins(built), **facts}
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``machine``: ``device``, ``dtype``, ``core``, ``threads``, ``chunk`` (tokens of a prompt per step),
@@ -248,7 +248,7 @@ class _Figures:
     def __init__(self, cells: Sequence[FinishedCell], seed: int) -> None:
         engine = cells[0].facts["engine"]
         self._seed, self._chunk = seed, int(engine["chunk"])
-        self._arithmetic = ModelArithmetic.from_dict(engine["arithmetic"])
+        self._arithmetic = msgspec.convert(engine["arithmetic"], ModelArithmetic)
         rates = [each for cell in cells for each in cell.facts["ceilings"]]
         flops, read = (self._mean(each[key] / 1e9 for each in rates) for key in ("flops_per_s", "bytes_per_s"))
         self._flops_per_s, self._bytes_per_s = flops["mean"] * 1e9, read["mean"] * 1e9

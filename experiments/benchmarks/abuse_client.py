@@ -27,7 +27,7 @@ import grpc
 
 from experiments.benchmarks.bare_grpc import GENERATE
 from experiments.benchmarks.http2_attacks import ATTACKS, PREFACE, Attack
-from experiments.child_process import ChildProcess
+from experiments.child_process import ChildProcess, program
 from experiments.messages import Message, say
 from kv_transfer.transports.socket_transport import MAGIC
 from pdserve import AsyncClient
@@ -58,7 +58,7 @@ _MODULE = "experiments.benchmarks.abuse_client"
 @contextlib.contextmanager
 def abusing(kind: str, target: str, token: str) -> Iterator[None]:
     """A context in which a process of its own misbehaves."""
-    with ChildProcess(f"the client of kind {kind}", _MODULE, kind, target, token) as abuser:
+    with ChildProcess(f"the client of kind {kind}", program(_MODULE, kind, target, token)) as abuser:
         yield
         # An attack ends when its connection is closed; the others go on until they are ended.
         if abuser.status or (abuser.status == 0 and kind not in STRANGER_KINDS):
@@ -82,28 +82,20 @@ def strangers(count: int, pace_s: float, addresses: Sequence[str]) -> Iterator[l
     with contextlib.ExitStack() as stack:
         where = addresses or [stack.enter_context(_closing_server())]
         arguments = ("strangers", str(count), str(pace_s), *where)
-        child = stack.enter_context(ChildProcess("the process of strangers", _MODULE, *arguments))
+        child = stack.enter_context(ChildProcess("the process of strangers", program(_MODULE, *arguments)))
         time.sleep(pace_s)  # until all are connected
         yield opened
         child.end_input()
         opened.append(child.receive(30.0, Opened).connections)
 
 
-class _ClosingServer(socketserver.TCPServer):
-    allow_reuse_address = True
-    request_queue_size = 1024
-
-
 @contextlib.contextmanager
 def _closing_server() -> Iterator[str]:
-    with _ClosingServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            serving.join()
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        server.socket.listen(1024)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 # --- the programs ----------------------------------------------------------------------------------------------------
@@ -111,25 +103,19 @@ def _closing_server() -> Iterator[str]:
 
 def main(kind: str, target: str, token: str) -> None:
     """Misbehave."""
-    if kind in STRANGER_KINDS:
-        _attack(kind, target)
-    elif kind == AGAIN:
-        while True:
-            _attack("h2-resets", target)
+    if kind == FLOOD:
+        asyncio.run(_flood(target, token))
+    elif kind in CALL_KINDS:
+        _call(kind, target, token)
     elif kind in HTTP_KINDS:
         _post(kind, target, token)
-    elif kind == FLOOD:
-        asyncio.run(_flood(target, token))
-    else:
-        _call(kind, target, token)
-
-
-def _attack(kind: str, target: str) -> None:
-    """Until the server has closed the connection."""
-    attack = Attack(kind.removeprefix("h2-"), target)
-    while not attack.is_over:
-        attack.send()
-    attack.close()
+    while True:
+        attack = Attack("resets" if kind == AGAIN else kind.removeprefix("h2-"), target)
+        while not attack.is_over:  # until the server has closed the connection
+            attack.send()
+        attack.close()
+        if kind != AGAIN:
+            return
 
 
 def _call(kind: str, target: str, token: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from experiments.child_process import ChildProcess
+from experiments.child_process import ChildProcess, program
 from experiments.messages import Message, say
 from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY
 from pdserve.pb import inference_pb2 as pb
@@ -49,14 +49,14 @@ class Finished(Message):
 @contextlib.contextmanager
 def bare_server(kind: str) -> Iterator[tuple[str, int]]:
     """Run a server, ``echo`` or ``refuse``; its address and process id."""
-    with ChildProcess(f"the server of kind {kind}", _MODULE, kind) as child:
+    with ChildProcess(f"the server of kind {kind}", program(_MODULE, kind)) as child:
         yield f"127.0.0.1:{child.receive(_START_S, Listening).port}", child.pid
 
 
 def bare_load(target: str, method: str, request: bytes, messages: int, streams: int, seconds: float) -> Finished:
     """Load a server from a process of its own."""
     given = (target, method, request.hex(), str(messages), str(streams), str(seconds))
-    with ChildProcess("the bare client", _MODULE, "load", *given) as child:
+    with ChildProcess("the bare client", program(_MODULE, "load", *given)) as child:
         return child.receive(_START_S + 10 * seconds, Finished)
 
 

@@ -45,28 +45,31 @@ def _parts(case: StepCase) -> tuple[int, int]:
     return (0, case.batch) if case.kind == "decode" else (case.tokens, case.beside)
 
 
+def transformers_model(shape: ModelShape, dtype: str) -> Any:
+    """transformers' model with random weights of ``shape``."""
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
 class TransformersSide:
-    """transformers' model with random weights of ``shape``: eager, scaled dot product attention, bfloat16. Of a mixed
-    step it does one part after the other."""
+    """transformers' model: eager, scaled dot product attention, bfloat16. Of a mixed step it does one part after the
+    other."""
 
     def __init__(self, shape: ModelShape, device: str) -> None:
-        config = LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_position_embeddings,
-            tie_word_embeddings=shape.tie_word_embeddings,
-            attn_implementation="sdpa",
-            dtype=torch.bfloat16,
-        )
-        self._shape = shape
-        self._device = torch.device(device)
+        self._shape, self._device = shape, torch.device(device)
         with self._device:
-            self._model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+            self._model = transformers_model(shape, "bfloat16")
 
     @torch.inference_mode()
     def measure_s(self, case: StepCase) -> float:

@@ -28,9 +28,9 @@ and bytes in it, which come with every request and so pull the point down as the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkpoints.shape import ModelShape
 from pdserve.core.kv_layout import DTYPE_BYTES
@@ -97,15 +97,6 @@ class ModelArithmetic:
             dtype_bytes=DTYPE_BYTES[dtype],
             idle_matrices=shape.layer_matrices - shape.active_layer_matrices,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the facts of a cell."""
-        return {**asdict(self), "windows": list(self.windows)}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> ModelArithmetic:
-        """What `to_dict` wrote."""
-        return cls(**{**plain, "windows": tuple(plain["windows"])})
 
     @property
     def weight_bytes(self) -> int:

@@ -1,26 +1,18 @@
-"""What the front door is measured with, each a process of its own:
+"""Workers without an engine that speak the real protocols: `python -m experiments.benchmarks.stub_workers COUNT
+REGISTRIES STEP_MS`, half of them prefill and half decode workers.
 
-- `python -m experiments.benchmarks.front_door_ends workers COUNT REGISTRIES STEP_MS` are workers without an engine that
-  speak real protocols, half of them prefill and half decode workers. They register at the REGISTRIES of all gateways
-  (with commas between) and serve their requests. A prefill worker answers at once with token 1. A decode worker gives
-  every request one token in each step of STEP_MS milliseconds, as an engine does (0: all tokens at once), and says that
-  it has received the KV.
-- `… unobserved CONFIG_JSON REGISTRY_ADDRESS` is a gateway without metrics, live view and traces of requests, for
-  measuring what these cost."""
+They register at the REGISTRIES of all gateways (with commas between) and serve their requests. A prefill worker answers
+at once with token 1. A decode worker gives every request one token in each step of STEP_MS milliseconds, as an engine
+does (0: all tokens at once), and says that it has received the KV."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 import time
 from dataclasses import replace
-from typing import Any
 
-import gateway.gateway_thread
 from contract.control import Beat, BeatAnswer, LinkState, Push, Receive, SendPrefix, Work
-from gateway.__main__ import main as serve_gateway
-from gateway.gateway import Gateway
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.handoff import PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
@@ -35,7 +27,6 @@ from tests.fake_worker import fake_info
 from worker.heartbeat import Heartbeat, registry_wire
 from worker.server import ControlServer, Outbox
 
-CONTEXT = 4096
 NUM_BLOCKS = 2**20
 LAYOUT = KVLayout.uniform("stub", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
 BEAT_S = 0.5
@@ -64,7 +55,7 @@ class StubWorker:
             fake_info(self.worker_id, self._role, layout=LAYOUT),
             control_address=self._server.address,
             num_blocks=NUM_BLOCKS,
-            max_model_len=CONTEXT,
+            max_model_len=4096,
             max_num_batched_tokens=8192,
             version=VERSION,
             clock_id=clock_id(),
@@ -138,32 +129,12 @@ class StubWorker:
 
 async def _work(count: int, registries: list[str], step_s: float) -> None:
     """Serve until ended."""
-    secret, numbers = ServiceSecret.from_environment(), itertools.count()
-    for _ in range(count // 2):
-        for role in Role:
-            await StubWorker(role, next(numbers), registries, step_s, secret).start()
+    secret = ServiceSecret.from_environment()
+    for number in range(count):
+        await StubWorker(list(Role)[number % 2], number, registries, step_s, secret).start()
     await asyncio.Event().wait()
-
-
-class UnobservedGateway(Gateway):
-    """A gateway whose requests have no observers."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._inference._observers = ()
-
-
-def main(role: str, *given: str) -> None:
-    """The whole process."""
-    if role == "workers":
-        count, registries, step_ms = given
-        asyncio.run(_work(int(count), registries.split(","), float(step_ms) / 1e3))
-        return
-    setattr(gateway.gateway_thread, "Gateway", UnobservedGateway)  # noqa: B010 - an imported name
-    del sys.argv[1]
-    serve_gateway()
 
 
 if __name__ == "__main__":
     end_with_parent()
-    main(*sys.argv[1:])
+    asyncio.run(_work(int(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3]) / 1e3))
