@@ -47,9 +47,13 @@ class RunningEngine:
         status = dict(line.split(":") for line in Path(f"/proc/{self._client.pid}/status").read_text().splitlines())
         return int(status["VmHWM"].split()[0]) * 1024
 
-    async def steps(self, prompts: Sequence[tuple[int, ...]], output_tokens: int) -> Sequence[Step]:
-        """Send greedy requests, all at once; returns the steps until they have ended."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, seed=0, ignore_eos=True)
+    async def steps(
+        self, prompts: Sequence[tuple[int, ...]], output_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+    ) -> Sequence[Step]:
+        """Send requests, all at once; returns the steps until they have ended."""
+        sampling = SamplingParams(
+            temperature=temperature, top_p=top_p, max_tokens=output_tokens, seed=0, ignore_eos=True
+        )
         for prompt in prompts:
             self._sent += 1
             name = f"r{self._sent}"

@@ -10,19 +10,18 @@ import os
 import platform
 import statistics
 import subprocess
-import timeit
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from contract.engine import Step
 from engine.spec import EngineSpec
 from experiments.benchmarks.engine_process import running_engine
 from experiments.benchmarks.first_hour.step import Findings, Options, last_line
 from experiments.engine_alone.arithmetic import ModelArithmetic
-from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
-from experiments.engine_alone.steps import StepCase
 from experiments.workloads.conversation import random_tokens
 from ops.doctor.node_report import report_node
 from runtime.mps import foreign_daemon, gpu_modes
@@ -110,71 +109,65 @@ def judge_benchmark(result: Mapping[str, Any], arithmetic: ModelArithmetic, *, h
     return findings
 
 
-def budgets(options: Options) -> Findings:
-    """Prefill rates, and the longest step beside decodes, by token budget."""
-    large = options.has_goals
-    tokens, candidates = (8192, (512, 2048, 4096, 8192, 16384)) if large else (256, (64, 128, 256))
-    core = None if options.on_gpu else min(os.sched_getaffinity(0))
-    medians_s: dict[int, list[float]] = {}
-    for budget in candidates:
-        cases = (StepCase(1, tokens), StepCase(1, max(1, budget - 8), 128, beside=8))
-        task = Task(model=options.model, device=options.device, core=core, repeats=3, seed=0, cases=cases, chunk=budget)
-        found: list[Rates | Sample] = []
-        asyncio.run(measure_alone(task, found.append))
-        samples = [each.values for each in found if isinstance(each, Sample) and each.repeat >= 0]
-        medians_s[budget] = [
-            statistics.median(each["time_s"] for each in samples if each["case"] == case) for case in range(len(cases))
-        ]
-    rates = {budget: tokens / prefill_s for budget, (prefill_s, _) in medians_s.items()}
-    findings = Findings({
-        "prefill, tokens/s": {str(budget): round(rate) for budget, rate in rates.items()},
-        "step with 8 decodes, ms": {str(budget): round(gap_s * 1e3, 2) for budget, (_, gap_s) in medians_s.items()},
-    })  # fmt: skip
-    judge_budgets(findings, rates, has_goals=large)
-    return findings
-
-
-def judge_budgets(findings: Findings, rates: Mapping[int, float], *, has_goals: bool) -> None:
-    """Judge prefill rates by token budget: the default of GPUs for prefill against the best."""
-    best = max(rates, key=lambda budget: rates[budget])
-    findings.figures["best budget"] = best
-    if has_goals:
-        findings.aim("rate at the default of 8192, of the best", rates[8192] / rates[best], BUDGET_GOAL)
-
-
-def sampling(options: Options) -> Findings:
-    """Decode steps of 32 requests that sample, beside greedy ones."""
-    from experiments.engine_alone.bare_engine import BareEngine, blocks_for
-    from pdserve.core.sampling import SamplingParams
-
-    case = StepCase(32, 1, 1024 if options.on_gpu else 64)
-    engine = BareEngine(options.model, options.device, num_blocks=blocks_for(case.batch, case.context + 64))
-    params = {"greedy": {}, "sampled": {"sampling": SamplingParams(temperature=0.7, top_p=0.9, seed=7)}}
-    times: dict[str, list[float]] = {name: [] for name in params}
-    for name in [*params] * 3:
-        times[name] += engine.steps_s(case, 24, 4, **params[name])
-    medians = {name: statistics.median(each) for name, each in times.items()}
-    findings = Findings({"step of 32, ms": {name: round(median * 1e3, 3) for name, median in medians.items()}})
-    ratio = medians["sampled"] / medians["greedy"]
-    findings.aim("sampled / greedy", ratio, SAMPLING_GOAL, at_most=True, judged=options.on_gpu)
-    return findings
-
+# --- settings beside their alternatives ------------------------------------------------------------------------------
 
 Times = Mapping[str, float]
 """Milliseconds: of ``step of BATCH`` the median between two steps, and of ``prefill of TOKENS``."""
 
 
+class Comparison(NamedTuple):
+    """The times of a variant over those of another one, of steps or of prefills, and the most that the ratio may be."""
+
+    name: str
+    default: str
+    other: str
+    kind: str
+    most: float
+
+
+def budgets(options: Options) -> Findings:
+    """Prefills by token budget: that of GPUs for prefill beside others."""
+    default, others = (8192, (512, 2048, 4096, 16384)) if options.has_goals else (256, (64, 128))
+    variants = {f"budget {tokens}": {"max_num_batched_tokens": tokens} for tokens in (default, *others)}
+    rows = [
+        Comparison(f"budget {default} / {other}", f"budget {default}", f"budget {other}", "prefill", 1 / BUDGET_GOAL)
+        for other in others
+    ]
+    return _compared(options, variants, rows, batches=(8,))
+
+
+def sampling(options: Options) -> Findings:
+    """Decode steps of 32 requests that sample, beside greedy ones."""
+    rows = [Comparison("sampled / greedy", "sampled", "greedy", "step", SAMPLING_GOAL)]
+    return _compared(options, {"greedy": {}, "sampled": {}}, rows, batches=(32,))
+
+
 def choices(options: Options) -> Findings:
-    """Engines that run ahead beside engines that wait for each step, and on GPUs both kernels for prompts. Whole engine
-    processes are measured, because steps run ahead of the loop around them."""
+    """Engines that run ahead beside engines that wait for each step, and on GPUs both kernels for prompts."""
     from engine.kernels.cuda_flashinfer import installed_version
+
+    variants: dict[str, dict[str, Any]] = {f"run_ahead {on}": {"run_ahead": on} for on in (True, False)}
+    rows = [Comparison("run_ahead on / off", "run_ahead True", "run_ahead False", "step", DEFAULT_SLACK)]
+    missing = options.on_gpu and installed_version() is None
+    if options.on_gpu and not missing:
+        variants |= {name: {"prefill_attention": name} for name in ("triton", "flashinfer")}
+        rows.append(Comparison("flashinfer / triton", "flashinfer", "triton", "prefill", DEFAULT_SLACK))
+    findings = _compared(options, variants, rows, batches=(1, 8, 32) if options.on_gpu else (1, 4))
+    if missing:
+        findings.notes.append("FlashInfer is not installed (extra cuda): prompts' attention was not compared")
+    return findings
+
+
+def _compared(
+    options: Options, variants: Mapping[str, Mapping[str, Any]], rows: Sequence[Comparison], batches: Sequence[int]
+) -> Findings:
+    """Start an engine with each variant of the settings, one after the other, and compare their times. Whole engine
+    processes are measured, because steps run ahead of the loop around them."""
     from experiments.engine_alone.bare_engine import blocks_for
 
-    batches, context, steps, prompt, rounds = (
-        ((1, 8, 32), 1024, 200, 8192, 5) if options.on_gpu else ((1, 4), 64, 24, 256, 2)
-    )
+    context, steps, prompt = (1024, 200, 8192) if options.on_gpu else (64, 24, 256)
     if options.quick:
-        steps, prompt, rounds = 24, min(prompt, 2048), 2
+        steps, prompt = 24, min(prompt, 2048)
     spec = EngineSpec(
         options.model,
         dtype="bfloat16",
@@ -183,48 +176,41 @@ def choices(options: Options) -> Findings:
         max_num_batched_tokens=8192 if options.on_gpu else 256,
         prefix_caching=False,
     )
-    findings = Findings()
-    variants = {f"run_ahead {on}": replace(spec, run_ahead=on) for on in (True, False)}
-    if options.on_gpu:
-        variants["triton"] = replace(spec, prefill_attention="triton")
-        if installed_version() is None:
-            findings.notes.append("FlashInfer is not installed (extra cuda): prompts' attention was not compared")
-        else:
-            variants["flashinfer"] = replace(spec, prefill_attention="flashinfer")
 
-    async def measured(name: str) -> Times:
-        def prompts(count: int, tokens: int) -> list[tuple[int, ...]]:
-            return [random_tokens(f"{next(numbers)}", tokens, 300) for _ in range(count)]
+    async def measured(name: str, changes: Mapping[str, Any]) -> Times:
+        numbers, times = itertools.count(), {}
+        drawn = {"temperature": 0.7, "top_p": 0.9} if name == "sampled" else {"temperature": 0.0}
 
-        numbers, prefills_ms, times = itertools.count(), [], {}
-        async with running_engine(variants[name]) as engine:
+        async def made(count: int, tokens: int, outputs: int) -> Sequence[Step]:
+            prompts = [random_tokens(f"{next(numbers)}", tokens, 300) for _ in range(count)]
+            return await engine.steps(prompts, outputs, **drawn)
+
+        async with running_engine(replace(spec, **changes)) as engine:
             for text in engine.ready.notes:
                 if text.startswith("prefill attention"):
                     findings.figures[f"{name}: kernels"] = text
-            for _ in range(rounds + 1):  # the first one is warm-up
-                started_s = timeit.default_timer()
-                await engine.steps(prompts(1, prompt), 1)
-                prefills_ms.append((timeit.default_timer() - started_s) * 1e3)
+            prefills_ms = []
+            for _ in range(3 if options.quick else 6):  # the first one is warm-up
+                started_s = time.monotonic()
+                await made(1, prompt, 1)
+                prefills_ms.append((time.monotonic() - started_s) * 1e3)
             for batch in batches:  # the first ones decode while the last ones are prefilled
-                made = await engine.steps(prompts(batch, context), 2 * steps)
-                ends_s = [step.sampled_s for step in made if len(step.tokens) == batch]
+                ends_s = [step.sampled_s for step in await made(batch, context, 2 * steps) if len(step.tokens) == batch]
                 times[f"step of {batch}"] = statistics.median(b - a for a, b in itertools.pairwise(ends_s)) * 1e3
         return {**times, f"prefill of {prompt}": statistics.median(prefills_ms[1:])}
 
-    times = {name: asyncio.run(measured(name)) for name in variants}
+    findings = Findings()
+    times = {name: asyncio.run(measured(name, changes)) for name, changes in variants.items()}
     for name, each in times.items():
         findings.figures[f"{name}, ms"] = {what: round(ms, 3) for what, ms in each.items()}
-    judge_choices(findings, times, has_goals=options.has_goals)
+    judge(findings, times, rows, has_goals=options.has_goals)
     return findings
 
 
-def judge_choices(findings: Findings, times: Mapping[str, Times], *, has_goals: bool) -> None:
-    """The defaults of GPUs must not be slower than their alternatives."""
-    for choice, default, other, kind in (
-        ("run_ahead on / off", "run_ahead True", "run_ahead False", "step"),
-        ("flashinfer / triton", "flashinfer", "triton", "prefill"),
-    ):
-        for what, ms in times.get(default, {}).items():
-            if what.startswith(kind):
-                ratio = ms / times[other][what]
-                findings.aim(f"{choice}, {what}", ratio, DEFAULT_SLACK, at_most=True, judged=has_goals)
+def judge(findings: Findings, times: Mapping[str, Times], rows: Sequence[Comparison], *, has_goals: bool) -> None:
+    """Defaults must not be slower than their alternatives, by more than is allowed."""
+    for row in rows:
+        for what, ms in times[row.default].items():
+            if what.startswith(row.kind):
+                ratio = ms / times[row.other][what]
+                findings.aim(f"{row.name}, {what}", ratio, row.most, at_most=True, judged=has_goals)

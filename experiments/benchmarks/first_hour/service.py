@@ -19,7 +19,8 @@ from experiments.benchmarks.first_hour.step import Findings, Options, last_line
 from experiments.benchmarks.frame import load
 from experiments.benchmarks.frame import sampling as sampled
 from experiments.benchmarks.handoff_pair import handoff_pair
-from experiments.pairs.pair import Turns, torch_send
+from experiments.benchmarks.transfer import rates_gbs
+from experiments.pairs.pair import torch_send
 from experiments.workloads.arrivals import ClosedLoop
 from experiments.workloads.conversation import Conversation, Turn, random_tokens
 from pdserve import AsyncClient, Client
@@ -177,9 +178,8 @@ def links(options: Options) -> Findings:
     """Hand-offs of the 8b shape's blocks over torch_dist, beside send and recv of the same bytes."""
     num_bytes, turns = (2**30, 10) if options.has_goals else (2**25, 3)
     pairs = [handoff_pair("8b", "torch_dist", checked=False, device=options.device), torch_send(options.device)]
-    taken = Turns(pairs, [num_bytes])
-    list(taken.run(turns, may_fail=lambda pair: False))
-    handed, bare = (num_bytes / statistics.median(taken.seconds[pair.name][num_bytes]) / 1e9 for pair in pairs)
+    rates = rates_gbs(pairs, {"": num_bytes}, turns)
+    handed, bare = (rates[pair.name][""] for pair in pairs)
     findings = Findings({"bare, GB/s": round(bare, 2), "hand-offs, GB/s": round(handed, 2)})
     findings.aim("hand-offs / bare", handed / bare, RATE_GOAL, judged=options.has_goals)
     return findings

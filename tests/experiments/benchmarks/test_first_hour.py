@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from checkpoints.source import resolve_model
-from experiments.benchmarks.first_hour.engine import judge_benchmark, judge_budgets, judge_choices
+from experiments.benchmarks.first_hour.engine import Comparison, judge_benchmark
+from experiments.benchmarks.first_hour.engine import judge as compare
 from experiments.benchmarks.first_hour.run import STEPS, judge, main
 from experiments.benchmarks.first_hour.service import GPUS, judge_memory
 from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict, last_line
@@ -74,31 +75,18 @@ def test_shares_of_the_roofline(tmp_path: Path, decode: float, prefill: float, m
     assert judge_benchmark(line, arithmetic, has_goals=False).verdict is Verdict.PASSED
 
 
-def test_the_default_budget_is_held_against_the_best() -> None:
-    findings = Findings()
-    judge_budgets(findings, {2048: 50.0, 8192: 99.0, 16384: 100.0}, has_goals=True)
-    assert findings.verdict is Verdict.PASSED
-    assert findings.figures["best budget"] == 16384
-    slow = Findings()
-    judge_budgets(slow, {2048: 50.0, 8192: 90.0, 16384: 100.0}, has_goals=True)
-    assert slow.verdict is Verdict.BELOW
-
-
 def test_defaults_are_held_against_their_alternatives() -> None:
     times = {
-        "run_ahead True": {"step of 1": 5.0, "step of 32": 10.0, "prefill of 8": 100.0},
-        "run_ahead False": {"step of 1": 5.0, "step of 32": 11.0, "prefill of 8": 100.0},
+        "on": {"step of 1": 5.0, "step of 32": 10.0, "prefill of 8": 120.0},
+        "off": {"step of 1": 5.0, "step of 32": 11.0, "prefill of 8": 100.0},
     }
+    rows = [Comparison("run_ahead", "on", "off", "step", 1.02), Comparison("kernel", "on", "off", "prefill", 1.02)]
     findings = Findings()
-    judge_choices(findings, times, has_goals=True)
+    compare(findings, times, rows[:1], has_goals=True)
     assert findings.verdict is Verdict.PASSED
-    assert findings.figures == {
-        "run_ahead on / off, step of 1": 1.0, "run_ahead on / off, step of 32": 0.9091,
-    }  # fmt: skip
-    kernels = {"flashinfer": {"prefill of 8": 120.0}, "triton": {"prefill of 8": 100.0}}
-    slow = Findings()
-    judge_choices(slow, times | kernels, has_goals=True)
-    assert slow.below == ["flashinfer / triton, prefill of 8 is 1.2, and the goal is at most 1.02"]
+    assert findings.figures == {"run_ahead, step of 1": 1.0, "run_ahead, step of 32": 0.9091}
+    compare(findings, times, rows, has_goals=True)
+    assert findings.below == ["kernel, prefill of 8 is 1.2, and the goal is at most 1.02"]
 
 
 @pytest.mark.parametrize(
@@ -223,5 +211,5 @@ def test_the_script_runs_on_cpus(tmp_path: Path, chosen: list[str]) -> None:
     assert report["counts"] == {"passed": len(chosen), "below goal": 0, "failed": 0, "skipped": 0}
     if "choices" in chosen:
         assert report["steps"]["links"]["figures"]["hand-offs, GB/s"] > 0
-        assert report["steps"]["sampling"]["figures"]["sampled / greedy"] > 0
+        assert report["steps"]["sampling"]["figures"]["sampled / greedy, step of 32"] > 0
         assert report["steps"]["choices"]["figures"]["run_ahead on / off, step of 4"] > 0
