@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+import msgspec
 import psutil
 
-from experiments.messages import Message, line_of, message_of
+from experiments.messages import Done, Message, line_of, message_of
 from ops.launch.leftovers import end_processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,12 @@ class ChildFailed(RuntimeError):
 def program(module: str, *arguments: str, python: Path = Path(sys.executable)) -> list[str]:
     """The command that runs a module."""
     return [str(python), "-P", "-m", module, *arguments]
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """The command that calls a function of a module with arguments that JSON can carry (`ChildProcess.result`)."""
+    where = f"{function.__module__}:{function.__name__}"
+    return program("experiments.call", where, msgspec.json.encode(arguments).decode())
 
 
 class ChildProcess(contextlib.AbstractContextManager["ChildProcess"]):
@@ -108,6 +115,10 @@ class ChildProcess(contextlib.AbstractContextManager["ChildProcess"]):
                 self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
         return message_of(line, expected, self._label)
+
+    def result(self, timeout_s: float | None) -> Any:
+        """What the function that it calls returned; raises as `receive` does."""
+        return self.receive(timeout_s, Done).value
 
     def log_tail(self, count: int = _LOG_LINES) -> str:
         """The last lines of its log with an introduction to them, or nothing if it is empty."""

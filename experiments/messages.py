@@ -24,6 +24,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, tag_field="k
     """Base of all messages. The field ``kind`` of the line is the name of the class."""
 
 
+class Done(Message):
+    """What a call in another process gave."""
+
+    value: Any = None
+
+
 def line_of(message: Message) -> bytes:
     """The line that carries a message."""
     return msgspec.json.encode(message) + b"\n"

@@ -28,7 +28,8 @@ import psutil
 
 from experiments.benchmarks.bare_grpc import ECHO, GENERATE, bare_load, bare_server
 from experiments.benchmarks.frame import Only, Quick, cpu_s, in_turns, parts, run
-from experiments.child_process import ChildProcess, program
+from experiments.benchmarks.stub_workers import work
+from experiments.child_process import ChildProcess, call, program
 from ops.launch.ports import free_ports
 from pdserve import AsyncClient, Client
 from pdserve.core.config import PdserveConfig
@@ -118,7 +119,7 @@ def _gateways_over(count: int, workers: int, step_ms: float, settings: Mapping[s
     overrides = {"model.path": "tiny", "gateway.host": "127.0.0.1", "gateway.port": port, "gateway.replicas": count}
     config = PdserveConfig.load(None, {**settings, **overrides})
     registries = [f"127.0.0.1:{registry_port + number}" for number in range(count)]
-    stubs = program("experiments.benchmarks.stub_workers", str(workers), ",".join(registries), str(step_ms))
+    stubs = call(work, workers, registries, step_ms / 1e3)
     replicas = (config.model_copy(update={"gateway": config.gateway.replica(number)}) for number in range(count))
     programs = [program("gateway", own.model_dump_json(), each) for own, each in zip(replicas, registries, strict=True)]
     with contextlib.ExitStack() as stack:

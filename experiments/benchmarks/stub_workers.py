@@ -1,14 +1,8 @@
-"""Workers without an engine that speak the real protocols: `python -m experiments.benchmarks.stub_workers COUNT
-REGISTRIES STEP_MS`, half of them prefill and half decode workers.
-
-They register at the REGISTRIES of all gateways (with commas between) and serve their requests. A prefill worker answers
-at once with token 1. A decode worker gives every request one token in each step of STEP_MS milliseconds, as an engine
-does (0: all tokens at once), and says that it has received the KV."""
+"""Workers without an engine that speak the real protocols, in a process of their own."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from dataclasses import replace
 
@@ -21,7 +15,6 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import Role, TokenOutput, WorkerLoad
 from pdserve.version import VERSION
-from runtime.process import end_with_parent
 from runtime.secret import ServiceSecret
 from tests.fake_worker import fake_info
 from worker.heartbeat import Heartbeat, registry_wire
@@ -127,14 +120,12 @@ class StubWorker:
                 task.cancel()
 
 
-async def _work(count: int, registries: list[str], step_s: float) -> None:
-    """Serve until ended."""
+async def work(count: int, registries: list[str], step_s: float) -> None:
+    """Serve with ``count`` workers until ended, half of them prefill and half decode workers. They register at the
+    registries of all gateways and serve their requests. A prefill worker answers at once with token 1. A decode worker
+    gives every request one token in each step of ``step_s``, as an engine does (0: all tokens at once), and says that
+    it has received the KV."""
     secret = ServiceSecret.from_environment()
     for number in range(count):
         await StubWorker(list(Role)[number % 2], number, registries, step_s, secret).start()
     await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    asyncio.run(_work(int(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3]) / 1e3))

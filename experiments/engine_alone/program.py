@@ -1,8 +1,7 @@
-"""Measures an engine alone, in a process of its own: `measure_alone` starts ``python -m
-experiments.engine_alone.program TASK``.
+"""Measures an engine alone, in a process of its own: `measure_alone` starts it.
 
-TASK is a `Task` as JSON. The process binds itself to one core (on a GPU it is not bound), builds the engine, and writes
-messages: `Built`, then in each repeat `Rates` and its samples, and `Finished`. `Failed` comes instead of the rest."""
+The process binds itself to one core (on a GPU it is not bound), builds the engine, and writes messages: `Built`, then
+in each repeat `Rates` and its samples, and `Done`. `Failed` comes instead of the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import asyncio
 import itertools
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.process.client import ALLOCATOR_SETTINGS
-from experiments.child_process import ChildFailed, ChildProcess, program
+from experiments.child_process import ChildFailed, ChildProcess, call
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.steps import StepCase
-from experiments.messages import Message, say
+from experiments.messages import Done, Message, say
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
-from runtime.process import end_with_parent
 
 if TYPE_CHECKING:
     from experiments.engine_alone.bare_engine import BareEngine
@@ -93,19 +90,15 @@ class Failed(Message):
     message: str
 
 
-class Finished(Message):
-    """Nothing follows."""
-
-
 async def measure_alone(task: Task, take: Callable[[Rates | Sample], None]) -> Built:
     """Have a process measure ``task``, and hand what it measures to ``take``. Raises the error that it reports;
     LaunchError if it just ends; WrongMessage if it writes anything else. The process ends with this call."""
-    command = program("experiments.engine_alone.program", msgspec.json.encode(task).decode())
+    built: Built | None = None
+    command = call(measure, msgspec.to_builtins(task))
     with ChildProcess("the engine under measurement", command, ONE_THREAD) as child:
-        built: Built | None = None
         while True:
             try:
-                expected = Built | Rates | Sample | Failed | Finished
+                expected = Built | Rates | Sample | Failed | Done
                 message = await asyncio.to_thread(child.receive, None, expected)
             except ChildFailed as error:
                 raise LaunchError(str(error)) from None
@@ -114,22 +107,19 @@ async def measure_alone(task: Task, take: Callable[[Rates | Sample], None]) -> B
                     built = message
                 case Failed():
                     raise from_wire(message.error, message.message)
-                case Finished():
+                case Done():
                     assert built is not None, "it comes first"
                     return built
                 case _:
                     take(message)
 
 
-def main() -> None:
-    """The whole process. Exits with 1 after `Failed`."""
-    end_with_parent()
+def measure(task: Any) -> None:
+    """What the process does."""
     try:
-        _run(msgspec.json.decode(sys.argv[1], type=Task))
+        _run(msgspec.convert(task, Task))
     except PdserveError as error:
         say(Failed(*to_wire(error)))
-        raise SystemExit(1) from None
-    say(Finished())
 
 
 def _run(task: Task) -> None:
@@ -190,7 +180,3 @@ def _last_cache_bytes() -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size and size[-1] in units), default=0)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from experiments.messages import Message, message_of, reserve_output, say
+from experiments.messages import Done, Message, message_of, reserve_output, say
 
 
 class Call(Message):
@@ -26,12 +26,6 @@ class Call(Message):
 
     method: str
     argument: Any = None
-
-
-class Done(Message):
-    """What the method gave; at first the endpoint's address."""
-
-    value: Any = None
 
 
 class Expecting(Message):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.child_process import ChildFailed, ChildProcess, program
-from experiments.messages import WrongMessage
-from experiments.pairs.endpoint import Call, Done, Expecting, Unavailable
+from experiments.messages import Done, WrongMessage
+from experiments.pairs.endpoint import Call, Expecting, Unavailable
 
 TIMEOUT_S = 60.0
 _PROBE_BYTES = 4096

@@ -3,8 +3,7 @@
 A step that fails stops the run, unless ``--keep-going``; a missed goal does not. The last line is one JSON object. Exit
 status: 0, 1 after a failure, 2 without a GPU, 130 after Ctrl-C.
 
-`python -m experiments.benchmarks.first_hour.run STEP OPTIONS` runs one step in a process of its own, so that a hung or
-poisoned GPU ends this process and not the run. OPTIONS are JSON, and the answer is a message with the findings."""
+A step runs in a process of its own, so that a hung or poisoned GPU ends this process and not the run."""
 
 from __future__ import annotations
 
@@ -25,9 +24,8 @@ import msgspec
 
 from experiments.benchmarks.first_hour import engine, service
 from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict, run_pytest, tests
-from experiments.child_process import ChildFailed, ChildProcess, program
-from experiments.messages import WrongMessage, message_of, reserve_output, say
-from runtime.process import end_with_parent
+from experiments.child_process import ChildFailed, ChildProcess, call
+from experiments.messages import WrongMessage, message_of
 
 _KERNELS = "tests/engine/cuda/test_kernels.py"
 _PROCESSES = "tests/kv_transfer/test_torch_dist_processes.py"
@@ -158,12 +156,10 @@ def judge(step: Step, options: Options) -> Findings:
     """Run one step in a process of its own, and end everything that is left of it."""
     if obstacle := step.obstacle(options):
         return Findings(skipped=obstacle)
-    command = program("experiments.benchmarks.first_hour.run", step.name, msgspec.json.encode(options).decode())
-    with ChildProcess(
-        step.name, command, {"PYTHONUNBUFFERED": "1"}, Path(options.folder) / f"{step.name}.log"
-    ) as child:
+    log, limit_s = Path(options.folder) / f"{step.name}.log", step.quick_s if options.quick else step.limit_s
+    with ChildProcess(step.name, call(run_step, step.name, options), {"PYTHONUNBUFFERED": "1"}, log) as child:
         try:
-            findings = child.receive(step.quick_s if options.quick else step.limit_s, Findings)
+            findings = msgspec.convert(child.result(limit_s), Findings)
         except (ChildFailed, WrongMessage) as error:
             findings = Findings(problems=[str(error).partition(";")[0]])
         if findings.problems:
@@ -216,18 +212,11 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_step(name: str, options: str) -> None:
+def run_step(name: str, options: Any) -> Findings:
     """Run a step, in the process that `judge` starts."""
-    end_with_parent()
-    reserve_output()
     step = next(each for each in STEPS if each.name == name)
     try:
-        findings = step.run(msgspec.json.decode(options, type=Options))
+        return step.run(msgspec.convert(options, Options))
     except Exception as error:  # noqa: BLE001 - whatever it was, it is the step's finding
         traceback.print_exc()
-        findings = Findings(problems=[f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"])
-    say(findings)
-
-
-if __name__ == "__main__":
-    run_step(*sys.argv[1:])
+        return Findings(problems=[f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"])

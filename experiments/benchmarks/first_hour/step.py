@@ -15,7 +15,6 @@ from xml.etree import ElementTree
 import msgspec
 
 from experiments.child_process import ROOT
-from experiments.messages import Message
 
 
 class Verdict(StrEnum):
@@ -56,7 +55,7 @@ class Options(msgspec.Struct, frozen=True):
         return "dummy:8b" if self.gpu_bytes >= 70 * 2**30 and not self.quick else "dummy:135m"
 
 
-class Findings(Message):
+class Findings(msgspec.Struct):
     """What a step found. ``problems`` fail it, ``below`` are goals that it misses; ``skipped`` says what was missing
     for it. ``figures`` are plain values."""
 

@@ -17,8 +17,7 @@ from experiments.benchmarks.handoff_pair import handoff_pair, layout_of
 from experiments.benchmarks.peers import PythonWith, mooncake_tcp, nixl, peer_python
 from experiments.benchmarks.transfer import MB, rates_gbs
 from experiments.child_process import ChildFailed, ChildProcess, program
-from experiments.messages import WrongMessage
-from experiments.pairs.endpoint import Done
+from experiments.messages import Done, WrongMessage
 from experiments.pairs.pair import Pair, PairUnavailable, memcpy, socket
 
 ROOT = Path(__file__).resolve().parents[3]
