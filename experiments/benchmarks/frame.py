@@ -130,7 +130,7 @@ def row(done: Generation, arm: object = "", repeat: int = 0) -> RequestRow:
 def frame(rows: Sequence[RequestRow]) -> pandas.DataFrame:
     """Rows of requests without those of warm-up, whose ``repeat`` is negative. What is nested has dotted columns:
     ``stages_ms.ttft.prefill``."""
-    found = pandas.json_normalize([msgspec.to_builtins(each) for each in rows if each.repeat >= 0])
+    found = pandas.json_normalize([msgspec.structs.asdict(each) for each in rows if each.repeat >= 0])
     return found.reindex(columns=found.columns.union(RequestRow.__struct_fields__, sort=False))
 
 
