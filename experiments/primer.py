@@ -563,7 +563,6 @@ def _step_time_picture(summary: Mapping[str, Any]) -> Picture:
                 x="context, tokens (logarithmic)",
                 log="xy",
                 ticks=contexts,
-                xlim=(contexts[0] / 2, contexts[0] * 2) if len(contexts) == 1 else (None, None),
                 legend="best",
             ),
         ],
@@ -616,7 +615,6 @@ def _roofline_picture(summary: Mapping[str, Any]) -> Picture:
     ]  # fmt: skip
     intensities = [ridge, *(point["intensity"] for point in points)]
     low, high = min(intensities) * 0.5, max(intensities) * 2
-    lowest = min([*(point["reached_gflops"] for point in points), low * read["mean"]]) / 2
     roofs = []
     for edge, look in (("mean", {}), *((edge, {"linewidth": 0.8, "alpha": 0.4}) for edge in ("lo", "hi"))):
         if peak[edge] is not None and read[edge] is not None:
@@ -642,8 +640,6 @@ def _roofline_picture(summary: Mapping[str, Any]) -> Picture:
                 x="intensity, FLOP per byte (logarithmic)",
                 y="reached, GFLOP/s (logarithmic)",
                 log="xy",
-                xlim=(low, high),
-                ylim=(lowest, peak["mean"] * 2),
                 legend="lower right",
             )
         ],

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from checkpoints.shape import ModelShape
-from engine.model.layers import Linear, linear
+from engine.model.layers import linear
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.ceilings import Ceilings
 from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
@@ -118,9 +118,8 @@ class Floor:
         hidden, inner = shape.hidden_size, shape.intermediate_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         sizes = ((q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner))
-        self._layers: list[list[tuple[Linear, int]]] = [
-            [(linear(self._random(*size)), size[1]) for size in sizes] for _ in range(shape.num_layers)
-        ]
+        self._layers = [[linear(self._random(*size)) for size in sizes] for _ in range(shape.num_layers)]
+        self._widths = [width for _, width in sizes]
         self._head = linear(self._random(shape.vocab_size, hidden))
 
     @torch.inference_mode()
@@ -145,12 +144,12 @@ class Floor:
         return seconds
 
     def _linears_s(self, rows: int) -> float:
-        inputs = {width: self._random(rows, width) for layer in self._layers[:1] for _, width in layer}
+        inputs = [self._random(rows, width) for width in self._widths]
 
         def all_layers() -> None:
             for layer in self._layers:
-                for product, width in layer:
-                    product(inputs[width])
+                for product, rows_of in zip(layer, inputs, strict=True):
+                    product(rows_of)
 
         return self._ceilings.median_s(all_layers)
 
