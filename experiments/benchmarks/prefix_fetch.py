@@ -42,12 +42,10 @@ def prefix_fetch(
     model, lengths, rounds = ("tiny", (64, 128), 1) if quick else ("dummy:135m", (64, 128, 256, 512, 1024), 5)
     with service({**SETTINGS, "model.path": model, "transfer.transport": transport}) as served:
         figures = served.client(partial(_measure, lengths, rounds))
-    (computed, _), (fetched, _) = lines = [
-        np.polyfit(figures.index, figures[f"ttft_{how}_ms"], 1) for how in ("computed", "fetched")
-    ]
-    gap = -np.diff(lines, axis=0)[0][1]  # of the lines at length 0
-    even = max(0.0, float(-gap / (computed - fetched))) if computed > fetched else None
-    return {"model": model, "transport": transport, **figures, "break_even_tokens": even}
+    lines = [np.polyfit(figures.index, figures[f"ttft_{how}_ms"], 1) for how in ("computed", "fetched")]
+    slope, intercept = np.subtract(*lines)
+    even = max(0.0, -float(intercept / slope)) if slope > 0 else None
+    return {"model": model, "transport": transport, **figures.drop(columns="turn"), "break_even_tokens": even}
 
 
 async def _measure(lengths: Sequence[int], rounds: int, client: AsyncClient) -> pandas.DataFrame:
@@ -72,7 +70,9 @@ async def _measure(lengths: Sequence[int], rounds: int, client: AsyncClient) -> 
             raise SystemExit(f"no fetch of {length} tokens: {fetch}, {warm.placements}")
         rows.append((turn, length, cold.ttft_ms, warm.ttft_ms, fetch.duration_ms, fetch.kv_bytes))
     columns = ["turn", "length", "ttft_computed_ms", "ttft_fetched_ms", "fetch_ms", "kv_bytes"]
-    return pandas.DataFrame(rows, columns=columns).query("turn >= 0").groupby("length").median().drop(columns="turn")
+    return (
+        pandas.DataFrame(rows, columns=columns).query("turn >= 0").groupby("length").median().astype({"kv_bytes": int})
+    )
 
 
 if __name__ == "__main__":
