@@ -247,7 +247,7 @@ class _Figures:
     def __init__(self, cells: Sequence[FinishedCell], seed: int) -> None:
         engine = cells[0].facts["engine"]
         self._seed, self._chunk = seed, int(engine["chunk"])
-        self._arithmetic = msgspec.convert(engine["arithmetic"], ModelArithmetic)
+        self._arithmetic = ModelArithmetic.from_dict(engine["arithmetic"])
         rates = frame_of([each for cell in cells for each in cell.facts["ceilings"]])
         flops, read = (self._mean(rates[key] / 1e9) for key in ("flops_per_s", "bytes_per_s"))
         self._rates = flops["mean"] * 1e9, read["mean"] * 1e9

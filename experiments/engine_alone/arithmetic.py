@@ -28,9 +28,11 @@ and bytes in it, which come with every request and so pull the point down as the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from checkpoints.shape import ModelShape
 from pdserve.core.kv_layout import DTYPE_BYTES
@@ -97,6 +99,16 @@ class ModelArithmetic:
             dtype_bytes=DTYPE_BYTES[dtype],
             idle_matrices=shape.layer_matrices - shape.active_layer_matrices,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the facts of a cell."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> ModelArithmetic:
+        """What `to_dict` wrote."""
+        return msgspec.convert(plain, cls)
 
     @property
     def weight_bytes(self) -> int:

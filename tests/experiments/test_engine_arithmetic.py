@@ -73,6 +73,7 @@ def test_the_shapes_weights_are_what_a_step_reads() -> None:
     assert arithmetic.weight_bytes == pytest.approx(shape.weight_bytes("bfloat16"), rel=1e-3)  # less the norms
     one = arithmetic.decode(1, 1000).num_bytes - arithmetic.decode(1, 0).num_bytes
     assert one == 1000 * shape.kv_bytes_per_token("bfloat16")
+    assert ModelArithmetic.from_dict(arithmetic.to_dict()) == arithmetic
 
 
 def test_experts_that_do_not_compute_a_token_cost_no_flops() -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from experiments.engine_alone.arithmetic import ModelArithmetic
@@ -26,7 +25,7 @@ ENGINE = {
     "core": 0,
     "threads": 1,
     "chunk": 512,
-    "arithmetic": msgspec.to_builtins(MODEL),
+    "arithmetic": MODEL.to_dict(),
     "last_cache_bytes": 1,
 }
 CEILINGS = [{"flops_per_s": 2e9, "bytes_per_s": 1e9}, {"flops_per_s": 4e9, "bytes_per_s": 2e9}]
