@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, TypeVar, overload
 
-from experiments.messages import Message, line_of, message_of
+import msgspec
+import psutil
+
+from experiments.messages import Done, Message, line_of, message_of
+from ops.launch.leftovers import end_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 _LOG_LINES = 12  # of the log's end, in an error
-_END_S = 5.0
+_END_S, _FAMILY_END_S = 15.0, 5.0
 T = TypeVar("T")
 
 
@@ -25,39 +30,45 @@ class ChildFailed(RuntimeError):
     """A process ended, did not answer in time, or did not do what it was to do."""
 
 
-class ChildProcess:
-    """A module run by ``python`` with these arguments, as a context manager, which ends it. ``label`` names it in
-    errors, which quote the end of its standard error."""
+def program(module: str, *arguments: str, python: Path = Path(sys.executable)) -> list[str]:
+    """The command that runs a module."""
+    return [str(python), "-P", "-m", module, *arguments]
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """The command that calls a function of a module with arguments that JSON can carry (`ChildProcess.result`)."""
+    where = f"{function.__module__}:{function.__name__}"
+    return program("experiments.call", where, msgspec.json.encode(arguments).decode())
+
+
+class ChildProcess(contextlib.AbstractContextManager["ChildProcess"]):
+    """A command in a session of its own, as a context manager, which ends it with its children. ``label`` names it in
+    errors, which quote the end of its standard error. That goes to the file ``log``, or to a temporary one; so does the
+    standard output of one that does not talk in messages."""
 
     def __init__(
         self,
         label: str,
-        module: str,
-        *arguments: str,
-        python: Path = Path(sys.executable),
+        command: Sequence[str],
         environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        *,
+        talks: bool = True,
     ) -> None:
-        self._label = label
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        self._rest = b""
+        self._label, self._rest = label, b""
+        self._log = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [str(python), "-P", "-m", module, *arguments],
+            command,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if talks else self._log,
             stderr=self._log,
             bufsize=0,
+            start_new_session=True,  # Ctrl-C is the parent's, which decides what ends
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     @property
     def status(self) -> int | None:
@@ -71,14 +82,16 @@ class ChildProcess:
 
     def send(self, command: Message) -> None:
         """Send a command; ChildFailed if the process is gone."""
+        assert self._process.stdin is not None
         try:
-            self._stdin.write(line_of(command))
+            self._process.stdin.write(line_of(command))
         except BrokenPipeError:
             raise self._ended() from None
 
     def end_input(self) -> None:
         """Close its input."""
-        self._stdin.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     @overload
     def receive(self, timeout_s: float | None, expected: type[T]) -> T: ...
@@ -89,44 +102,50 @@ class ChildProcess:
     def receive(self, timeout_s: float | None, expected: Any) -> Any:
         """The next message, of type ``expected`` or of a union of types. ChildFailed if the process ended or timed out,
         WrongMessage if it sent anything else."""
+        assert self._process.stdout is not None
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
-            selector.register(self._stdout, selectors.EVENT_READ)
+            selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._rest:
-                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-                if not selector.select(left_s):
+                if not selector.select(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
                     raise ChildFailed(f"{self._label} did not answer within {timeout_s:g} s{self.log_tail()}")
-                chunk = os.read(self._stdout.fileno(), 2**16)
+                chunk = os.read(self._process.stdout.fileno(), 2**16)
                 if not chunk:
                     raise self._ended()
                 self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
         return message_of(line, expected, self._label)
 
-    def log_tail(self) -> str:
-        """The end of its log with an introduction to it, or nothing if it is empty."""
+    def result(self, timeout_s: float | None) -> Any:
+        """What the function that it calls returned; raises as `receive` does."""
+        return self.receive(timeout_s, Done).value
+
+    def log_tail(self, count: int = _LOG_LINES) -> str:
+        """The last lines of its log with an introduction to them, or nothing if it is empty."""
         said = os.pread(self._log.fileno(), 2**20, max(0, os.fstat(self._log.fileno()).st_size - 2**20))
-        lines = said.decode(errors="replace").strip().splitlines()[-_LOG_LINES:]
+        lines = said.decode(errors="replace").strip().splitlines()[-count:]
         return "; its log ends with:\n" + "\n".join(lines) if lines else ""
 
     def close(self) -> None:
-        """End the process; kill it if it takes long."""
-        self._stdin.close()
-        self._process.terminate()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        """End the process and its descendants; kill those that take long. May be called again."""
+        self.end_input()
+        family: list[psutil.Process] = []
+        if self.status is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family = psutil.Process(self.pid).children(recursive=True)
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
             self._process.kill()
             self._process.wait()
-        self._stdout.close()
+        end_processes(family, _FAMILY_END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._log.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _ended(self) -> ChildFailed:

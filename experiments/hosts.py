@@ -16,15 +16,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Unpack
 
 import psutil
 
+from experiments.child_process import ChildProcess, program
 from experiments.deployment import Deployment, Service
 from ops.launch.ports import free_port
 from ops.launch.state import target_here
@@ -52,7 +50,6 @@ PAYLOAD_SHARE = (MTU - 52) / (MTU + 14)
 (14), IP (20), and TCP with its timestamps (32)."""
 
 _BURST_BYTES, _BURST_S = 2 * (MTU + 14), 1e-3  # as little as the kernel allows: a prediction knows no bursts
-_END_S = 15.0
 
 
 def tool(*command: str, timeout_s: float = 20.0) -> str:
@@ -63,6 +60,11 @@ def tool(*command: str, timeout_s: float = 20.0) -> str:
     if done.returncode:
         raise LaunchError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+def ip(command: str) -> str:
+    """`tool` for a command of ip; no argument has a space."""
+    return tool("ip", *command.split())
 
 
 def shape(device: str, gbps: float | None, *, inside: Sequence[str] = ()) -> None:
@@ -87,13 +89,13 @@ def missing() -> str:
         return f"not installed: {', '.join(absent)} (apt-get install {packages})"
     probe = f"{PREFIX}{os.getpid():x}t"
     try:
-        tool("ip", "netns", "add", probe)
+        ip(f"netns add {probe}")
         try:
-            tool("ip", "-n", probe, "link", "add", "end0", "type", "veth", "peer", "name", "end1")
-            tool("ip", "-n", probe, "link", "add", "bridge0", "type", "bridge")
+            ip(f"-n {probe} link add end0 type veth peer name end1")
+            ip(f"-n {probe} link add bridge0 type bridge")
             shape("end0", 1.0, inside=("ip", "netns", "exec", probe))
         finally:
-            tool("ip", "netns", "del", probe)
+            ip(f"netns del {probe}")
     except LaunchError as error:
         return f"this machine makes no namespaces, or no shaped links between them: {error}"
     return ""
@@ -101,15 +103,13 @@ def missing() -> str:
 
 def sweep() -> None:
     """Remove the namespaces and devices of processes that are gone."""
-    devices = json.loads(tool("ip", "-json", "link", "show") or "[]")
-    spaces = json.loads(tool("ip", "-json", "netns", "list") or "[]")
-    for kind, name in [
-        *(("link", each.get("ifname", "")) for each in devices),
-        *(("netns", each.get("name", "")) for each in spaces),
-    ]:
+    devices, spaces = (json.loads(ip(f"-json {command}") or "[]") for command in ("link show", "netns list"))
+    names = [("link", each.get("ifname", "")) for each in devices]
+    names += [("netns", each.get("name", "")) for each in spaces]
+    for kind, name in names:
         owner = re.fullmatch(rf"{PREFIX}([0-9a-f]+)[BPDt]0?", name)
         if owner and not psutil.pid_exists(int(owner[1], 16)):
-            tool("ip", kind, "del", name)
+            ip(f"{kind} del {name}")
 
 
 class TwoHosts:
@@ -130,23 +130,21 @@ class TwoHosts:
         half = len(cores) // 2
         self._cores = {Role.PREFILL: cores[:half] or cores, Role.DECODE: cores[half:]}
         try:
-            tool("ip", "link", "add", self._bridge, "type", "bridge")
-            tool("ip", "addr", "add", f"{self.gateway}/24", "dev", self._bridge)
-            tool("ip", "link", "set", self._bridge, "up")
+            ip(f"link add {self._bridge} type bridge")
+            ip(f"addr add {self.gateway}/24 dev {self._bridge}")
+            ip(f"link set {self._bridge} up")
             for role, name in self._names.items():
-                tool("ip", "netns", "add", name)
-                port = f"{name}0"
-                tool("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-                tool("ip", "link", "set", port, "master", self._bridge, "up")
-                tool("ip", "-n", name, "addr", "add", f"{self.addresses[role]}/24", "dev", "eth0")
-                for device in ("lo", "eth0"):
-                    tool("ip", "-n", name, "link", "set", device, "up")
+                ip(f"netns add {name}")
+                ip(f"link add {name}0 type veth peer name eth0 netns {name}")
+                ip(f"link set {name}0 master {self._bridge} up")
+                ip(f"-n {name} addr add {self.addresses[role]}/24 dev eth0")
+                ip(f"-n {name} link set lo up")
+                ip(f"-n {name} link set eth0 up")
             prefill, decode = self._names.values()
-            cable = ("type", "veth", "peer", "name", _CABLE, "mtu", str(MTU), "netns", decode)
-            tool("ip", "-n", prefill, "link", "add", _CABLE, "mtu", str(MTU), *cable)
-            for last, name in enumerate(self._names.values(), 1):
-                tool("ip", "-n", name, "addr", "add", f"10.90.{number}.{last}/24", "dev", _CABLE)
-                tool("ip", "-n", name, "link", "set", _CABLE, "up")
+            ip(f"-n {prefill} link add {_CABLE} mtu {MTU} type veth peer name {_CABLE} mtu {MTU} netns {decode}")
+            for last, name in enumerate((prefill, decode), 1):
+                ip(f"-n {name} addr add 10.90.{number}.{last}/24 dev {_CABLE}")
+                ip(f"-n {name} link set {_CABLE} up")
         except BaseException:
             self.close()
             raise
@@ -163,10 +161,11 @@ class TwoHosts:
 
     def close(self) -> None:
         """Remove what this object made. May be called twice. The hosts' processes must have ended."""
-        ports = [("link", f"{name}0") for name in self._names.values()]  # else the kernel would remove them later
-        for kind, name in (*ports, *(("netns", name) for name in self._names.values()), ("link", self._bridge)):
+        names = self._names.values()
+        ports = [f"link del {name}0" for name in names]  # else the kernel would remove them later
+        for command in (*ports, *(f"netns del {name}" for name in names), f"link del {self._bridge}"):
             with contextlib.suppress(LaunchError):  # it was not made, or is gone
-                tool("ip", kind, "del", name)
+                ip(command)
 
 
 class NamespaceDeployment(Deployment):
@@ -180,9 +179,8 @@ class NamespaceDeployment(Deployment):
             raise InvalidRequest(f"--hosts namespaces: {problem}")
         super().__init__(report=report, **service)
         self._hosts: TwoHosts | None = None
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._logs: Path | None = None
-        self._environment = {"PATH": _PATH, **ServiceSecret.new().environment()}
+        self._processes = contextlib.ExitStack()
+        self._secret = ServiceSecret.new()
 
     def rate(self, gbps: float | None) -> None:
         """Shape the cable while the service runs."""
@@ -197,11 +195,8 @@ class NamespaceDeployment(Deployment):
             hosts.close()
 
     def _start(self, settings: Mapping[str, Any]) -> Target:
-        if self._hosts is None:
-            self._hosts = TwoHosts()
-        hosts = self._hosts
+        hosts = self._hosts = self._hosts or TwoHosts()
         hosts.rate(None)
-        self._logs = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-"))
         port, registry = free_port("127.0.0.1", 0), f"{hosts.gateway}:{free_port(hosts.gateway, 0)}"
         config = PdserveConfig.load(
             self._config,
@@ -215,7 +210,7 @@ class NamespaceDeployment(Deployment):
                 "transfer.interface": hosts.kv_network,
             },
         )
-        self._spawn("gateway", [], "gateway", config.model_dump_json(), registry)
+        commands = {"gateway": program("gateway", config.model_dump_json(), registry)}
         for role, address in hosts.addresses.items():
             spec = WorkerSpec(
                 worker_id=f"{role}-0",
@@ -227,64 +222,35 @@ class NamespaceDeployment(Deployment):
                 version=VERSION,
                 config=config,
             )
-            self._spawn(spec.worker_id, hosts.command(role), "ops.launch.worker", json.dumps(spec.to_wire()))
+            commands[spec.worker_id] = hosts.command(role) + program("ops.launch.worker", json.dumps(spec.to_wire()))
+        environment = {"PATH": _PATH, **self._secret.environment()}
+        processes = [
+            self._processes.enter_context(ChildProcess(name, command, environment, talks=False))
+            for name, command in commands.items()
+        ]
         target = self.reached(target_here(config.gateway, port))
-        self._wait_ready(target, config.cluster.start_timeout_s)
-        return target
-
-    def _spawn(self, name: str, inside: list[str], module: str, *arguments: str) -> None:
-        assert self._logs is not None
-        with (self._logs / f"{name}.log").open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [*inside, sys.executable, "-P", "-m", module, *arguments],
-                env={**os.environ, **self._environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is this process's
-            )
-
-    def _wait_ready(self, target: Target, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + config.cluster.start_timeout_s
         with Client(target) as client:
             while not (client.ready(1.0) and any(worker.links for worker in client.status().workers)):
-                for name, process in self._processes.items():
-                    if process.poll() is not None:
-                        raise LaunchError(f"{name} ended while starting: {self._last_line(name)}")
+                for name, process in zip(commands, processes, strict=True):
+                    if process.status is not None:
+                        raise LaunchError(f"{name} ended while starting{process.log_tail(1)}")
                 if time.monotonic() > deadline_s:
-                    raise LaunchError(f"the service on hosts made of namespaces was not ready within {timeout_s:g} s")
+                    raise LaunchError(
+                        "the service on hosts made of namespaces was not ready within "
+                        f"{config.cluster.start_timeout_s:g} s"
+                    )
                 time.sleep(0.05)
-
-    def _last_line(self, name: str) -> str:
-        assert self._logs is not None
-        lines = (self._logs / f"{name}.log").read_text(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "without a message")
+        return target
 
     def _end(self) -> None:
         """End gateway and workers with all their children, by id."""
-        family: list[psutil.Process] = []
-        for process in self._processes.values():
-            if process.poll() is None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    parent = psutil.Process(process.pid)
-                    family += [parent, *parent.children(recursive=True)]
-                process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=_END_S)
-        for each in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        psutil.wait_procs(alive, timeout=_END_S)
-        for process in self._processes.values():
-            process.wait(_END_S)
-        self._processes.clear()
-        if self._logs is not None:
-            shutil.rmtree(self._logs, ignore_errors=True)
-            self._logs = None
+        self._processes.close()
 
 
 def _free_number() -> int:
     """The third number of the networks 10.89.N.0/24 and 10.90.N.0/24, in which this machine has no address."""
-    taken = tool("ip", "-4", "addr", "show") + tool("ip", "-4", "route", "show")
+    taken = ip("-4 addr show") + ip("-4 route show")
     for step in range(256):
         number: int = (os.getpid() + step) % 256
         if f" 10.89.{number}." not in taken:

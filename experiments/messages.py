@@ -5,13 +5,14 @@ library alone, because some of these processes run in an environment that has li
 
 from __future__ import annotations
 
-import sys
+import os
 from types import UnionType
 from typing import Any, TypeVar, get_args, overload
 
 import msgspec
 
 _SHOWN_BYTES = 300
+_out = 1
 T = TypeVar("T")
 
 
@@ -23,6 +24,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, tag_field="k
     """Base of all messages. The field ``kind`` of the line is the name of the class."""
 
 
+class Done(Message):
+    """What a call in another process gave."""
+
+    value: Any = None
+
+
 def line_of(message: Message) -> bytes:
     """The line that carries a message."""
     return msgspec.json.encode(message) + b"\n"
@@ -30,8 +37,15 @@ def line_of(message: Message) -> bytes:
 
 def say(message: Message) -> None:
     """Write a message to standard output."""
-    sys.stdout.buffer.write(line_of(message))
-    sys.stdout.buffer.flush()
+    with open(_out, "wb", closefd=False) as output:
+        output.write(line_of(message))
+
+
+def reserve_output() -> None:
+    """Keep standard output for messages: whatever else is printed goes to standard error."""
+    global _out
+    _out = os.dup(1)
+    os.dup2(2, 1)
 
 
 @overload

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
+import numpy as np
 from pydantic import Field
 
 from checkpoints.source import resolve_model
@@ -35,8 +35,10 @@ from experiments.report.drawing import (
     Mark,
     Panel,
     Picture,
+    Records,
     Rule,
     TableBlock,
+    frame_of,
     short,
     table,
 )
@@ -136,12 +138,8 @@ class Primer(Experiment):
 
     def _check(self) -> None:
         """InvalidRequest for options that no engine of this model can run."""
-        options = self.options
-        for flag, values in (
-            ("--prefill-lens", options.prefill_lens),
-            ("--batches", options.batches),
-            ("--contexts", options.contexts),
-        ):
+        options, lists = self.options, ("prefill_lens", "batches", "contexts")
+        for values, flag in ((getattr(options, name), f"--{name.replace('_', '-')}") for name in lists):
             if not values or min(values) < 1 or len(set(values)) < len(values):
                 raise InvalidRequest(f"{flag}: give positive whole numbers, each once")
         if 1 not in options.batches:
@@ -150,16 +148,16 @@ class Primer(Experiment):
             limit = resolve_model(options.model).shape.max_position_embeddings
         except ModelError as error:
             raise InvalidRequest(f"--model: {error}") from None
-        for flag, most in (
-            ("--cache-prompt-len", options.cache_prompt_len + options.cache_output_len),
-            ("--profile-prompt-len", options.profile_prompt_len + options.profile_output_len),
-            ("--prefill-lens", max(options.prefill_lens)),
-            ("--contexts", max(options.contexts) + WARM_STEPS + STEPS),
-        ):
+        for flag, most in {
+            "--cache-prompt-len": options.cache_prompt_len + options.cache_output_len,
+            "--profile-prompt-len": options.profile_prompt_len + options.profile_output_len,
+            "--prefill-lens": max(options.prefill_lens),
+            "--contexts": max(options.contexts) + WARM_STEPS + STEPS,
+        }.items():
             if most > limit:
                 raise InvalidRequest(f"{flag}: {most} tokens exceed the model's context of {limit}")
         allowed = sorted(os.sched_getaffinity(0))
-        if options.core is not None and options.core not in allowed:
+        if options.core not in (None, *allowed):
             raise InvalidRequest(f"--core: {options.core} is none of the cores this process may use: {allowed}")
 
     async def measure(self, bench: Bench) -> None:
@@ -183,7 +181,7 @@ class Primer(Experiment):
                 facts["samples"].append({"repeat": message.repeat, **values})
 
         built = await measure_alone(task, take)
-        bench.facts |= {"engine": msgspec.structs.asdict(built), **facts}
+        bench.facts |= {"engine": msgspec.to_builtins(built), **facts}
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``machine``: ``device``, ``dtype``, ``core``, ``threads``, ``chunk`` (tokens of a prompt per step),
@@ -204,42 +202,43 @@ class Primer(Experiment):
 
         A part whose cell is missing in an interrupted run is null or empty."""
         figures = _Figures(run.cells, self.options.seed)
-        parts: dict[str, list[FinishedCell]] = {}
-        for cell in run.cells:
-            parts.setdefault(cell.parameters["part"], []).append(cell)
-        decode = sorted(parts.get("decode", []), key=lambda cell: int(cell.parameters["context"]))
+        cells = sorted(run.cells, key=lambda cell: int(cell.parameters.get("context", 0)))
+        parts = {
+            part: [cell for cell in cells if cell.parameters["part"] == part]
+            for part in ("cache", "profile", "prefill", "decode")
+        }
         return {
             "experiment": self.name,
             "machine": figures.machine,
-            "kv_cache": next(map(figures.kv_cache, parts.get("cache", ())), None),
-            "profile": next(map(figures.profile, parts.get("profile", ())), None),
-            "prefill": [point for cell in parts.get("prefill", ()) for point in figures.steps(cell)],
-            "decode": [point for cell in decode for point in figures.steps(cell)],
-            "ridge": [figures.ridge(cell) for cell in decode],
+            "kv_cache": next(map(figures.kv_cache, parts["cache"]), None),
+            "profile": next(map(figures.profile, parts["profile"]), None),
+            "prefill": [point for cell in parts["prefill"] for point in figures.steps(cell)],
+            "decode": [point for cell in parts["decode"] for point in figures.steps(cell)],
+            "ridge": [figures.ridge(cell) for cell in parts["decode"]],
             "failed": [],
         }
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
         """With and without a cache, prefill beside decode, step times, tokens per second, roofline, and tables."""
-        report = Report(
+        blocks = (
+            ("kv_cache", _cache_picture),
+            ("profile", _phases_picture),
+            ("decode", _step_time_picture),
+            ("decode", _saturation_picture),
+            ("steps", _roofline_picture),
+            ("steps", _steps_table),
+            ("ridge", _ridge_table),
+        )
+        shown = {**summary, "steps": [*summary["prefill"], *summary["decode"]]}
+        return Report(
             title="Prefill, decode and the KV cache on this machine",
             question=self.question,
             answer=_answer(summary),
             setup=[*setup_of(run, _METHOD.format(self.options)), *_engine_rows(summary["machine"])],
+            blocks=[draw(shown) for part, draw in blocks if shown[part]],
             caveats=_caveats(summary),
             failures=summary["failed"],
         )
-        if summary["kv_cache"] is not None:
-            report.blocks.append(_cache_picture(summary["kv_cache"]))
-        if summary["profile"] is not None:
-            report.blocks.append(_phases_picture(summary["profile"]))
-        if summary["decode"]:
-            report.blocks += [_step_time_picture(summary), _saturation_picture(summary)]
-        if summary["prefill"] or summary["decode"]:
-            report.blocks += [_roofline_picture(summary), _steps_table(summary)]
-        if summary["ridge"]:
-            report.blocks.append(_ridge_table(summary["ridge"]))
-        return report
 
 
 class _Figures:
@@ -249,110 +248,100 @@ class _Figures:
         engine = cells[0].facts["engine"]
         self._seed, self._chunk = seed, int(engine["chunk"])
         self._arithmetic = ModelArithmetic.from_dict(engine["arithmetic"])
-        rates = [each for cell in cells for each in cell.facts["ceilings"]]
-        flops, read = (self._mean(each[key] / 1e9 for each in rates) for key in ("flops_per_s", "bytes_per_s"))
-        self._flops_per_s, self._bytes_per_s = flops["mean"] * 1e9, read["mean"] * 1e9
+        rates = frame_of([each for cell in cells for each in cell.facts["ceilings"]])
+        flops, read = (self._mean(rates[key] / 1e9) for key in ("flops_per_s", "bytes_per_s"))
+        self._rates = flops["mean"] * 1e9, read["mean"] * 1e9
         self.machine = {
             **{key: engine[key] for key in ("device", "dtype", "core", "threads", "chunk", "last_cache_bytes")},
             "weight_bytes": self._arithmetic.weight_bytes,
             "peak_gflops": flops,
             "read_gbs": read,
             "ridge_flops_per_byte": round(flops["mean"] / read["mean"], 3),
-            "ridge_batch": round(self._arithmetic.ridge_batch(flops["mean"], read["mean"]), 3),
+            "ridge_batch": round(self._arithmetic.ridge_batch(*self._rates), 3),
         }
 
     def _mean(self, values: Any) -> Any:
-        return plain_mean(list(values), self._seed)
+        return plain_mean([float(value) for value in values], self._seed)
 
-    def _decode_cost(self, cell: FinishedCell) -> Cost:
+    def _decode_cost(self, prompt: int, output: int) -> Cost:
         """Of all tokens of a generation but the first."""
-        costs = (self._arithmetic.decode(1, context) for context in range(*_lengths(cell)))
+        costs = (self._arithmetic.decode(1, context) for context in range(prompt, prompt + output - 1))
         return sum(costs, start=Cost(0.0, 0.0))
 
     def kv_cache(self, cell: FinishedCell) -> dict[str, Any]:
-        arms: dict[str, dict[int, Mapping[str, Any]]] = {WITH: {}, WITHOUT: {}}
-        for sample in cell.facts["samples"]:
-            arms[sample["arm"]][sample["repeat"]] = sample
-        both = sorted(arms[WITH].keys() & arms[WITHOUT])
-        times = {arm: [samples[repeat]["times_s"] for repeat in both] for arm, samples in arms.items()}
-        pairs = [(arms[WITH][repeat]["token_ids"], arms[WITHOUT][repeat]["token_ids"]) for repeat in both]
-        prompt, last = _lengths(cell)
-        prefills = [self._arithmetic.prefill(length, self._chunk).flops for length in range(prompt, last + 1)]
-        gflop = {WITH: prefills[0] + self._decode_cost(cell).flops, WITHOUT: sum(prefills)}
+        prompt, output = int(cell.parameters["prompt_len"]), int(cell.parameters["output_len"])
+        wide = frame_of(cell.facts["samples"]).pivot(index="repeat", columns="arm").dropna()
+        times_s, ids = (  # [repeats, tokens] of each arm
+            {arm: np.array(wide[key][arm].tolist()) for arm in (WITH, WITHOUT)} for key in ("times_s", "token_ids")
+        )
+        total_s = {arm: each.sum(axis=1) for arm, each in times_s.items()}
+        prefills = [self._arithmetic.prefill(length, self._chunk).flops for length in range(prompt, prompt + output)]
+        flops = {WITH: prefills[0] + self._decode_cost(prompt, output).flops, WITHOUT: sum(prefills)}
+        equal = np.cumprod(ids[WITH] == ids[WITHOUT], axis=1)  # before the first token that differs
         return {
             "prompt_len": prompt,
-            "output_len": int(cell.parameters["output_len"]),
-            "total_s": {arm: self._mean(map(sum, each)) for arm, each in times.items()},
-            "speedup": self._mean(sum(b) / sum(a) for a, b in zip(times[WITH], times[WITHOUT], strict=True)),
-            "token_ms": {
-                arm: [round(1e3 * statistics.fmean(token), 4) for token in zip(*each, strict=True)]
-                for arm, each in times.items()
-            },
-            "gflop": {arm: round(flops / 1e9, 4) for arm, flops in gflop.items()},
-            "tokens_equal_pct": round(100 * statistics.fmean(itertools.starmap(_equal_part, pairs)), 2),
+            "output_len": output,
+            "total_s": {arm: self._mean(each) for arm, each in total_s.items()},
+            "speedup": self._mean(total_s[WITHOUT] / total_s[WITH]),
+            "token_ms": {arm: (1e3 * each.mean(axis=0)).round(4).tolist() for arm, each in times_s.items()},
+            "gflop": {arm: round(each / 1e9, 4) for arm, each in flops.items()},
+            "tokens_equal_pct": round(100 * float(equal.mean()), 2),
             "published_s": PUBLISHED_S["cache"],
         }
 
     def profile(self, cell: FinishedCell) -> dict[str, Any]:
         prompt, output = int(cell.parameters["prompt_len"]), int(cell.parameters["output_len"])
-        costs = {"prefill": self._arithmetic.prefill(prompt, self._chunk), "decode": self._decode_cost(cell)}
-        tokens = {"prefill": prompt, "decode": output - 1}
-        times = {phase: [float(sample[f"{phase}_s"]) for sample in cell.facts["samples"]] for phase in costs}
+        samples = frame_of(cell.facts["samples"])
+        phases = {
+            "prefill": (prompt, samples.prefill_s, self._arithmetic.prefill(prompt, self._chunk)),
+            "decode": (output - 1, samples.decode_s, self._decode_cost(prompt, output)),
+        }
         return {
             "prompt_len": prompt,
             "output_len": output,
-            "total_s": {phase: self._mean(each) for phase, each in times.items()},
-            "token_ms": {phase: self._mean(1e3 * s / tokens[phase] for s in each) for phase, each in times.items()},
-            "phases": {phase: self._against_roof(cost, times[phase]) for phase, cost in costs.items()},
+            "total_s": {phase: self._mean(times_s) for phase, (_, times_s, _) in phases.items()},
+            "token_ms": {phase: self._mean(1e3 * times_s / count) for phase, (count, times_s, _) in phases.items()},
+            "phases": {phase: self._against_roof(cost, times_s) for phase, (_, times_s, cost) in phases.items()},
             "published_s": PUBLISHED_S["profile"],
         }
 
     def steps(self, cell: FinishedCell) -> list[dict[str, Any]]:
         """Prefills by ``tokens``, or decode steps of a context by ``batch``."""
         context = cell.parameters.get("context")
-        key = "tokens" if context is None else "batch"
-        by_count: dict[int, list[float]] = {}
-        for sample in cell.facts["samples"]:
-            by_count.setdefault(int(sample[key]), []).append(float(sample["time_s"]))
         points = []
-        for count, times_s in sorted(by_count.items()):
-            place, cost = {key: count}, self._arithmetic.prefill(count, self._chunk)
-            if context is not None:
-                place, cost = {key: count, "context": int(context)}, self._arithmetic.decode(count, int(context))
-            points.append(
-                {
-                    **place,
-                    "time_ms": self._mean(1e3 * each for each in times_s),
-                    "tokens_per_s": self._mean(count / each for each in times_s),
-                    **self._against_roof(cost, times_s),
-                }
-            )
+        for count, times_s in frame_of(cell.facts["samples"]).groupby("batch" if context else "tokens").time_s:
+            place, cost = {"tokens": int(count)}, self._arithmetic.prefill(int(count), self._chunk)
+            if context:
+                place = {"batch": int(count), "context": int(context)}
+                cost = self._arithmetic.decode(**place)
+            rates = {"time_ms": self._mean(1e3 * times_s), "tokens_per_s": self._mean(count / times_s)}
+            points.append({**place, **rates, **self._against_roof(cost, times_s)})
         return points
 
-    def _against_roof(self, cost: Cost, times_s: Sequence[float]) -> dict[str, Any]:
+    def _against_roof(self, cost: Cost, times_s: Any) -> dict[str, Any]:
         """FLOPs, bytes and intensity; the rates that were reached; the time at the roof, and without overlap."""
-        time_s, rates = statistics.fmean(times_s), (self._flops_per_s, self._bytes_per_s)
+        time_s, roof_s = float(times_s.mean()), cost.roof_s(*self._rates)
         return {
             "gflop": round(cost.flops / 1e9, 6),
             "megabytes": round(cost.num_bytes / 1e6, 6),
             "intensity": round(cost.intensity, 4),
             "reached_gflops": round(cost.flops / time_s / 1e9, 4),
             "reached_gbs": round(cost.num_bytes / time_s / 1e9, 4),
-            "roof_ms": round(1e3 * cost.roof_s(*rates), 5),
-            "added_ms": round(1e3 * cost.added_s(*rates), 5),
-            "of_roof_pct": round(100 * cost.roof_s(*rates) / time_s, 2),
-            "bound": "compute" if cost.intensity > self._flops_per_s / self._bytes_per_s else "memory",
+            "roof_ms": round(1e3 * roof_s, 5),
+            "added_ms": round(1e3 * cost.added_s(*self._rates), 5),
+            "of_roof_pct": round(100 * roof_s / time_s, 2),
+            "bound": "compute" if cost.intensity > self._rates[0] / self._rates[1] else "memory",
         }
 
     def ridge(self, cell: FinishedCell) -> dict[str, Any]:
         context, batches = int(cell.parameters["context"]), cell.parameters["batches"]
-        by_repeat: dict[int, dict[int, float]] = {}
-        for sample in cell.facts["samples"]:
-            by_repeat.setdefault(sample["repeat"], {})[sample["batch"]] = float(sample["time_s"])
-        rounds = [times for times in by_repeat.values() if len(times) == len(batches)]
-        doubling = [at for times in rounds if (at := doubling_batch(times)) is not None]
-        lines = [line for times in rounds if (line := fitted_line(times)) is not None]
-        predicted = self._arithmetic.doubling_batch(context, self._flops_per_s, self._bytes_per_s)
+        wide = frame_of(cell.facts["samples"]).pivot(index="repeat", columns="batch", values="time_s").dropna()
+        rounds = wide.to_dict("records") if len(wide.columns) == len(batches) else []
+        doubling = [at for times_s in rounds if (at := doubling_batch(times_s)) is not None]
+        lines = frame_of([
+            {"fixed": line[0], "each": line[1]} for times_s in rounds if (line := fitted_line(times_s)) is not None
+        ]).reindex(columns=["fixed", "each"])  # fmt: skip
+        predicted = self._arithmetic.doubling_batch(context, *self._rates)
         return {
             "context": context,
             "formula_batch": self.machine["ridge_batch"],
@@ -360,23 +349,11 @@ class _Figures:
             # If some rounds end before their step doubles, the mean of the others would be too small.
             "doubling_batch": self._mean(doubling) if len(doubling) == len(rounds) else None,
             "largest_batch": max(batches),
-            "half_saturation_batch": self._mean(fixed / each for fixed, each in lines),
-            "fixed_ms": self._mean(1e3 * fixed for fixed, _ in lines),
-            "each_ms": self._mean(1e3 * each for _, each in lines),
-            "saturated_tokens_per_s": self._mean(1 / each for _, each in lines),
+            "half_saturation_batch": self._mean(lines.fixed / lines["each"]),
+            "fixed_ms": self._mean(1e3 * lines.fixed),
+            "each_ms": self._mean(1e3 * lines["each"]),
+            "saturated_tokens_per_s": self._mean(1 / lines["each"]),
         }
-
-
-def _lengths(cell: FinishedCell) -> tuple[int, int]:
-    """Of the sequence before the first token of a generation, and before its last one."""
-    prompt, output = int(cell.parameters["prompt_len"]), int(cell.parameters["output_len"])
-    return prompt, prompt + output - 1
-
-
-def _equal_part(a: Sequence[int], b: Sequence[int]) -> float:
-    """The part of the tokens before the first one that differs."""
-    same = next((number for number, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-    return same / len(a)
 
 
 def doubling_batch(times_s: Mapping[int, float]) -> float | None:
@@ -412,27 +389,22 @@ def _engine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _answer(summary: Mapping[str, Any]) -> str:
     sentences = []
-    cache, profile, ridges = summary["kv_cache"], summary["profile"], summary["ridge"]
-    if cache is not None:
+    if cache := summary["kv_cache"]:
         speedup = Interval.from_dict(cache["speedup"])
         less = f"{speedup.value:.1f} times less" if speedup.lo > 1 else "not measurably less"
+        without_s, with_s = (interval_text(cache["total_s"][arm], short) for arm in (WITHOUT, WITH))
         sentences.append(
-            f"Generating {cache['output_len']} tokens after {cache['prompt_len']} takes "
-            f"{interval_text(cache['total_s'][WITHOUT], short)} s without a KV cache and "
-            f"{interval_text(cache['total_s'][WITH], short)} s with it, {less}."
+            f"Generating {cache['output_len']} tokens after {cache['prompt_len']} takes {without_s} s without a KV "
+            f"cache and {with_s} s with it, {less}."
         )
-    if profile is not None:
-        (prefill, prefill_ms), (decode, decode_ms) = (
-            (profile["phases"][phase], interval_text(profile["token_ms"][phase], short))
-            for phase in ("prefill", "decode")
+    if profile := summary["profile"]:
+        prefill, decode = (
+            f"{interval_text(profile['token_ms'][name], short)} ms ({short(phase['intensity'])} FLOP per byte, bound "
+            f"by {phase['bound']})"
+            for name, phase in profile["phases"].items()
         )
-        sentences.append(
-            f"Per token, prefill takes {prefill_ms} ms (intensity {short(prefill['intensity'])} FLOP per byte, "
-            f"bound by {prefill['bound']}) and decode of one request {decode_ms} ms "
-            f"({short(decode['intensity'])} FLOP per byte, bound by {decode['bound']})."
-        )
-    if ridges:
-        ridge = ridges[0]
+        sentences.append(f"Per token, prefill takes {prefill} and decode of one request {decode}.")
+    for ridge in summary["ridge"][:1]:
         measured = f"with none of the measured batches (up to {ridge['largest_batch']})"
         if ridge["doubling_batch"] is not None:
             measured = f"from a batch of {interval_text(ridge['doubling_batch'], short)} on"
@@ -468,52 +440,47 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     return caveats
 
 
-def _totals_panel(rows: Sequence[tuple[str, str, Mapping[str, Any], float]]) -> Panel:
-    """Measured and published seconds of each row of name, colour, interval and published seconds."""
-    records = [
-        {
-            "row": name,
-            "s": total,
-            "note": f"{total['mean']:.3g} s",
-            "published": at,
-            "published_note": f"{at:g} s on {PUBLISHED_ON}",
-        }
-        for name, _, total, at in rows
-    ]
-    looks = {name: {"color": color, "marker": "o", "markersize": 8, "label": None} for name, color, *_ in rows}
-    published = {"color": FAINT, "marker": "|", "markersize": 26}
-    seconds = [each for _, _, total, at in rows for each in (total["mean"], at)]
-    return Panel(
-        [
-            Mark(records, "s", "row", by="row", looks=looks, kind="points", text="note", note=(0, 9)),
-            Mark(records, "published", "row", kind="points", look=published, text="published_note", note=(0, -22)),
-        ],
-        x="seconds (logarithmic)",
-        title="in all",
-        log="x",
-        rows=[name for name, *_ in rows],
-        xlim=(min(seconds) / 3, max(seconds) * 3),
-    )
+def _beside_published(totals: Mapping[str, Any], published: Mapping[str, float], names: Mapping[str, str]) -> Panel:
+    """Measured and published seconds of each arm or phase, by its name."""
+    rows = [
+        {"row": name, "s": totals[key], "note": f"{totals[key]['mean']:.3g} s", "published": published[key],
+         "published_note": f"{published[key]:g} s on {PUBLISHED_ON}"}
+        for key, name in names.items()
+    ]  # fmt: skip
+    look = {"color": FAINT, "marker": "|", "markersize": 26}
+    return _rows_panel(
+        rows, "s", names.values(), "seconds", "in all", published.values(),
+        Mark(rows, "published", "row", kind="points", look=look, text="published_note", note=(0, -22)),
+    )  # fmt: skip
 
 
-def _cache_picture(cache: Mapping[str, Any]) -> Picture:
+def _rows_panel(
+    rows: Records, key: str, names: Iterable[str], x: str, title: str, also: Iterable[float] = (), *more: Mark
+) -> Panel:
+    """An interval in each row, on a logarithmic axis that reaches the values of ``also`` as well."""
+    mark = Mark(rows, key, "row", by="row", look={"marker": "o", "markersize": 8, "label": None}, kind="points",
+                text="note", note=(0, 9))  # fmt: skip
+    values = [*(each[key]["mean"] for each in rows), *also]
+    return Panel([mark, *more], x=f"{x} (logarithmic)", title=title, log="x", rows=list(names),
+                 xlim=(min(values) / 3, max(values) * 3))  # fmt: skip
+
+
+def _cache_picture(summary: Mapping[str, Any]) -> Picture:
     """Seconds of the whole generation beside the published ones, and the time of each token."""
-    arms = {WITHOUT: ("without KV cache", PALETTE[1]), WITH: ("with KV cache", PALETTE[0])}
+    cache, names = summary["kv_cache"], {WITHOUT: "without KV cache", WITH: "with KV cache"}
     tokens = [
         {"arm": name, "before": cache["prompt_len"] + place, "ms": ms}
-        for arm, (name, _) in arms.items()
+        for arm, name in names.items()
         for place, ms in enumerate(cache["token_ms"][arm])
     ]
-    looks = {name: {"color": color, "markersize": 3} for name, color in arms.values()}
     each = Panel(
-        [Mark(tokens, "before", "ms", by="arm", looks=looks)],
+        [Mark(tokens, "before", "ms", by="arm", look={"markersize": 3})],
         x="tokens before this one",
         y="time of one token, ms",
         title="each token",
         ylim=(0, None),
         legend="best",
     )
-    totals = [(*look, cache["total_s"][arm], cache["published_s"][arm]) for arm, look in arms.items()]
     return Picture(
         "kv_cache",
         f"Generation with and without a KV cache ({cache['prompt_len']} + {cache['output_len']} tokens)",
@@ -521,37 +488,30 @@ def _cache_picture(cache: Mapping[str, Any]) -> Picture:
         "published figures. Right: mean time of each token. Without a cache every token computes the whole sequence "
         f"before it; with a cache only the first one does. Together {cache['gflop']['without']:.1f} GFLOP against "
         f"{cache['gflop']['with']:.1f}.",
-        [_totals_panel(totals), each],
+        [_beside_published(cache["total_s"], cache["published_s"], names), each],
         columns=2,
         height_in=3.8,
     )
 
 
-def _phases_picture(profile: Mapping[str, Any]) -> Picture:
+def _phases_picture(summary: Mapping[str, Any]) -> Picture:
     """Seconds of prefill and decode beside the published ones, and the time per token of each."""
-    colors = {"prefill": PALETTE[2], "decode": PALETTE[3]}
+    profile = summary["profile"]
     names = {
         "prefill": f"prefill of {profile['prompt_len']} tokens",
         "decode": f"decode of {profile['output_len'] - 1} tokens",
     }
-    totals = [
-        (names[phase], color, profile["total_s"][phase], profile["published_s"][phase])
-        for phase, color in colors.items()
-    ]
-    tokens = [{"phase": phase, "ms": ms, "note": f"{ms['mean']:.3g} ms"} for phase, ms in profile["token_ms"].items()]
-    means = [each["ms"]["mean"] for each in tokens]
-    looks = {phase: {"color": color} for phase, color in colors.items()}
-    mark = Mark(tokens, "ms", "phase", by="phase", looks=looks, look={"markersize": 8}, kind="points", text="note",
-                note=(0, 9))  # fmt: skip
-    per_token = Panel([mark], x="time per token, ms (logarithmic)", title="per token", log="x", rows=list(names),
-                      xlim=(min(means) / 3, max(means) * 3))  # fmt: skip
+    tokens = [{"row": phase, "ms": ms, "note": f"{ms['mean']:.3g} ms"} for phase, ms in profile["token_ms"].items()]
     return Picture(
         "phases",
         f"Prefill and decode of one request ({profile['prompt_len']} + {profile['output_len']} tokens)",
         "Mean with 95 % intervals (often smaller than the mark). Left: both phases beside the published figures. "
         "Right: the same per token. Prefill computes many tokens with each weight that it reads; decode reads all "
         "weights for one token.",
-        [_totals_panel(totals), per_token],
+        [
+            _beside_published(profile["total_s"], profile["published_s"], names),
+            _rows_panel(tokens, "ms", names, "time per token, ms", "per token"),
+        ],
         columns=2,
         height_in=3.8,
     )
@@ -576,15 +536,8 @@ def _step_time_picture(summary: Mapping[str, Any]) -> Picture:
         for ridge in summary["ridge"]
         if ridge["doubling_batch"] is not None
     ]
-    roofs, starred = (
-        {context: {**look, "label": label if context == named else None} for context, look in colors.items()}
-        for label, named in (
-            ("least time (roofline)", contexts[0]),
-            ("twice batch 1", stars[0]["context"] if stars else None),
-        )
-    )
-    roof = {"linestyle": DASHED, "linewidth": 1.0, "marker": ""}
-    star = {"marker": "*", "markersize": 13, "markeredgecolor": "white"}
+    roof = {"linestyle": DASHED, "linewidth": 1.0, "marker": "", "label": None}
+    star = {"marker": "*", "markersize": 13, "markeredgecolor": "white", "label": None}
     return Picture(
         "step_time",
         "Time of a decode step over batch size and context",
@@ -596,8 +549,8 @@ def _step_time_picture(summary: Mapping[str, Any]) -> Picture:
             Panel(
                 [
                     Mark(points, "batch", "time_ms", by="series"),
-                    Mark(points, "batch", "roof_ms", by="context", looks=roofs, look=roof),
-                    Mark(stars, "batch", "ms", by="context", looks=starred, kind="points", look=star),
+                    Mark(points, "batch", "roof_ms", by="context", looks=colors, look=roof),
+                    Mark(stars, "batch", "ms", by="context", looks=colors, kind="points", look=star),
                 ],
                 x="batch size, requests (logarithmic)",
                 y="time of a decode step, ms",
@@ -610,7 +563,6 @@ def _step_time_picture(summary: Mapping[str, Any]) -> Picture:
                 x="context, tokens (logarithmic)",
                 log="xy",
                 ticks=contexts,
-                xlim=(contexts[0] / 2, contexts[0] * 2) if len(contexts) == 1 else (None, None),
                 legend="best",
             ),
         ],
@@ -657,21 +609,17 @@ def _roofline_picture(summary: Mapping[str, Any]) -> Picture:
     peak, read, ridge = machine["peak_gflops"], machine["read_gbs"], machine["ridge_flops_per_byte"]
     noted = min((point["context"] for point in summary["decode"]), default="–")
     points = [
-        *(
-            {**point, "series": f"decode, context {point['context']}",
-             "note": str(point["batch"]) if point["context"] == noted else ""}
-            for point in summary["decode"]
-        ),
-        *({**point, "series": "prefill", "note": str(point["tokens"])} for point in summary["prefill"]),
+        {"series": f"decode, context {point['context']}" if "context" in point else "prefill", **point,
+         "note": str(point.get("tokens", point.get("batch"))) if point.get("context", noted) == noted else ""}
+        for point in (*summary["decode"], *summary["prefill"])
     ]  # fmt: skip
     intensities = [ridge, *(point["intensity"] for point in points)]
     low, high = min(intensities) * 0.5, max(intensities) * 2
-    lowest = min([*(point["reached_gflops"] for point in points), low * read["mean"]]) / 2
     roofs = []
     for edge, look in (("mean", {}), *((edge, {"linewidth": 0.8, "alpha": 0.4}) for edge in ("lo", "hi"))):
         if peak[edge] is not None and read[edge] is not None:
-            corner = peak[edge] / read[edge]
-            line = [{"x": low, "y": low * read[edge]}, {"x": corner, "y": peak[edge]}, {"x": high, "y": peak[edge]}]
+            ends = [(low, low * read[edge]), (peak[edge] / read[edge], peak[edge]), (high, peak[edge])]
+            line = [{"x": x, "y": y} for x, y in ends]
             roofs.append(Mark(line, "x", "y", look={"color": INK, "marker": "", **look}))
     rates = f"products: {peak['mean']:.0f} GFLOP/s; reading: {read['mean']:.1f} GB/s"
     return Picture(
@@ -692,8 +640,6 @@ def _roofline_picture(summary: Mapping[str, Any]) -> Picture:
                 x="intensity, FLOP per byte (logarithmic)",
                 y="reached, GFLOP/s (logarithmic)",
                 log="xy",
-                xlim=(low, high),
-                ylim=(lowest, peak["mean"] * 2),
                 legend="lower right",
             )
         ],
@@ -702,8 +648,11 @@ def _roofline_picture(summary: Mapping[str, Any]) -> Picture:
 
 
 def _steps_table(summary: Mapping[str, Any]) -> TableBlock:
-    steps = [{**point, "step": f"prefill of {point['tokens']}"} for point in summary["prefill"]]
-    steps += [{**point, "step": f"decode of {point['batch']} at {point['context']}"} for point in summary["decode"]]
+    steps = [
+        {**point, "step": f"prefill of {point['tokens']}" if "tokens" in point
+         else f"decode of {point['batch']} at {point['context']}"}
+        for point in summary["steps"]
+    ]  # fmt: skip
     columns = (
         "step",
         "time, ms | time_ms:short",
@@ -724,9 +673,9 @@ def _steps_table(summary: Mapping[str, Any]) -> TableBlock:
     return table("All steps", steps, columns, caption)
 
 
-def _ridge_table(ridges: Sequence[Mapping[str, Any]]) -> TableBlock:
+def _ridge_table(summary: Mapping[str, Any]) -> TableBlock:
     records = [{**ridge, "doubling_batch": ridge["doubling_batch"] or f"> {ridge['largest_batch']}"}
-               for ridge in ridges]  # fmt: skip
+               for ridge in summary["ridge"]]  # fmt: skip
     columns = (
         "context",
         "doubling batch | doubling_batch:short",

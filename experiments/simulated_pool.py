@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -36,8 +36,7 @@ _STOP, _WORD = 1, 2
 _TIMELINE_POINTS = 150
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
+class CostModel(NamedTuple):
     """Milliseconds of a step: a constant, and so much per decoded token, per token of its context, per prompt token,
     and per pair of a prompt token and an earlier one. No coefficient is negative."""
 
@@ -51,19 +50,16 @@ class CostModel:
     def fit(cls, measured: Sequence[tuple[StepCase, float]]) -> CostModel:
         """The model with the least relative errors over measured steps. Terms that would become negative are left out,
         one after the other."""
-        times_ms = [step_ms for _, step_ms in measured]
-        used = list(range(5))
-        while True:
-            found = fitted([[_features(case)[term] for term in used] for case, _ in measured], times_ms)
-            if len(used) == 1 or min(found) >= 0:
-                break
+        features, times_ms = np.array([_features(case) for case, _ in measured]), [step_ms for _, step_ms in measured]
+        used = list(range(len(cls._fields)))
+        while min(found := fitted(features[:, used].tolist(), times_ms)) < 0 and len(used) > 1:
             del used[found.index(min(found))]
         values = dict(zip(used, found, strict=True))
-        return cls(*(max(0.0, values.get(term, 0.0)) for term in range(5)))
+        return cls(*(max(0.0, values.get(term, 0.0)) for term in range(len(cls._fields))))
 
     def errors(self, measured: Sequence[tuple[StepCase, float]]) -> list[float]:
         """The relative error of each measured step."""
-        return [float(np.dot(list(asdict(self).values()), _features(case))) / step_ms - 1 for case, step_ms in measured]
+        return [float(np.dot(self, _features(case))) / step_ms - 1 for case, step_ms in measured]
 
     def step_ms(self, parts: Sequence[ScheduledSeq]) -> float:
         """How long the step takes."""
@@ -77,10 +73,9 @@ class CostModel:
         return total
 
 
-def _features(case: StepCase) -> tuple[float, float, float, float, float]:
-    if case.kind == "decode":
-        return 1.0, case.rows, case.pairs, 0.0, 0.0
-    return 1.0, 0.0, 0.0, case.rows, case.pairs
+def _features(case: StepCase) -> tuple[float, ...]:
+    decodes = case.kind == "decode"
+    return (1.0, case.rows, case.pairs, 0.0, 0.0) if decodes else (1.0, 0.0, 0.0, case.rows, case.pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +114,13 @@ class _Simulation:
     def __init__(
         self, kind: PoolKind, config: SchedulerConfig, cost: CostModel, load: PoolLoad, rate: float | None, seed: int
     ) -> None:
-        self._kind, self._config, self._cost, self._load = kind, config, cost, load
-        self._rate, self._seed = rate, seed
+        self._config, self._cost, self._max_tokens = config, cost, load.max_tokens
         self._lengths = load.lengths(seed)
         arrivals = random_arrivals(rate, seed) if rate else all_at_once()
         self._arrivals_s = [at_s for _, at_s in zip(self._lengths, arrivals, strict=False)]
+        self._place: dict[str, Any] = {
+            "cell": POOL, "arm": kind, "repeat": seed, "kind": ARRIVALS if rate else AT_ONCE, "mode": SIMULATED
+        }  # fmt: skip
         self._clock = FakeClock()
         self._scheduler = Scheduler(config, self._clock)
         if kind != "paged":
@@ -131,29 +128,21 @@ class _Simulation:
             self._scheduler = ContiguousReservation(config, self._clock, whole_context=whole)
         self._core = EngineCore(self._scheduler, self, self._clock, self)
         self._tokens_s: list[list[float]] = [[] for _ in self._lengths]
-        self._samples: list[tuple[float, float, float, float, float, int]] = []
+        self._samples: list[tuple[float, ...]] = []
 
     def run(self) -> tuple[list[RequestRow], dict[str, Any]]:
         """Until the last request is finished."""
         submitted = 0
         while True:
             while submitted < len(self._lengths) and self._arrivals_s[submitted] <= self._clock.now():
-                self._core.take(self._submit(submitted))
+                name, (prompt_tokens, _) = str(submitted), self._lengths[submitted]
+                params = SamplingParams(max_tokens=self._max_tokens)
+                self._core.take(Submit(Request(name, (0,) * prompt_tokens, params, attempt_id=name), KVRole.LOCAL))
                 submitted += 1
             if not self._core.step():
                 if submitted == len(self._lengths):
-                    break
+                    return [self._row(index) for index in range(submitted)], self._facts()
                 self._clock.advance(max(0.0, self._arrivals_s[submitted] - self._clock.now()))
-        rows = [
-            self._row(index, *each) for index, each in enumerate(zip(self._arrivals_s, self._tokens_s, strict=True))
-        ]
-        return rows, self._facts()
-
-    def _submit(self, index: int) -> Submit:
-        prompt_tokens, _ = self._lengths[index]
-        name = str(index)
-        params = SamplingParams(max_tokens=self._load.max_tokens)
-        return Submit(Request(name, (0,) * prompt_tokens, params, attempt_id=name), KVRole.LOCAL)
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
         """Take the step's time; the last token of each output is the stop token."""
@@ -179,15 +168,12 @@ class _Simulation:
     def send_kv(self, *events: KVEvent) -> None:
         """No KV leaves this engine."""
 
-    def _row(self, index: int, at_s: float, tokens_s: Sequence[float]) -> RequestRow:
+    def _row(self, index: int) -> RequestRow:
+        at_s, tokens_s = self._arrivals_s[index], self._tokens_s[index]
         ttft_ms, e2e_ms = (tokens_s[0] - at_s) * 1e3, (tokens_s[-1] - at_s) * 1e3
         return RequestRow(
-            cell=POOL,
-            arm=self._kind,
-            repeat=self._seed,
+            **self._place,
             index=index,
-            kind=ARRIVALS if self._rate else AT_ONCE,
-            mode=SIMULATED,
             scheduled_s=at_s,
             sent_s=at_s,
             prompt_tokens=self._lengths[index][0],

@@ -21,7 +21,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -35,17 +35,17 @@ from experiments.report.drawing import (
     DASHED,
     DOTTED,
     FAINT,
-    MARKERS,
     PALETTE,
     Mark,
     Panel,
     Picture,
     Rule,
     TableBlock,
+    frame_of,
     table,
 )
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import RequestRow, RunData
+from experiments.run_folder import RunData, failures, unexpected_bytes
 from experiments.statistics import plain_mean
 from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
@@ -53,6 +53,9 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval, interval_text
+
+if TYPE_CHECKING:
+    import pandas
 
 MEMCPY, SOCKET = "memcpy", "socket"
 CEILING_OF = {"shm": MEMCPY, "nixl": MEMCPY, "tcp": SOCKET, "grpc_stream": SOCKET, "torch_dist": SOCKET}
@@ -63,8 +66,6 @@ MESSAGE_BYTES = TransferConfig().message_bytes
 LOCAL, SERVICE = "local", "service"
 _KIB = 2**10
 _WARM_UP_ROUNDS = 2
-Series = Mapping[str, Sequence[Mapping[int, float]]]
-"""By name, for each repeat, the seconds by size."""
 
 
 class TransportOptions(Options):
@@ -106,10 +107,10 @@ class Transport(Experiment):
         options = self.options
         if attached is not None:
             return self._service_cells(attached)
-        for name in options.transports:
-            if name not in CEILING_OF:
-                known = ", ".join(CEILING_OF)
-                raise InvalidRequest(f"--transports: {name!r} is none of {known}; measure others with --target")
+        for name in set(options.transports) - CEILING_OF.keys():
+            raise InvalidRequest(
+                f"--transports: {name!r} is none of {', '.join(CEILING_OF)}; measure others with --target"
+            )
         if not options.kib or min(options.kib) < 1:
             raise InvalidRequest("--kib: give at least one size of 1 KiB or more")
         work = (len(self._transports()) + 2) * (options.rounds + 2)
@@ -177,9 +178,75 @@ class Transport(Experiment):
         ``ceilings``: the same for ``memcpy`` and ``socket``. ``fits`` by transport: ``per_message_us``, ``rate_gbs``,
         and ``misfit_pct``, the largest relative error. ``message_bytes``: the largest payload of a message.
         ``unavailable``: transports that could not be measured, and why."""
-        where = run.cells[0].parameters["where"] if run.cells else LOCAL
-        summarise = _summarise_service if where == SERVICE else _summarise_local
-        return {"experiment": self.name, "where": where, **summarise(run, self.options.seed)}
+        local = not run.cells or run.cells[0].parameters["where"] == LOCAL
+        times = _local_times(run) if local else _service_times(run)
+        unavailable = {name: why for cell in run.cells for name, why in cell.facts.get("unavailable", {}).items()}
+        failed = [f"{name}: {why}" for name, why in unavailable.items() if name in NAMES]
+        for cell in run.cells:
+            rows = run.rows_of(cell.cell)
+            failed += [
+                *failures(cell.cell, rows),
+                *(f"{cell.cell}: {wrong}" for wrong in [unexpected_bytes(rows)] if wrong),
+            ]
+        fits = self._fits(times, MESSAGE_BYTES if local else float("inf"))
+        cells = self._cells(times, {fit["transport"]: fit["per_message_us"] for fit in fits}, local)
+        return {
+            "experiment": self.name,
+            "where": LOCAL if local else SERVICE,
+            "message_bytes": MESSAGE_BYTES if local else None,
+            "cells": [cell for cell in cells if cell["ceiling"]],
+            "ceilings": [cell for cell in cells if not cell["ceiling"]],
+            "fits": fits,
+            "unavailable": unavailable,
+            "failed": failed,
+        }
+
+    def _mean(self, values: Any) -> Any:
+        return plain_mean(values.dropna().astype(float).tolist(), self.options.seed)
+
+    def _cells(self, times: pandas.DataFrame, costs: Mapping[str, Any], local: bool) -> list[dict[str, Any]]:
+        """The figures of each transport and size."""
+        cells = []
+        for name, of_name in times.groupby("transport", sort=False):
+            for size, each in of_name.groupby("size"):
+                figures = {
+                    "gbs": self._mean(each.gbs),
+                    "time_us": self._mean(each.s * 1e6),
+                    "per_message_us": costs.get(name),
+                    "share": self._mean(each.share),
+                }
+                own = {"messages": -(-size // MESSAGE_BYTES), "ceiling": CEILING_OF.get(name)}
+                if not local:
+                    own = {
+                        "prompt_len": int(each.prompt_len.iloc[0]),
+                        "exposed_us": self._mean(each.exposed_us),
+                        "ceiling": "link",
+                        "ceiling_gbs": round(float(each.ceiling_gbs.median()), 4),
+                    }
+                cells.append({"transport": name, "size_bytes": int(size), **figures, **own})
+        return cells
+
+    def _fits(self, times: pandas.DataFrame, most_bytes: float) -> list[dict[str, Any]]:
+        """Of each transport with lines: they go through the sizes of each repeat up to ``most_bytes``, or through all
+        if fewer than two are that small."""
+        fits = []
+        for name, of_name in times.groupby("transport", sort=False):
+            lines = []
+            for _, each in of_name.groupby("repeat"):
+                small = each[each["size"] <= most_bytes]
+                points = small if len(small) > 1 else each
+                if (line := fit_line(points["size"], points.s)) is not None:
+                    misfit = ((line[0] + points["size"] / line[1]) / points.s - 1).abs().max()
+                    lines.append({"cost_us": line[0] * 1e6, "gbs": line[1] / 1e9, "misfit": misfit})
+            if lines:
+                found = frame_of(lines)
+                fits.append({
+                    "transport": name,
+                    "per_message_us": self._mean(found.cost_us),
+                    "rate_gbs": self._mean(found.gbs),
+                    "misfit_pct": round(100 * float(found.misfit.mean()), 2),
+                })  # fmt: skip
+        return fits
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
         """Rates over size with the ceilings, times with the fit, and a table."""
@@ -211,124 +278,51 @@ def fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, flo
     return (cost_s, 1 / s_per_byte) if s_per_byte > 0 else None
 
 
-def _fits(series: Series, seed: int, most_bytes: float = float("inf")) -> list[dict[str, Any]]:
-    """Of each name with lines: they go through the sizes of each repeat up to ``most_bytes``, or through all if fewer
-    than two are that small."""
-    fits = []
-    for name, repeats in series.items():
-        lines, misfits = [], []
-        for times_s in repeats:
-            small = [size for size in times_s if size <= most_bytes]
-            points = {size: times_s[size] for size in (small if len(small) > 1 else times_s)}
-            if (line := fit_line(list(points), list(points.values()))) is not None:
-                lines.append(line)
-                errors = (abs((line[0] + size / line[1]) / time_s - 1) for size, time_s in points.items())
-                misfits.append(100 * max(errors))
-        if lines:
-            fits.append(
-                {
-                    "transport": name,
-                    "per_message_us": plain_mean([cost_s * 1e6 for cost_s, _ in lines], seed),
-                    "rate_gbs": plain_mean([rate / 1e9 for _, rate in lines], seed),
-                    "misfit_pct": round(statistics.fmean(misfits), 2),
-                }
-            )
-    return fits
+def _times(records: list[dict[str, Any]]) -> pandas.DataFrame:
+    columns = ("repeat", "transport", "size", "s", "gbs", "share")
+    frame = frame_of(records)
+    return frame.reindex(columns=frame.columns.union(columns, sort=False)).infer_objects()
 
 
-def _summarise_local(run: RunData, seed: int) -> dict[str, Any]:
-    series: dict[str, list[dict[int, float]]] = {}
-    repeats: list[dict[str, dict[int, float]]] = []
-    for cell in run.cells:
-        medians_s = {
-            name: {int(size): statistics.median(times_s) for size, times_s in by_size.items() if times_s}
-            for name, by_size in cell.facts["seconds"].items()
+def _local_times(run: RunData) -> pandas.DataFrame:
+    """The median seconds of each repeat, pair and size; ``share`` is that of the ceiling's rate."""
+    medians = {
+        (number, name, int(size)): statistics.median(times_s)
+        for number, cell in enumerate(run.cells)
+        for name, by_size in cell.facts["seconds"].items()
+        for size, times_s in by_size.items()
+        if times_s
+    }
+    return _times([
+        {
+            "repeat": number,
+            "transport": name,
+            "size": size,
+            "s": time_s,
+            "gbs": size / time_s / 1e9,
+            "share": medians.get((number, CEILING_OF.get(name, ""), size), float("nan")) / time_s,
         }
-        repeats.append(medians_s)
-        for name, times in medians_s.items():
-            series.setdefault(name, []).append(times)
-    fits = _fits(series, seed, MESSAGE_BYTES)
-    costs = {fit["transport"]: fit["per_message_us"] for fit in fits}
-    cells = []
-    for name, of_name in series.items():
-        ceiling = CEILING_OF.get(name, "")
-        for size in sorted({size for times_s in of_name for size in times_s}):
-            sized = [times_s[size] for times_s in of_name if size in times_s]
-            shares = [
-                repeat[ceiling][size] / repeat[name][size]
-                for repeat in repeats
-                if ceiling in repeat and size in repeat[ceiling] and size in repeat.get(name, {})
-            ]
-            cells.append(
-                {
-                    "transport": name,
-                    "size_bytes": size,
-                    "messages": -(-size // MESSAGE_BYTES),
-                    "gbs": plain_mean([size / time_s / 1e9 for time_s in sized], seed),
-                    "time_us": plain_mean([time_s * 1e6 for time_s in sized], seed),
-                    "per_message_us": costs.get(name),
-                    "ceiling": ceiling or None,
-                    "share": plain_mean(shares, seed),
-                }
-            )
-    unavailable = {name: why for cell in run.cells for name, why in cell.facts["unavailable"].items()}
-    return {
-        "message_bytes": MESSAGE_BYTES,
-        "cells": [cell for cell in cells if cell["ceiling"]],
-        "ceilings": [cell for cell in cells if not cell["ceiling"]],
-        "fits": fits,
-        "unavailable": unavailable,
-        "failed": [f"{name}: {why}" for name, why in unavailable.items() if name in NAMES],
-    }
+        for (number, name, size), time_s in medians.items()
+    ])  # fmt: skip
 
 
-def _summarise_service(run: RunData, seed: int) -> dict[str, Any]:
-    failed = [f"{row.cell}: {row.error}" for row in run.rows if row.error is not None]
-    failed += [
-        f"{row.cell}: {row.kv_bytes} bytes moved, {row.kv_bytes_expected} expected"
-        for row in run.rows
-        if row.error is None and row.kv_bytes != row.kv_bytes_expected
-    ]
-    cells: dict[tuple[str, int], list[RequestRow]] = {}
-    for row in run.rows:
-        if row.error is None and row.kv_bytes:
-            cells.setdefault((row.transport, row.prompt_tokens), []).append(row)
-    by_index: dict[str, dict[int, dict[int, float]]] = {}  # of each request number, the time of every size
-    for (transport, _), rows in sorted(cells.items()):
-        for row in rows:
-            if busy_s := _busy_ms(row) / 1e3:
-                by_index.setdefault(transport, {}).setdefault(row.index, {})[row.kv_bytes] = busy_s
-    series = {name: [times for _, times in sorted(found.items())] for name, found in by_index.items()}
-    fits = _fits(series, seed)
-    costs = {fit["transport"]: fit["per_message_us"] for fit in fits}
-    return {
-        "message_bytes": None,
-        "cells": [
-            {
-                "transport": transport,
-                "prompt_len": length,
-                "size_bytes": rows[0].kv_bytes,
-                "gbs": plain_mean([float(row.transfer["gbs"]) for row in rows], seed),
-                "time_us": plain_mean([_busy_ms(row) * 1e3 for row in rows], seed),
-                "exposed_us": plain_mean([float(row.transfer["exposed_ms"]) * 1e3 for row in rows], seed),
-                "per_message_us": costs.get(transport),
-                "ceiling": "link",
-                "ceiling_gbs": round(statistics.median(float(row.transfer["ceiling_gbs"]) for row in rows), 4),
-                "share": plain_mean(
-                    [row.transfer["gbs"] / top for row in rows if (top := float(row.transfer["ceiling_gbs"]))], seed
-                ),
-            }
-            for (transport, length), rows in sorted(cells.items())
-        ],
-        "ceilings": [],
-        "fits": fits,
-        "unavailable": {},
-        "failed": failed,
-    }
-
-
-def _busy_ms(row: RequestRow) -> float:
-    return float(row.transfer["wire_ms"]) + float(row.transfer["import_ms"])
+def _service_times(run: RunData) -> pandas.DataFrame:
+    """The receiver's seconds of each hand-off."""
+    return _times([
+        {
+            "repeat": row.index,
+            "transport": row.transport,
+            "size": row.kv_bytes,
+            "prompt_len": row.prompt_tokens,
+            "s": (float(row.transfer["wire_ms"]) + float(row.transfer["import_ms"])) / 1e3,
+            "exposed_us": float(row.transfer["exposed_ms"]) * 1e3,
+            "gbs": float(row.transfer["gbs"]),
+            "ceiling_gbs": (top := float(row.transfer["ceiling_gbs"])),
+            "share": float(row.transfer["gbs"]) / top if top else None,
+        }
+        for row in sorted(run.rows, key=lambda row: (row.transport, row.prompt_tokens))
+        if row.error is None and row.kv_bytes
+    ])  # fmt: skip
 
 
 def _answer(summary: Mapping[str, Any]) -> str:
@@ -386,15 +380,11 @@ def size_text(num_bytes: float) -> str:
 def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
     """Rates over the size with the ceilings, and times with the fitted lines."""
     local, cells = summary["where"] == LOCAL, summary["cells"]
-    names = list(dict.fromkeys(cell["transport"] for cell in sorted(cells, key=lambda cell: cell["size_bytes"])))
-    looks = {
-        name: {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)]}
-        for number, name in enumerate(names)
-    }
-    dashes = {name: {"label": NAMES[name], "color": FAINT, "marker": "", "linestyle": dash}
+    names = list(dict.fromkeys(cell["transport"] for cell in cells))
+    looks = {name: {"color": PALETTE[number % len(PALETTE)]} for number, name in enumerate(names)}
+    dashes = {name: {"label": NAMES[name], "color": FAINT, "linestyle": dash}
               for name, dash in ((MEMCPY, DASHED), (SOCKET, DOTTED))}  # fmt: skip
-    links = {name: {**look, "label": f"ceiling of {name}", "marker": "", "linestyle": DASHED}
-             for name, look in looks.items()}  # fmt: skip
+    links = {name: {**look, "label": f"ceiling of {name}", "linestyle": DASHED} for name, look in looks.items()}
     sizes = sorted({cell["size_bytes"] for cell in (*cells, *summary["ceilings"])})
     axes: dict[str, Any] = {
         "x": "payload" if local else "KV of a request",
@@ -404,19 +394,23 @@ def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
         "xlim": (sizes[0] / 1.4, sizes[-1] * 1.4),
         "legend": "right",
     }
+    bare: dict[str, Any] = {"by": "transport", "look": {"marker": ""}}
     rates = [
-        Mark(summary["ceilings"], "size_bytes", "gbs", by="transport", looks=dashes),
+        Mark(summary["ceilings"], "size_bytes", "gbs", looks=dashes, **bare),
         Mark(cells, "size_bytes", "gbs", by="transport", looks=looks),
-        *([] if local else [Mark(cells, "size_bytes", "ceiling_gbs", by="transport", looks=links)]),
+        *([] if local else [Mark(cells, "size_bytes", "ceiling_gbs", looks=links, **bare)]),
     ]
-    times: list[Mark | Rule] = [Mark(cells, "size_bytes", "time_us", by="transport", looks=looks, kind="points")]
-    for fit in summary["fits"]:
-        own = [cell["size_bytes"] for cell in cells if cell["transport"] == fit["transport"]]
-        cost_us, rate = fit["per_message_us"]["mean"], fit["rate_gbs"]["mean"]
-        points = [{"size": float(size), "us": cost_us + float(size) / rate / 1e3}
-                  for size in (np.geomspace(min(own), max(own), 60) if own else ())]  # fmt: skip
-        line = {**looks.get(fit["transport"], {}), "marker": "", "linewidth": 1.2, "label": None}
-        times.append(Mark([point for point in points if point["us"] > 0], "size", "us", look=line))
+    lines = [
+        {"transport": fit["transport"], "size": size, "us": us}
+        for fit in summary["fits"]
+        if (own := [cell["size_bytes"] for cell in cells if cell["transport"] == fit["transport"]])
+        for size in np.geomspace(min(own), max(own), 60).tolist()
+        if (us := fit["per_message_us"]["mean"] + size / fit["rate_gbs"]["mean"] / 1e3) > 0
+    ]
+    times: list[Mark | Rule] = [
+        Mark(cells, "size_bytes", "time_us", by="transport", looks=looks, kind="points"),
+        Mark(lines, "size", "us", by="transport", looks=looks, look={"marker": "", "linewidth": 1.2, "label": None}),
+    ]
     if local and sizes[-1] > MESSAGE_BYTES:
         times.append(Rule("x", summary["message_bytes"], "several messages →"))
     return [
@@ -451,42 +445,39 @@ def _pictures(summary: Mapping[str, Any]) -> list[Picture]:
 
 def _tables(summary: Mapping[str, Any]) -> list[TableBlock]:
     what = "message" if summary["where"] == LOCAL else "hand-off"
-
-    def named(record: Mapping[str, Any]) -> dict[str, Any]:
-        return {**record, "name": NAMES.get(record["transport"], record["transport"])}
-
-    rates = [
+    cells = [
         {
-            **named(cell),
+            **cell,
             "size": size_text(cell["size_bytes"]),
             "ceiling": f"{cell['ceiling_gbs']:.2f} GB/s" if "ceiling_gbs" in cell else NAMES.get(cell["ceiling"]),
         }
         for cell in (*summary["ceilings"], *summary["cells"])
     ]
+    cells, fits = (
+        [{**each, "transport": NAMES.get(each["transport"], each["transport"])} for each in records]
+        for records in (cells, summary["fits"])
+    )
+    rates = (
+        "transport",
+        "size",
+        "GB/s | gbs",
+        "time, µs | time_us:,.0f",
+        "ceiling",
+        "share of ceiling | share",
+        "n | gbs.n",
+    )
+    lines = (
+        "transport",
+        f"cost of a {what}, µs | per_message_us:.0f",
+        "rate, GB/s | rate_gbs",
+        "largest error, % | misfit_pct:.0f",
+    )
     return [
-        table(
-            "Rates",
-            rates,
-            (
-                "transport | name",
-                "size",
-                "GB/s | gbs",
-                "time, µs | time_us:,.0f",
-                "ceiling",
-                "share of ceiling | share",
-                "n | gbs.n",
-            ),
-            "Means with 95 % intervals over n repeats. 1 GB/s is 10⁹ bytes per second.",
-        ),
+        table("Rates", cells, rates, "Means with 95 % intervals over n repeats. 1 GB/s is 10⁹ bytes per second."),
         table(
             "time = cost + bytes / rate",
-            [named(fit) for fit in summary["fits"]],
-            (
-                "transport | name",
-                f"cost of a {what}, µs | per_message_us:.0f",
-                "rate, GB/s | rate_gbs",
-                "largest error, % | misfit_pct:.0f",
-            ),
+            fits,
+            lines,
             "Least squares of relative errors, made in each repeat on its own. Where the largest error is large, the "
             "rate depends on the size, and the cost is only an orientation.",
         ),

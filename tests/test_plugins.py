@@ -124,7 +124,7 @@ def test_its_experiment_is_a_command(cluster: LocalCluster, tmp_path: Path) -> N
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     summary = json.loads(run.stdout)
     assert (summary["transports"], summary["decode_workers"]) == (["carrier"], ["decode-1"])
-    assert summary["answer"] == "2 requests by carrier."
+    assert summary["answer"].endswith("2 requests by carrier.")  # other load stands before it
 
 
 def test_its_names_are_among_those_that_are_known(carrier: None) -> None:

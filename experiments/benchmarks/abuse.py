@@ -21,13 +21,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
-import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import pandas
 import psutil
 
 from experiments.benchmarks.abuse_client import FLOOD, FLOOD_REQUESTS, HTTP_KINDS, KINDS, LIMITED, abusing, strangers
@@ -36,29 +35,27 @@ from experiments.benchmarks.frame import (
     Only,
     Quick,
     Service,
-    Window,
     cpu_s,
+    errors_of,
     in_turns,
-    loads,
-    memory_of,
+    load,
     note,
     parts,
+    quantiles,
     run,
+    sampling,
     service,
 )
-from experiments.load import Outcome
-from experiments.statistics import percentile
+from experiments.run_folder import token_hash
 from experiments.workloads.arrivals import ClosedLoop, all_at_once
 from experiments.workloads.conversation import Conversation, Turn, random_tokens
 from experiments.workloads.synthetic import Fixed, Synthetic
-from pdserve import AsyncClient, Client, Generation
-from pdserve.core.errors import CapacityExceeded
+from pdserve import AsyncClient, Client
 from pdserve.core.request import Mode
-from pdserve.core.timeline import Figure
 
 VOCABULARY = 1000
 INNOCENTS = 4
-ANSWER = Conversation((Turn(random_tokens("abuse", 16, VOCABULARY), 100),), salt="")
+PROMPT, OUTPUTS = random_tokens("abuse", 16, VOCABULARY), 100
 """What each innocent client asks for again and again."""
 BOUNDS = {"gap": 3.0, "memory_mb": 200.0, "memory_after_mb": 50.0, "cpu_after_s": 5.0}
 """How many times as long the longest gap may be (as without the abuse, or as beside it); how much the gateway's memory
@@ -92,36 +89,31 @@ QUICK = Sizes(("resets", LIMITED, "http-lists", "h2-resets"), 1, 1.0, 200, (1,),
 def abuse(only: Only = "", quick: Quick = False) -> dict[str, Any]:
     """Measure."""
     sizes = QUICK if quick else Sizes()
-    return parts(
-        only,
-        abuse=lambda: _abuse(sizes),
-        fairness=lambda: _fairness(sizes),
-        burst=lambda: _bursts(sizes),
-        strangers=lambda: _strangers(sizes),
-    )
+    measures = {"abuse": _abuse, "fairness": _fairness, "burst": _bursts, "strangers": _strangers}
+    return parts(only, **{name: partial(measure, sizes) for name, measure in measures.items()})
 
 
 async def _answered(
-    target: str,
+    served: Service,
     token: str,
     requests: Callable[[int], Iterable[Conversation]],
     seconds: float,
     clients: int = 1,
     mode: Mode = Mode.AUTO,
-) -> list[Outcome]:
-    """A window in which each client sends one request after another."""
+) -> tuple[pandas.DataFrame, list[float]]:
+    """A window in which each client sends one request after another; and what memory the gateway has, in MB."""
+    [gateway, *_] = served.processes
     async with contextlib.AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(AsyncClient(target, token=token)) for _ in range(clients)]
-        return await loads(opened, [ClosedLoop(1)] * clients, requests, mode=mode, duration_s=seconds)
+        opened = [await stack.enter_async_context(AsyncClient(served.target, token=token)) for _ in range(clients)]
+        memory_mb = await stack.enter_async_context(sampling(0.05, lambda: gateway.memory_info().rss / 2**20))
+        return await load(
+            opened, [ClosedLoop(1)] * clients, map(requests, range(clients)), mode=mode, duration_s=seconds
+        ), memory_mb
 
 
 def _prompts(tokens: int) -> Callable[[int], Iterator[Conversation]]:
     """Prompts that no cache has, with short answers."""
     return lambda number: Synthetic(Fixed(tokens), Fixed(16)).conversations(10**9, number, VOCABULARY)
-
-
-def _done(outcomes: Iterable[Outcome]) -> list[Generation]:
-    return [each.generation for each in outcomes if each.generation is not None]
 
 
 # --- abuse -----------------------------------------------------------------------------------------------------------
@@ -137,49 +129,40 @@ def _abuse(sizes: Sizes) -> dict[str, Any]:
 def _measure(served: Service, kind: str, elsewhere: str, sizes: Sizes) -> dict[str, Any]:
     """The figures of a kind of abuse. ``elsewhere`` is another gRPC server, for the same abuse."""
     note(kind)
-    gateway = served.gateway
+    [gateway, *_] = served.processes
     with Client(served.target, token="innocent") as client:
-        [turn] = ANSWER.turns
-        expected = client.generate(turn.token_ids, max_tokens=turn.output_len, ignore_eos=True).result().token_ids
+        expected = client.generate(PROMPT, max_tokens=OUTPUTS, ignore_eos=True).result().token_ids
+    again = Conversation((Turn(PROMPT, OUTPUTS),), salt="")
     addresses = {"with": served.http if kind in HTTP_KINDS else served.target, "without": "", "beside": elsewhere}
     if kind in HTTP_KINDS:
         del addresses["beside"]  # that server speaks no HTTP/1.1
     gaps_ms: dict[str, list[float]] = {name: [] for name in addresses}
-    outcomes: list[Outcome] = []
-    memory = [gateway.memory_info().rss]
-    cpu_after_s = 0.0
-
-    async def window() -> list[Outcome]:
-        async with memory_of(gateway, 0.05) as meanwhile:
-            found = await _answered(
-                served.target, "innocent", lambda number: itertools.repeat(ANSWER), sizes.window_s, INNOCENTS
-            )
-        if name == "with":
-            memory.extend(meanwhile)
-        return found
-
+    found, memory_mb, idle_s = [], [gateway.memory_info().rss / 2**20], []
     for _, name in in_turns(addresses, sizes.rounds):
         address, token = addresses[name], "limited" if kind == LIMITED else "abuser"
         with abusing(kind, address, token) if address else contextlib.nullcontext():
-            found = asyncio.run(window())
-        gaps_ms[name].append(max((gap for each in _done(found) for gap in each.itl_ms), default=0.0))
+            sent, meanwhile_mb = asyncio.run(
+                _answered(served, "innocent", lambda _: itertools.repeat(again), sizes.window_s, INNOCENTS)
+            )
+        gaps_ms[name].append(max(itertools.chain(*sent.itl_ms.dropna()), default=0.0))
         if name == "with":
-            outcomes += found
-            cpu_after_s = max(cpu_after_s, _idle_after_s(gateway))
-    middle_ms = {name: statistics.median(each) for name, each in gaps_ms.items()}
-    answers = _done(outcomes)
-    errors = Counter(f"{type(each.error).__name__}: {each.error}" for each in outcomes if each.error is not None)
+            found.append(sent)
+            memory_mb += meanwhile_mb
+            idle_s.append(_settled(lambda: gateway.cpu_percent(0.25) < 100 * IDLE_CPU))
+    middle_ms = {name: pandas.Series(each).median() for name, each in gaps_ms.items()}
+    sent = pandas.concat(found)
+    _settled(lambda: gateway.memory_info().rss / 2**20 - memory_mb[0] <= BOUNDS["memory_after_mb"])
     figures: dict[str, Any] = {
         "longest_gap_ms": middle_ms["with"],
         "without_ms": middle_ms["without"],
         "beside_ms": middle_ms.get("beside"),
-        "answers": len(outcomes),
-        "first_attempt": sum(answer.attempts == 1 for answer in answers),
-        "wrong": sum(answer.token_ids != expected for answer in answers) + errors.total(),
-        "errors": dict(errors),
-        "memory_mb": (max(memory) - memory[0]) / 2**20,
-        "memory_after_mb": _settled_mb(gateway, memory[0]),
-        "cpu_after_s": round(cpu_after_s, 1),
+        "answers": len(sent),
+        "first_attempt": (sent.attempts == 1).sum(),
+        "wrong": (sent.token_hash != token_hash(expected)).sum(),
+        "errors": sent.error.value_counts(),
+        "memory_mb": max(memory_mb) - memory_mb[0],
+        "memory_after_mb": gateway.memory_info().rss / 2**20 - memory_mb[0],
+        "cpu_after_s": round(max(idle_s), 1),
     }
     held = {
         "gap": middle_ms["with"] <= BOUNDS["gap"] * max(middle_ms["without"], middle_ms.get("beside", 0.0)),
@@ -190,67 +173,51 @@ def _measure(served: Service, kind: str, elsewhere: str, sizes: Sizes) -> dict[s
     return {**figures, "not_held": [name for name, holds in held.items() if not holds]}
 
 
-def _settled_mb(process: psutil.Process, before: int) -> float:
-    """How much larger its memory is than ``before``, once that is within its bound or after `SETTLE_S`."""
-    until_s = time.monotonic() + SETTLE_S
-    while (left := (process.memory_info().rss - before) / 2**20) > BOUNDS["memory_after_mb"]:
-        if time.monotonic() > until_s:
-            break
-        time.sleep(0.5)
-    return left
-
-
-def _idle_after_s(process: psutil.Process) -> float:
-    """Seconds until a process, which has nothing to do, uses less than `IDLE_CPU` of a core; 30 if it goes on."""
+def _settled(is_settled: Callable[[], bool]) -> float:
+    """Seconds until something is the case, at most `SETTLE_S`."""
     begin_s = time.monotonic()
-    while (waited_s := time.monotonic() - begin_s) < SETTLE_S:
-        if process.cpu_percent(0.25) < 100 * IDLE_CPU:
-            return waited_s
-    return SETTLE_S
+    while not is_settled() and time.monotonic() < begin_s + SETTLE_S:
+        time.sleep(0.1)
+    return time.monotonic() - begin_s
 
 
 # --- fairness --------------------------------------------------------------------------------------------------------
 
 
 def _fairness(sizes: Sizes) -> dict[str, Any]:
-    windows: dict[str, list[Outcome]] = {"alone": [], "beside": []}
-    queued = MAX_QUEUE
+    windows, queued = [], [MAX_QUEUE]
     settings = {"router.max_queue": MAX_QUEUE, "engine.max_num_seqs": 8}
     with service(settings, tokens={"one": {}, FLOOD: {}}) as served, Client(served.target, token="one") as client:
-        asyncio.run(_answered(served.target, "one", _prompts(64), 2.0))  # warm-up
-        for _, name in in_turns(windows, sizes.rounds):
+        asyncio.run(_answered(served, "one", _prompts(64), 2.0))  # warm-up
+        for _, name in in_turns(("alone", "beside"), sizes.rounds):
             with abusing(FLOOD, served.target, FLOOD) if name == "beside" else contextlib.nullcontext():
                 time.sleep(FILL_S)
-                windows[name] += asyncio.run(_answered(served.target, "one", _prompts(64), sizes.window_s))
+                sent, _ = asyncio.run(_answered(served, "one", _prompts(64), sizes.window_s))
+                windows.append(sent.assign(arm=name))
                 if name == "beside":
-                    queued = min(queued, client.status().queued)
-    times = {name: _times_ms(_done(outcomes)) for name, outcomes in windows.items()}
-    middle = {name: {what: percentile(ms, 50) or 0.0 for what, ms in each.items()} for name, each in times.items()}
-    both = [each for outcomes in windows.values() for each in outcomes]
-    return {
-        **{
-            name: {
-                "answers": len(each["first"]),
-                **{f"{what}_p{q}_ms": percentile(ms, q) for what, ms in each.items() for q in (50, 99)},
-            }
-            for name, each in times.items()
-        },
-        **{f"ratio_{what}": middle["beside"][what] / middle["alone"][what] for what in ("first", "last")},
-        "refused": sum(isinstance(each.error, CapacityExceeded) for each in both),
-        "retried": sum(each.attempts > 1 for each in _done(both)),
-        "queued": queued,
+                    queued.append(client.status().queued)
+    sent = pandas.concat(windows)
+    stages_ms = sent.filter(like="stages_ms.ttft.").rename(columns=lambda name: name.rpartition(".")[2])
+    times_ms = {  # to the first token and the last, of which it waited, and its prompt took to compute
+        "first": sent.ttft_ms,
+        "last": sent.e2e_ms,
+        "waited": stages_ms.route + stages_ms.prefill_queue,
+        "computed": stages_ms.prefill,
     }
-
-
-def _times_ms(answers: Iterable[Generation]) -> Mapping[str, list[float]]:
-    """Of each answer the time to its first and last token, that it waited, and that its prompt took to compute."""
-    found: dict[str, list[float]] = {name: [] for name in ("first", "last", "waited", "computed")}
-    for answer in answers:
-        stages = answer.breakdowns[Figure.TTFT].stages_ms
-        waited = stages["route"] + stages["prefill_queue"]
-        for times, ms in zip(found.values(), (answer.ttft_ms, answer.total_ms, waited, stages["prefill"]), strict=True):
-            times.append(ms)
-    return found
+    figures = {}
+    for name, done in sent[sent.error.isna()].groupby("arm"):
+        of_arm = [quantiles(ms[done.index], f"{what}_", 50, 99) for what, ms in times_ms.items()]
+        figures[name] = {"answers": len(done), **of_arm[0], **of_arm[1], **of_arm[2], **of_arm[3]}
+    return {
+        **figures,
+        **{
+            f"ratio_{what}": figures["beside"][f"{what}_p50_ms"] / figures["alone"][f"{what}_p50_ms"]
+            for what in ("first", "last")
+        },
+        "refused": sent.refused.sum(),
+        "retried": (sent.attempts > 1).sum(),
+        "queued": min(queued),
+    }
 
 
 # --- a burst of streams ----------------------------------------------------------------------------------------------
@@ -261,7 +228,7 @@ def _bursts(sizes: Sizes) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for max_queue in sizes.max_queues:
         with service({"router.max_queue": max_queue}) as served:
-            result[str(max_queue)] = asyncio.run(_burst(served.target, served.gateway, sizes))
+            result[str(max_queue)] = asyncio.run(_burst(served.target, served.processes[0], sizes))
     with bare_server("refuse") as (target, pid):
         result["floor"] = asyncio.run(_burst(target, psutil.Process(pid), sizes))
     return result
@@ -270,29 +237,28 @@ def _bursts(sizes: Sizes) -> dict[str, Any]:
 async def _burst(target: str, server: psutil.Process, sizes: Sizes) -> dict[str, Any]:
     clients = [AsyncClient(target) for _ in range(CONNECTIONS)]
 
-    async def at_once(streams: int) -> list[Outcome]:
-        def requests(number: int) -> Iterator[Conversation]:
-            return Synthetic(Fixed(16), Fixed(8)).conversations(streams // CONNECTIONS, number, VOCABULARY)
-
-        return await loads(clients, [all_at_once()] * CONNECTIONS, requests, mode=Mode.AUTO, timeout_s=300.0)
+    async def at_once(streams: int) -> pandas.DataFrame:
+        workload, schedules = Synthetic(Fixed(16), Fixed(8)), [all_at_once()] * CONNECTIONS
+        requests = (workload.conversations(streams // CONNECTIONS, seed, VOCABULARY) for seed in range(CONNECTIONS))
+        return await load(clients, schedules, requests, mode=Mode.AUTO, timeout_s=300.0)
 
     await at_once(16 * CONNECTIONS)  # all connections exist, and the gateway has its buffers
     before = server.memory_info().rss
-    burst = Window.of(math.inf, await at_once(sizes.burst))
+    sent = await at_once(sizes.burst)
     for client in clients:
         await client.close()
     await asyncio.sleep(sizes.settle_s)
     after = server.memory_info().rss
+    refused, errors = sent.refused.astype(bool), errors_of(sent)
     return {
-        "answered": len(burst.first_ms),
-        "refused": len(burst.refused_ms),
-        "other": burst.errors.total(),
-        "refused_p50_ms": percentile(burst.refused_ms, 50),
-        "refused_p99_ms": percentile(burst.refused_ms, 99),
+        "answered": sent.error.isna().sum(),
+        "refused": refused.sum(),
+        "other": sum(errors.values()),
+        **quantiles(sent.took_ms[refused], "refused_", 50, 99),
         "memory_before_mb": before / 2**20,
         "memory_after_mb": after / 2**20,
         "memory_growth": after / before - 1,
-        "errors": sorted(burst.errors)[:5],
+        "errors": sorted(errors)[:5],
     }
 
 
@@ -300,50 +266,43 @@ async def _burst(target: str, server: psutil.Process, sizes: Sizes) -> dict[str,
 
 
 def _strangers(sizes: Sizes) -> dict[str, Any]:
-    tokens: dict[str, dict[str, Any]] = {"bench": {}}
-    windows: dict[str, dict[int, dict[str, float]]] = {"without": {}, "elsewhere": {}, "with": {}}
-    with service({"transfer.transport": "tcp"}, http=True, tokens=tokens) as served:
+    rows = []
+    with service({"transfer.transport": "tcp"}, http=True, tokens={"bench": {}}) as served:
         processes, seconds = served.processes, sizes.strangers_window_s
-        ports = sorted({address for each in processes for address in _listening(each)})
-        count = {"without": 0, "elsewhere": sizes.strangers, "with": sizes.strangers}
-        asyncio.run(_answered(served.target, "bench", _prompts(128), 0.1, mode=Mode.PD))  # warm-up
-        for number, name in in_turns(windows, sizes.strangers_rounds):
-            with strangers(count[name], sizes.pace_s, ports if name == "with" else []) as opened:
+        ports = sorted({
+            f"{each.laddr.ip.removeprefix('::ffff:')}:{each.laddr.port}"
+            for process in processes
+            for each in process.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        })  # fmt: skip
+        asyncio.run(_answered(served, "bench", _prompts(128), 0.1, mode=Mode.PD))  # warm-up
+        for number, name in in_turns(("without", "elsewhere", "with"), sizes.strangers_rounds):
+            count, where = 0 if name == "without" else sizes.strangers, ports if name == "with" else []
+            with strangers(count, sizes.pace_s, where) as opened:
                 before_s = cpu_s(processes)
-                found = asyncio.run(_answered(served.target, "bench", _prompts(128), seconds, mode=Mode.PD))
+                sent, _ = asyncio.run(_answered(served, "bench", _prompts(128), seconds, mode=Mode.PD))
                 cpu_ms_per_s = (cpu_s(processes) - before_s) * 1e3 / seconds
-            if failed := [each.error for each in found if each.error is not None]:
-                raise failed[0]
-            total_ms = [each.total_ms for each in _done(found)]
-            windows[name][number] = {
-                "requests": len(found),
-                "ttft_p50_ms": statistics.median(each.ttft_ms for each in _done(found)),
-                "latency_p50_ms": statistics.median(total_ms),
-                "latency_p99_ms": percentile(total_ms, 99) or 0.0,
+            for error in sent.error.dropna():
+                raise RuntimeError(error)
+            rows.append({
+                "window": name,
+                "round": number,
+                "requests": len(sent),
+                "ttft_p50_ms": sent.ttft_ms.median(),
+                **quantiles(sent.e2e_ms, "latency_", 50, 99),
                 "cpu_ms_per_s": cpu_ms_per_s,
                 "opened": sum(opened),
-            }
+            })  # fmt: skip
         kv_refused = sum(sum(worker.kv_refused.values()) for worker in served.status().workers)
-
-    def middle(name: str, figure: str) -> float:
-        return statistics.median(window[figure] for window in windows[name].values())
-
+    windows = pandas.DataFrame(rows).set_index(["window", "round"])
+    middle = windows[["ttft_p50_ms", "latency_p50_ms", "latency_p99_ms"]].groupby("window").median()
     return {
         "connections": sizes.strangers,
         "ports": len(ports),
-        "windows": windows,
-        "ratios": {
-            figure: {other: middle("with", figure) / middle(other, figure) for other in ("without", "elsewhere")}
-            for figure in ("ttft_p50_ms", "latency_p50_ms", "latency_p99_ms")
-        },
+        "windows": {name: windows.loc[name] for name in middle.index},
+        "ratios": (middle.loc["with"] / middle.drop("with")).T,
         "kv_refused": kv_refused,
     }
-
-
-def _listening(process: psutil.Process) -> Iterator[str]:
-    for connection in process.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN:
-            yield f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}"
 
 
 if __name__ == "__main__":

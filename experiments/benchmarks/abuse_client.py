@@ -1,12 +1,5 @@
-"""Clients that misbehave until they are ended, each a process of its own:
-
-- `python -m experiments.benchmarks.abuse_client KIND TARGET TOKEN`. ``TARGET`` is the HTTP port for `HTTP_KINDS`, and
-  else the gRPC port. `STRANGER_KINDS` need no token: they are frames of HTTP/2 that no library sends
-  (`experiments.benchmarks.http2_attacks`).
-- `… strangers COUNT PACE_S ADDRESS...` keeps connections of strangers. Each sends nothing, or random bytes, after the
-  opening of one of the service's protocols or none, and stays open. One that the server closes is opened again, PACE_S
-  after it was opened. The process gets the time that others leave (SCHED_IDLE), because it stands for other machines.
-  When its input ends, it says `Opened`."""
+"""Clients that misbehave until they are ended, each a process of its own. `STRANGER_KINDS` need no token: they are
+frames of HTTP/2 that no library sends (`experiments.benchmarks.http2_attacks`)."""
 
 from __future__ import annotations
 
@@ -27,13 +20,11 @@ import grpc
 
 from experiments.benchmarks.bare_grpc import GENERATE
 from experiments.benchmarks.http2_attacks import ATTACKS, PREFACE, Attack
-from experiments.child_process import ChildProcess
-from experiments.messages import Message, say
+from experiments.child_process import ChildProcess, call
 from kv_transfer.transports.socket_transport import MAGIC
 from pdserve import AsyncClient
 from pdserve.core.errors import CapacityExceeded
 from pdserve.pb import inference_pb2 as pb
-from runtime.process import end_with_parent
 
 FLOOD = "flood"
 LIMITED = "beyond-limits"
@@ -52,23 +43,17 @@ FLOOD_PAUSE_S = 2.0
 BODY_BYTES = 2**20
 RANDOM_BYTES = 4096
 OPENINGS = (b"", MAGIC, PREFACE, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n")
-_MODULE = "experiments.benchmarks.abuse_client"
 
 
 @contextlib.contextmanager
 def abusing(kind: str, target: str, token: str) -> Iterator[None]:
-    """A context in which a process of its own misbehaves."""
-    with ChildProcess(f"the client of kind {kind}", _MODULE, kind, target, token) as abuser:
+    """A context in which a process of its own misbehaves. ``target`` is the HTTP port for `HTTP_KINDS`, and else the
+    gRPC port."""
+    with ChildProcess(f"the client of kind {kind}", call(misbehave, kind, target, token)) as abuser:
         yield
         # An attack ends when its connection is closed; the others go on until they are ended.
         if abuser.status or (abuser.status == 0 and kind not in STRANGER_KINDS):
             raise RuntimeError(f"the client of kind {kind} ended by itself{abuser.log_tail()}")
-
-
-class Opened(Message):
-    """How many connections were opened."""
-
-    connections: int
 
 
 @contextlib.contextmanager
@@ -81,62 +66,48 @@ def strangers(count: int, pace_s: float, addresses: Sequence[str]) -> Iterator[l
         return
     with contextlib.ExitStack() as stack:
         where = addresses or [stack.enter_context(_closing_server())]
-        arguments = ("strangers", str(count), str(pace_s), *where)
-        child = stack.enter_context(ChildProcess("the process of strangers", _MODULE, *arguments))
+        command = call(keep_strangers, count, pace_s, where)
+        child = stack.enter_context(ChildProcess("the process of strangers", command))
         time.sleep(pace_s)  # until all are connected
         yield opened
         child.end_input()
-        opened.append(child.receive(30.0, Opened).connections)
-
-
-class _ClosingServer(socketserver.TCPServer):
-    allow_reuse_address = True
-    request_queue_size = 1024
+        opened.append(child.result(30.0))
 
 
 @contextlib.contextmanager
 def _closing_server() -> Iterator[str]:
-    with _ClosingServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            serving.join()
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        server.socket.listen(1024)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 # --- the programs ----------------------------------------------------------------------------------------------------
 
 
-def main(kind: str, target: str, token: str) -> None:
-    """Misbehave."""
-    if kind in STRANGER_KINDS:
-        _attack(kind, target)
-    elif kind == AGAIN:
-        while True:
-            _attack("h2-resets", target)
+def misbehave(kind: str, target: str, token: str) -> None:
+    """In a way that the kind names."""
+    if kind == FLOOD:
+        asyncio.run(_flood(target, token))
+    elif kind in CALL_KINDS:
+        _call(kind, target, token)
     elif kind in HTTP_KINDS:
         _post(kind, target, token)
-    elif kind == FLOOD:
-        asyncio.run(_flood(target, token))
-    else:
-        _call(kind, target, token)
-
-
-def _attack(kind: str, target: str) -> None:
-    """Until the server has closed the connection."""
-    attack = Attack(kind.removeprefix("h2-"), target)
-    while not attack.is_over:
-        attack.send()
-    attack.close()
+    while True:
+        attack = Attack("resets" if kind == AGAIN else kind.removeprefix("h2-"), target)
+        while not attack.is_over:  # until the server has closed the connection
+            attack.send()
+        attack.close()
+        if kind != AGAIN:
+            return
 
 
 def _call(kind: str, target: str, token: str) -> None:
     channel = grpc.insecure_channel(target, options=OPTIONS)
     generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(GENERATE)
 
-    def call(*, token_ids: Any = None, text: str = "x", **sampling: Any) -> Any:
+    def ask(*, token_ids: Any = None, text: str = "x", **sampling: Any) -> Any:
         prompt: Any = {"token_ids": pb.TokenIds(ids=token_ids)} if token_ids else {"text": text}
         request = pb.GenerateRequest(sampling=pb.Sampling(**sampling), **prompt)
         return generate(request.SerializeToString(), metadata=(("authorization", f"Bearer {token}"),))
@@ -147,32 +118,32 @@ def _call(kind: str, target: str, token: str) -> None:
         with contextlib.suppress(grpc.RpcError, StopIteration):
             match kind:
                 case "long-text":
-                    list(call(text="word " * (4 * 2**20 // 5)))
+                    list(ask(text="word " * (4 * 2**20 // 5)))
                 case "stop-ids":
-                    list(call(stop_token_ids=[1] * 12_000_000))
+                    list(ask(stop_token_ids=[1] * 12_000_000))
                 case "never-reads":
-                    opened = [call(**long) for _ in range(4)]
+                    opened = [ask(**long) for _ in range(4)]
                     for each in opened:
                         with contextlib.suppress(grpc.RpcError):
                             next(each)
                     signal.pause()
                 case "reads-in-bursts":
                     # Outputs stay unread until the request is paused: its context is prefilled again each time.
-                    opened = [call(**{**long, "max_tokens": 900}, token_ids=range(5, 1005)) for _ in range(8)]
+                    opened = [ask(**{**long, "max_tokens": 900}, token_ids=range(5, 1005)) for _ in range(8)]
                     while True:
                         time.sleep(0.5)
                         for each in opened:
                             for _ in range(100):
                                 next(each)
                 case "resets":
-                    for each in [call(max_tokens=8) for _ in range(RESETS)]:
+                    for each in [ask(max_tokens=8) for _ in range(RESETS)]:
                         each.cancel()
                     continue
                 case "beyond-limits":  # the token allows one at a time
                     if not opened:
-                        opened = [call(**long)]
+                        opened = [ask(**long)]
                         next(opened[0])
-                    for each in [call(max_tokens=8) for _ in range(AT_ONCE)]:
+                    for each in [ask(max_tokens=8) for _ in range(AT_ONCE)]:
                         with contextlib.suppress(grpc.RpcError):
                             list(each)
                     continue
@@ -214,8 +185,12 @@ def _post(kind: str, target: str, token: str) -> None:
         time.sleep(PAUSE_S)
 
 
-async def _keep_strangers(count: int, pace_s: float, addresses: Sequence[str]) -> None:
-    """Keep ``count`` connections, spread over the addresses, until the input ends."""
+async def keep_strangers(count: int, pace_s: float, addresses: Sequence[str]) -> int:
+    """Keep ``count`` connections, spread over the addresses, until the input ends; how many were opened. Each sends
+    nothing, or random bytes, after the opening of one of the service's protocols or none, and stays open. One that the
+    server closes is opened again, ``pace_s`` after it was opened. The process gets the time that others leave
+    (SCHED_IDLE), because it stands for other machines."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     opened = 0
 
     async def stranger(address: str, seed: int) -> None:
@@ -241,14 +216,4 @@ async def _keep_strangers(count: int, pace_s: float, addresses: Sequence[str]) -
     await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
         task.cancel()
-    say(Opened(opened))
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    kind, *given = sys.argv[1:]
-    if kind == "strangers":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        asyncio.run(_keep_strangers(int(given[0]), float(given[1]), given[2:]))
-    else:
-        main(kind, *given)
+    return opened

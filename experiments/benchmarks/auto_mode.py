@@ -7,22 +7,20 @@ its costs. The figure is the mean time of a request, from when it was due until 
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas
 
-from experiments.benchmarks.frame import Quick, in_turns, note, run, service
-from experiments.load import Outcome, run_load
+from experiments.benchmarks.frame import Quick, in_turns, load, note, run, service
+from experiments.statistics import percentile
 from experiments.workloads.arrivals import ClosedLoop, random_arrivals
 from experiments.workloads.conversation import Conversation, Turn
 from pdserve import AsyncClient
 from pdserve.core.request import Mode
 
-ARMS = (Mode.PD, Mode.COLOCATED, Mode.AUTO)
 DOCUMENTS = 0.25
 """Share of the requests with long prompts."""
 
@@ -31,56 +29,52 @@ def auto_mode(quick: Quick = False) -> dict[str, Any]:
     """Measure."""
     lessons, rates, seconds, rounds = (10, (3,), 2.0, 1) if quick else (240, (2, 6, 12), 12.0, 3)
     with service({}) as served:
-        loads = asyncio.run(_measure(served.target, lessons, rates, seconds, rounds))
-    ratios = {
-        rate: its["auto"]["latency_ms"] / min(its["pd"]["latency_ms"], its["colocated"]["latency_ms"])
-        for rate, its in loads.items()
-    }
-    return {"requests_per_s": loads, "auto_over_better": ratios}
+        loads = served.client(lambda client: _measure(client, lessons, rates, seconds, rounds))
+    latency_ms = pandas.DataFrame({rate: figures.latency_ms for rate, figures in loads.items()}).T
+    return {"requests_per_s": loads, "auto_over_better": latency_ms.auto / latency_ms[["pd", "colocated"]].min(axis=1)}
 
 
 async def _measure(
-    target: str, lessons: int, rates: Sequence[float], seconds: float, rounds: int
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by load (requests per second) and mode, after so many lessons."""
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    async with AsyncClient(target) as client:
-        vocab_size = (await client.status()).vocab_size
-        await run_load(client, itertools.islice(_mixed(1, vocab_size), lessons), ClosedLoop(2), mode=Mode.AUTO)
-        for rate in rates:
-            note(f"{rate:g} requests/s")
-            outcomes: dict[Mode, list[Outcome]] = {mode: [] for mode in ARMS}
-            for number, mode in in_turns(ARMS, rounds):
-                seed = 100 + number
-                requests = itertools.islice(_mixed(seed, vocab_size), max(4, round(rate * seconds)))
-                load = await run_load(client, requests, random_arrivals(rate, seed), mode=mode)
-                outcomes[mode] += load.outcomes
-            results[f"{rate:g}"] = {mode.value: _figures(outcomes[mode]) for mode in ARMS}
-        for line in (await client.status()).costs:
-            note(line)
+    client: AsyncClient, lessons: int, rates: Sequence[int], seconds: float, rounds: int
+) -> dict[int, pandas.DataFrame]:
+    """Figures by mode at each load (requests per second), after so many lessons. ``alone``: share of the requests that
+    ran on one worker."""
+    results = {}
+    mixed = partial(_mixed, (await client.status()).vocab_size)
+    await load([client], [ClosedLoop(2)], [mixed(1, lessons)], mode=Mode.AUTO)
+    for rate in rates:
+        note(f"{rate:g} requests/s")
+        found = []
+        for number, mode in in_turns((Mode.PD, Mode.COLOCATED, Mode.AUTO), rounds):
+            requests = mixed(100 + number, max(4, round(rate * seconds)))
+            sent = await load([client], [random_arrivals(rate, 100 + number)], [requests], mode=mode)
+            found.append(sent.assign(arm=mode.value))
+        every = pandas.concat(found)
+        every = every.assign(
+            latency_ms=every.e2e_ms + every.lag_ms,
+            ttft_ms=every.ttft_ms + every.lag_ms,
+            alone=every["mode"] == "colocated",
+            failed=every.error.notna(),
+        )
+        figures = dict.fromkeys(("latency_ms", "ttft_ms", "alone"), "mean") | {"itl_ms": _p99, "failed": "sum"}
+        results[rate] = every.groupby("arm").agg(figures).rename(columns={"itl_ms": "itl_p99_ms"})
+    for line in (await client.status()).costs:
+        note(line)
     return results
 
 
-def _mixed(seed: int, vocab_size: int) -> Iterator[Conversation]:
+def _p99(gaps: pandas.Series) -> float | None:
+    return percentile(gaps.explode().dropna().tolist(), 99)
+
+
+def _mixed(vocab_size: int, seed: int, count: int) -> Iterator[Conversation]:
     """Questions of 8 … 64 tokens with answers of 32 … 96, and documents of 512 … 1536 with 4 … 16. Equal seeds give
     equal requests."""
     draw = np.random.default_rng(seed)
-    while True:
+    for _ in range(count):
         prompt, output = ((512, 1536), (4, 16)) if draw.random() < DOCUMENTS else ((8, 64), (32, 96))
         tokens = draw.integers(10, vocab_size, int(draw.integers(*prompt)))
         yield Conversation((Turn(tuple(tokens.tolist()), int(draw.integers(*output))),))
-
-
-def _figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Of one mode at one load. ``alone``: share of the requests that ran on one worker."""
-    done = [(each.lag_s * 1e3, each.generation) for each in outcomes if each.generation is not None]
-    return {
-        "latency_ms": statistics.fmean(lag_ms + generation.total_ms for lag_ms, generation in done),
-        "ttft_ms": statistics.fmean(lag_ms + generation.ttft_ms for lag_ms, generation in done),
-        "itl_p99_ms": float(np.percentile([gap for _, generation in done for gap in generation.itl_ms], 99)),
-        "alone": statistics.fmean(generation.mode == "colocated" for _, generation in done),
-        "failed": len(outcomes) - len(done),
-    }
 
 
 if __name__ == "__main__":

@@ -1,27 +1,19 @@
-"""Both ends of gRPC with as little work as possible, each in a process of its own: what bounds a front door.
-
-- `python -m experiments.benchmarks.bare_grpc echo` streams messages back at once; a request's first two bytes are their
-  number.
-- `… refuse` refuses every request, as the gateway does when its queue is full.
-- `… load TARGET METHOD REQUEST_HEX MESSAGES STREAMS SECONDS` keeps STREAMS streams open for SECONDS, each followed by
-  the next, and counts those that have at least MESSAGES messages."""
+"""Both ends of gRPC with as little work as possible, each in a process of its own: what bounds a front door."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
-from experiments.child_process import ChildProcess
-from experiments.messages import Message, say
+from experiments.child_process import ChildProcess, call
+from experiments.messages import Done, say
 from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY
 from pdserve.pb import inference_pb2 as pb
-from runtime.process import end_with_parent
 
 PENDING = [("grpc.server.max_pending_requests", 10**6), ("grpc.server.max_pending_requests_hard_limit", 10**6)]
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
@@ -29,17 +21,10 @@ CONNECTIONS = 4
 ECHO = "/echo/Generate"
 GENERATE = "/pdserve.v1.Inference/Generate"
 MESSAGE = pb.GenerateResponse(token=pb.Token(token_id=300, text=" word", index=7))
-_MODULE = "experiments.benchmarks.bare_grpc"
 _START_S = 60.0
 
 
-class Listening(Message):
-    """The server's port on 127.0.0.1."""
-
-    port: int
-
-
-class Finished(Message):
+class Finished(NamedTuple):
     """The number of finished streams, and the milliseconds until the first message of each that was begun."""
 
     streams: int
@@ -48,16 +33,19 @@ class Finished(Message):
 
 @contextlib.contextmanager
 def bare_server(kind: str) -> Iterator[tuple[str, int]]:
-    """Run a server, ``echo`` or ``refuse``; its address and process id."""
-    with ChildProcess(f"the server of kind {kind}", _MODULE, kind) as child:
-        yield f"127.0.0.1:{child.receive(_START_S, Listening).port}", child.pid
+    """A server that streams messages back at once (``echo``; a request's first two bytes are their number), or refuses
+    every request, as the gateway does when its queue is full (``refuse``); its address and process id."""
+    with ChildProcess(f"the server of kind {kind}", call(serve, kind)) as child:
+        yield f"127.0.0.1:{child.result(_START_S)}", child.pid
 
 
 def bare_load(target: str, method: str, request: bytes, messages: int, streams: int, seconds: float) -> Finished:
-    """Load a server from a process of its own."""
-    given = (target, method, request.hex(), str(messages), str(streams), str(seconds))
-    with ChildProcess("the bare client", _MODULE, "load", *given) as child:
-        return child.receive(_START_S + 10 * seconds, Finished)
+    """From a process of its own, keep ``streams`` open for so many seconds, each followed by the next, and count those
+    that have at least ``messages`` messages."""
+    with ChildProcess(
+        "the bare client", call(send, target, method, request.hex(), messages, streams, seconds)
+    ) as child:
+        return Finished(*child.result(_START_S + 10 * seconds))
 
 
 async def _echo(data: bytes, context: grpc.aio.ServicerContext[bytes, Any]) -> AsyncIterator[pb.GenerateResponse]:
@@ -70,8 +58,8 @@ async def _refuse(data: bytes, context: grpc.aio.ServicerContext[bytes, Any]) ->
     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue: it is full", metadata)
 
 
-async def _serve(kind: str) -> None:
-    """Serve until ended. Says `Listening` on any free port."""
+async def serve(kind: str) -> None:
+    """Serve until ended, on any free port, which is said."""
     server = grpc.aio.server(options=PENDING)
     service, answer = {"echo": (ECHO, _echo), "refuse": (GENERATE, _refuse)}[kind]
     handler: grpc.RpcMethodHandler[bytes, Any] = grpc.unary_stream_rpc_method_handler(
@@ -81,23 +69,24 @@ async def _serve(kind: str) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {method: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    say(Listening(port))
+    say(Done(port))
     await server.wait_for_termination()
 
 
-async def _load(target: str, method: str, request: bytes, messages: int, streams: int, seconds: float) -> None:
+async def send(target: str, method: str, request: str, messages: int, streams: int, seconds: float) -> Finished:
+    """The client; the request is in hexadecimal."""
     channels = [grpc.aio.insecure_channel(target, options=OPTIONS) for _ in range(min(CONNECTIONS, streams))]
-    calls: list[Any] = [channel.unary_stream(method) for channel in channels]
+    stubs: list[Any] = [channel.unary_stream(method) for channel in channels]
     first_ms: list[float] = []
     finished = 0
     until_s = time.monotonic() + seconds
 
     async def stream(number: int) -> None:
         nonlocal finished
-        call = calls[number % len(calls)]
+        stub = stubs[number % len(stubs)]
         while (begun_s := time.monotonic()) < until_s:
             received = 0
-            async for _ in call(request):
+            async for _ in stub(bytes.fromhex(request)):
                 if received == 0:
                     first_ms.append((time.monotonic() - begun_s) * 1e3)
                 received += 1
@@ -108,13 +97,4 @@ async def _load(target: str, method: str, request: bytes, messages: int, streams
     await asyncio.gather(*(stream(number) for number in range(streams)))
     for channel in channels:
         await channel.close()
-    say(Finished(finished, first_ms))
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    role, *given = sys.argv[1:]
-    if role == "load":
-        asyncio.run(_load(given[0], given[1], bytes.fromhex(given[2]), int(given[3]), int(given[4]), float(given[5])))
-    else:
-        asyncio.run(_serve(role))
+    return Finished(finished, first_ms)

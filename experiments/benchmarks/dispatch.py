@@ -6,16 +6,14 @@ both modes, the CPU time of several streams, and new requests while decode runs 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
-import statistics
+from functools import partial
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.frame import Quick, Service, cpu_s, in_turns, run, service
-from pdserve import AsyncClient, AsyncStream, Generation
+import pandas
 
-VOCABULARY = 256
-MODES = ("pd", "colocated")
+from experiments.benchmarks.frame import Quick, Service, added, cpu_s, frame, in_turns, row, run, service
+from experiments.workloads.conversation import random_tokens
+from pdserve import AsyncClient, AsyncStream
 
 
 class Sizes(NamedTuple):
@@ -41,92 +39,72 @@ def dispatch(quick: Quick = False) -> dict[str, Any]:
     """Measure."""
     sizes = QUICK if quick else Sizes()
     with service({}) as served:
-        idle = asyncio.run(_idle(served, sizes))
-        streaming = asyncio.run(_streaming(served, sizes))
+        idle, streaming = served.client(partial(_idle, served, sizes))
     with service({"model.path": sizes.busy_model}) as served:
-        busy = asyncio.run(_busy(served.target, sizes))
+        busy = served.client(partial(_busy, sizes))
     return {"benchmark": "dispatch", "idle": idle, "streaming": streaming, "decode_busy": busy}
 
 
-def _stream(client: AsyncClient, seed: object, max_tokens: int, mode: str = "pd", tokens: int = 64) -> AsyncStream:
+def _stream(client: AsyncClient, seed: str, max_tokens: int, mode: str = "pd", tokens: int = 64) -> AsyncStream:
     """A request. Equal seeds give equal prompts, with which no prefix cache helps across modes."""
-    draw = random.Random(str(seed))
-    prompt = [draw.randrange(VOCABULARY) for _ in range(tokens)]
+    prompt = random_tokens(seed, tokens, 256)
     return client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, mode=mode, salt=mode, timeout_s=600)
 
 
-async def _idle(served: Service, sizes: Sizes) -> dict[str, float]:
-    """Pairs of requests, disaggregated and colocated, one at a time. Differences of the pairs in ms, and the CPU time
-    that worker processes and gateway spent per token."""
-    done: dict[str, list[Generation]] = {mode: [] for mode in MODES}
+async def _pairs(client: AsyncClient, name: str, count: int, max_tokens: int) -> pandas.DataFrame:
+    """Pairs of requests, disaggregated and colocated, one at a time."""
+    return frame([
+        row(await _stream(client, f"{name}/{number}", max_tokens, mode).result(), mode, number)
+        for number, mode in in_turns(("pd", "colocated"), count)
+    ])  # fmt: skip
+
+
+async def _idle(served: Service, sizes: Sizes, client: AsyncClient) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Differences of pairs of requests in ms, and the CPU time that worker processes and gateway spent per token; and
+    the same time while several requests stream."""
     processes = served.processes
-    async with AsyncClient(served.target) as client:
-        for number, mode in in_turns(MODES, sizes.pairs, warm_up=10):
-            if number == 0 and not any(done.values()):
-                before_s = cpu_s(processes)
-            generation = await _stream(client, number, 4, mode).result()
-            if number >= 0:
-                done[mode].append(generation)
-        spent_s = cpu_s(processes) - before_s
-    tokens = sum(len(each.token_ids) for each in (*done["pd"], *done["colocated"]))
-
-    def added(figure: str) -> float:
-        pd, colocated = ([float(getattr(each, figure)) for each in done[mode]] for mode in MODES)
-        return statistics.median(a - b for a, b in zip(pd, colocated, strict=True))
-
-    return {
+    await _pairs(client, "warm-up", 10, 4)
+    before_s = cpu_s(processes)
+    done = await _pairs(client, "idle", sizes.pairs, 4)
+    idle = {
         "pairs": sizes.pairs,
-        "colocated_ttft_ms": statistics.median(each.ttft_ms for each in done["colocated"]),
-        "added_ttft_ms": added("ttft_ms"),
-        "added_ttft_decode_ms": added("ttft_decode_ms"),
-        "cpu_ms_per_token": spent_s / tokens * 1e3,
+        "colocated_ttft_ms": done.ttft_ms[done.arm == "colocated"].median(),
+        **{f"added_{figure}": added(done, figure).median() for figure in ("ttft_ms", "ttft_decode_ms")},
+        "cpu_ms_per_token": (cpu_s(processes) - before_s) / done.output_tokens.sum() * 1e3,
     }
+    for turn in range(2):  # the first one is warm-up
+        before_s = cpu_s(processes)
+        streams = [_stream(client, f"{turn}/{number}", sizes.tokens) for number in range(sizes.streams)]
+        made = sum(len(each.token_ids) for each in await asyncio.gather(*(stream.result() for stream in streams)))
+        spent_s = cpu_s(processes) - before_s
+    return idle, {"streams": sizes.streams, "cpu_ms_per_token": spent_s / made * 1e3}
 
 
-async def _streaming(served: Service, sizes: Sizes) -> dict[str, float]:
-    """CPU time of gateway and worker processes per token while several requests stream."""
-    processes = served.processes
-    async with AsyncClient(served.target) as client:
-        for turn in range(2):  # the first one is warm-up
-            before_s = cpu_s(processes)
-            streams = [_stream(client, f"{turn}/{number}", sizes.tokens) for number in range(sizes.streams)]
-            done = await asyncio.gather(*(stream.result() for stream in streams))
-    made = sum(len(each.token_ids) for each in done)
-    return {"streams": sizes.streams, "cpu_ms_per_token": (cpu_s(processes) - before_s) / made * 1e3}
-
-
-async def _busy(target: str, sizes: Sizes) -> dict[str, float]:
+async def _busy(sizes: Sizes, client: AsyncClient) -> dict[str, float]:
     """TTFT of new requests while decode has nothing else to do, and while it runs others, alternately. Colocated
     requests, which then run on the prefill worker alone, are the control: what they lose to a busy decode engine is the
     machine's (shared caches, memory bandwidth, hardware threads)."""
-    seeds = itertools.count(10**6)
-    async with AsyncClient(target) as client:
-
-        async def probe(found: dict[str, list[float]]) -> None:
-            for _, mode in in_turns(MODES, sizes.busy_pairs):
-                found[mode].append((await _stream(client, next(seeds), 2, mode).result()).ttft_ms)
-
-        idle, busy, warm_up = ({mode: list[float]() for mode in MODES} for _ in range(3))
-        await probe(warm_up)
-        for _ in range(sizes.busy_rounds):
-            await probe(idle)
-            running = [
-                _stream(client, next(seeds), sizes.busy_tokens, tokens=sizes.busy_context)
-                for _ in range(sizes.busy_streams)
-            ]
-            for stream in running:
-                for _ in range(2):
-                    await anext(stream)
-            await probe(busy)
-            for stream in running:
-                await stream.aclose()
-            await asyncio.sleep(1.0)
-    ratios = {mode: statistics.median(busy[mode]) / statistics.median(idle[mode]) for mode in MODES}
+    await _pairs(client, "warm-up", sizes.busy_pairs, 2)
+    idle, busy = [], []
+    for turn in range(sizes.busy_rounds):
+        idle.append(await _pairs(client, f"idle/{turn}", sizes.busy_pairs, 2))
+        running = [
+            _stream(client, f"{turn}/{number}", sizes.busy_tokens, tokens=sizes.busy_context)
+            for number in range(sizes.busy_streams)
+        ]
+        for stream in running:
+            await anext(stream)
+            await anext(stream)
+        busy.append(await _pairs(client, f"busy/{turn}", sizes.busy_pairs, 2))
+        for stream in running:
+            await stream.aclose()
+        await asyncio.sleep(1.0)
+    idle_ms, busy_ms = (pandas.concat(each).groupby("arm").ttft_ms.median() for each in (idle, busy))
     return {
-        "idle_ttft_ms": statistics.median(idle["pd"]),
-        "busy_ttft_ms": statistics.median(busy["pd"]),
-        "ratio": ratios["pd"],
-        "colocated_ratio": ratios["colocated"],
+        "idle_ttft_ms": idle_ms["pd"],
+        "busy_ttft_ms": busy_ms["pd"],
+        "ratio": busy_ms["pd"] / idle_ms["pd"],
+        "colocated_ratio": busy_ms["colocated"] / idle_ms["colocated"],
     }
 
 

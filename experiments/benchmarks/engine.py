@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import platform
-import statistics
-from collections.abc import Sequence
 from typing import Annotated, Any
 
+import pandas
 import typer
 
 from experiments.benchmarks.engine_process import on_one_core, process_costs
-from experiments.benchmarks.frame import Quick, measured, note, run
+from experiments.benchmarks.frame import Quick, in_turns, note, run
 
 
 def engine(
@@ -26,13 +25,12 @@ def engine(
     model: Annotated[str, typer.Option(help="tiny, dummy:135m, dummy:8b or dummy:PATH/config.json")] = "",
 ) -> dict[str, Any]:
     """Measure the engine."""
-    cores = on_one_core("experiments.benchmarks.engine", cuda=cuda)
+    core = on_one_core("experiments.benchmarks.engine", cuda=cuda)
     import torch
     import transformers
 
     from checkpoints.source import resolve_model
     from experiments.benchmarks.engine_sides import CPU_CASES, CUDA_CASES, QUICK_CASES, Floor, TransformersSide, name_of
-    from experiments.benchmarks.isolation import measure_isolation
     from experiments.engine_alone.bare_engine import BareEngine, blocks_of
     from experiments.engine_alone.ceilings import QUICK_SIZES, Ceilings
 
@@ -41,32 +39,31 @@ def engine(
     device = "cuda" if cuda else "cpu"
     model = model or ("tiny" if quick else "dummy:8b" if cuda else "dummy:135m")
     shape = resolve_model(model).shape
-    note(f"{model} in bfloat16 on {torch.cuda.get_device_name() if cuda else f'core {cores[0]}'}")
-    bound, prompt_tokens = (() if cuda else (cores[0],)), 64 if quick else 2048
-    starts = 1 if quick else 3
+    note(f"{model} in bfloat16 on {torch.cuda.get_device_name() if cuda else f'core {core}'}")
+    starts, prompt_tokens = (1, 64) if quick else (3, 2048)
+    bound = () if cuda else (core,)
     costs = [asyncio.run(process_costs(model, shape, bound, device, prompt_tokens)) for _ in range(starts)]
     rounds, cases = (1, QUICK_CASES) if quick else (rounds, CUDA_CASES if cuda else CPU_CASES)
     ours = BareEngine(model, device, num_blocks=blocks_of(cases), dtype="bfloat16")
     ceilings = Ceilings(torch.device(device), sizes=QUICK_SIZES if quick and not cuda else None)
-    sides: list[Any] = [ours, TransformersSide(shape, device), Floor(shape, device, ours.chunk, ceilings)]
-    taken = measured(cases, lambda case: [side.measure_s(case) for side in sides], rounds, warm_up=1)
-    result: dict[str, Any] = {}
-    for case, times_s in taken.items():
-        kind, name = name_of(case)
-        ours_s, transformers_s, floor_s = zip(*times_s, strict=True)
-        result.setdefault(kind, {})[name] = {
-            "ms": statistics.median(ours_s) * 1e3,
-            "x_transformers": _ratio(transformers_s, ours_s),
-            "x_floor": _ratio(ours_s, floor_s),
-            "transformers_ms": statistics.median(transformers_s) * 1e3,
-            "floor_ms": statistics.median(floor_s) * 1e3,
-        }
-    result["ready_s"], result["peak_over_weights_and_kv"] = map(statistics.median, zip(*costs, strict=True))
-    if not cuda and len(cores) > 1:
-        result["isolation"] = measure_isolation(model, cores, turns=1 if quick else 8, turn_s=1.0 if quick else 4.0)
-    elif not cuda:
-        note("step time under a busy control server: not measured, for that takes a second core")
-    return result | {
+    sides: dict[str, Any] = {
+        "ms": ours,
+        "transformers_ms": TransformersSide(shape, device),
+        "floor_ms": Floor(shape, device, ours.chunk, ceilings),
+    }
+    times = pandas.DataFrame([
+        {"repeat": number, "case": name_of(case), **{key: side.measure_s(case) * 1e3 for key, side in sides.items()}}
+        for number, case in in_turns(cases, rounds, warm_up=1)
+    ]).query("repeat >= 0")  # fmt: skip
+    # Ratios are of each round, which cancels what slows a whole round down.
+    times = times.assign(x_transformers=times.transformers_ms / times.ms, x_floor=times.ms / times.floor_ms)
+    medians = times.groupby("case").median().drop(columns="repeat")
+    return {
+        **{
+            kind: {name: figures for (of, name), figures in medians.iterrows() if of == kind}
+            for kind in ("prefill", "decode", "mixed")
+        },
+        **pandas.DataFrame(costs, columns=["ready_s", "peak_over_weights_and_kv"]).median(),
         "model": model,
         "device": device,
         "rounds": rounds,
@@ -75,11 +72,6 @@ def engine(
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
     }
-
-
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the rounds' ratios, which cancels what slows a whole round down."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 if __name__ == "__main__":

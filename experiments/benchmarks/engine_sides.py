@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from checkpoints.shape import ModelShape
-from engine.model.layers import Linear, linear
+from engine.model.layers import linear
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.ceilings import Ceilings
 from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
@@ -45,28 +45,31 @@ def _parts(case: StepCase) -> tuple[int, int]:
     return (0, case.batch) if case.kind == "decode" else (case.tokens, case.beside)
 
 
+def transformers_model(shape: ModelShape, dtype: str) -> Any:
+    """transformers' model with random weights of ``shape``."""
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
 class TransformersSide:
-    """transformers' model with random weights of ``shape``: eager, scaled dot product attention, bfloat16. Of a mixed
-    step it does one part after the other."""
+    """transformers' model: eager, scaled dot product attention, bfloat16. Of a mixed step it does one part after the
+    other."""
 
     def __init__(self, shape: ModelShape, device: str) -> None:
-        config = LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_position_embeddings,
-            tie_word_embeddings=shape.tie_word_embeddings,
-            attn_implementation="sdpa",
-            dtype=torch.bfloat16,
-        )
-        self._shape = shape
-        self._device = torch.device(device)
+        self._shape, self._device = shape, torch.device(device)
         with self._device:
-            self._model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+            self._model = transformers_model(shape, "bfloat16")
 
     @torch.inference_mode()
     def measure_s(self, case: StepCase) -> float:
@@ -115,9 +118,8 @@ class Floor:
         hidden, inner = shape.hidden_size, shape.intermediate_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         sizes = ((q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner))
-        self._layers: list[list[tuple[Linear, int]]] = [
-            [(linear(self._random(*size)), size[1]) for size in sizes] for _ in range(shape.num_layers)
-        ]
+        self._layers = [[linear(self._random(*size)) for size in sizes] for _ in range(shape.num_layers)]
+        self._widths = [width for _, width in sizes]
         self._head = linear(self._random(shape.vocab_size, hidden))
 
     @torch.inference_mode()
@@ -142,12 +144,12 @@ class Floor:
         return seconds
 
     def _linears_s(self, rows: int) -> float:
-        inputs = {width: self._random(rows, width) for layer in self._layers[:1] for _, width in layer}
+        inputs = [self._random(rows, width) for width in self._widths]
 
         def all_layers() -> None:
             for layer in self._layers:
-                for product, width in layer:
-                    product(inputs[width])
+                for product, rows_of in zip(layer, inputs, strict=True):
+                    product(rows_of)
 
         return self._ceilings.median_s(all_layers)
 

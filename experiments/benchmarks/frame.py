@@ -1,8 +1,11 @@
 """What all benchmarks share: options, services, loads, rounds, tables, and the last line.
 
 `python -m experiments.benchmarks.NAME` calls `run` with a function that returns its figures: mappings, or mappings of
-mappings, with numbers at the end. They are printed as tables, and as JSON on the last line. What happens meanwhile goes
-to standard error."""
+mappings, with numbers at the end; rows of a data frame are mappings too. They are printed as tables, and as JSON on the
+last line. What happens meanwhile goes to standard error.
+
+Benchmarks collect rows, one for each request or measurement, with the ``arm`` and the ``repeat`` to which it belongs.
+Their figures are expressions over data frames of such rows."""
 
 from __future__ import annotations
 
@@ -11,34 +14,34 @@ import contextlib
 import functools
 import json
 import tempfile
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
+import msgspec
+import pandas
 import psutil
 import typer
 from rich.console import Console
 from rich.progress import track
 
 from experiments.deployment import Deployment
-from experiments.load import Outcome, run_load
+from experiments.load import run_load
 from experiments.report.drawing import frame_of
+from experiments.run_folder import RequestRow
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from gateway.token_file import digest_of
 from ops.launch.ports import free_port
 from ops.launch.state import ServiceState, port_of
-from pdserve import AsyncClient, Client
+from pdserve import AsyncClient, Client, Generation
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import CapacityExceeded, PdserveError
+from pdserve.core.errors import CapacityExceeded
 
 Quick = Annotated[bool, typer.Option("--quick", help="smallest sizes, shortest windows: does it run?")]
 """The option of every benchmark that `make` names. Such a run has all figures, and they mean nothing."""
 Only = Annotated[str, typer.Option("--only", help="these parts, separated by commas")]
 T = TypeVar("T")
-V = TypeVar("V")
 _out = Console(highlight=False)
 _progress = Console(stderr=True, highlight=False)
 
@@ -48,7 +51,7 @@ def run(measure: Callable[..., Mapping[str, Any]]) -> None:
 
     @functools.wraps(measure)
     def program(**options: Any) -> None:
-        figures = _rounded(measure(**options))
+        figures = _plain(measure(**options))
         _show(figures)
         print(json.dumps(figures))  # noqa: T201 - the last line is for programs
 
@@ -83,14 +86,14 @@ def in_turns(arms: Iterable[T], rounds: int, warm_up: int = 0) -> Iterator[tuple
     yield from track(turns, "measuring", console=_progress, transient=True)
 
 
-def measured(arms: Iterable[T], measure: Callable[[T], V], rounds: int, warm_up: int = 0) -> dict[T, list[V]]:
-    """What ``measure`` gives for each arm in every round that counts, `in_turns`."""
-    found: dict[T, list[V]] = {arm: [] for arm in arms}
+def measured(arms: Iterable[Any], measure: Callable[[Any], Any], rounds: int, warm_up: int = 0) -> pandas.DataFrame:
+    """What ``measure`` gives for each arm (its column) in every round that counts (its row), `in_turns`."""
+    found: dict[Any, list[Any]] = {arm: [] for arm in arms}
     for number, arm in in_turns(found, rounds, warm_up):
         value = measure(arm)
         if number >= 0:
             found[arm].append(value)
-    return found
+    return pandas.DataFrame(found)
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:
@@ -99,79 +102,79 @@ def cpu_s(processes: Iterable[psutil.Process]) -> float:
 
 
 @contextlib.asynccontextmanager
-async def memory_of(process: psutil.Process, every_s: float) -> AsyncIterator[list[int]]:
-    """The resident bytes of a process, taken again and again: now, meanwhile, and at the end."""
-    found = [process.memory_info().rss]
+async def sampling(every_s: float, sample: Callable[[], T]) -> AsyncIterator[list[T]]:
+    """What ``sample`` gives again and again: now, meanwhile, and at the end. It runs in a thread."""
+    found = [sample()]
 
-    async def sample() -> None:
+    async def again() -> None:
         while True:
             await asyncio.sleep(every_s)
-            found.append(process.memory_info().rss)
+            found.append(await asyncio.to_thread(sample))
 
-    sampling = asyncio.create_task(sample())
+    task = asyncio.create_task(again())
     try:
         yield found
     finally:
-        sampling.cancel()
-        found.append(process.memory_info().rss)
+        task.cancel()
+        found.append(sample())
 
 
-async def loads(
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def row(done: Generation, arm: object = "", repeat: int = 0) -> RequestRow:
+    """The row of a request."""
+    return RequestRow.of(done, None, cell="", arm=str(arm), repeat=repeat, index=0)
+
+
+def frame(rows: Sequence[RequestRow]) -> pandas.DataFrame:
+    """Rows of requests without those of warm-up, whose ``repeat`` is negative. What is nested has dotted columns:
+    ``stages_ms.ttft.prefill``."""
+    found = pandas.json_normalize([msgspec.structs.asdict(each) for each in rows if each.repeat >= 0])
+    return found.reindex(columns=found.columns.union(RequestRow.__struct_fields__, sort=False))
+
+
+def added(requests: pandas.DataFrame, figure: str, arm: str = "pd", other: str = "colocated") -> pandas.Series:
+    """The differences of a figure between two arms, by repeat."""
+    wide = requests.pivot(index="repeat", columns="arm", values=figure)
+    return wide[arm] - wide[other]
+
+
+def quantiles(values: pandas.Series, prefix: str, *percents: int) -> dict[str, float]:
+    """Percentiles of milliseconds, as ``PREFIXp50_ms``."""
+    return {f"{prefix}p{percent}_ms": values.quantile(percent / 100) for percent in percents}
+
+
+async def load(
     clients: Sequence[AsyncClient],
     schedules: Iterable[Schedule],
-    requests: Callable[[int], Iterable[Conversation]],
+    requests: Iterable[Iterable[Conversation]],
     **options: Any,
-) -> list[Outcome]:
-    """What came of the loads of several clients at once, each by its own schedule and with its own ``requests``, given
-    its number. ``options`` are those of `run_load`."""
-    sending = (
-        run_load(client, requests(number), schedule, **options)
-        for number, (client, schedule) in enumerate(zip(clients, schedules, strict=True))
+) -> pandas.DataFrame:
+    """Loads of several clients at once, each by its own schedule and with its own requests. ``options`` are those of
+    `run_load`. Rows of requests; besides, ``ended_s``, ``lag_ms`` (how late it was sent), ``took_ms`` (from then to its
+    end), and ``refused``: whether it may come again."""
+    sending = (run_load(*each, **options) for each in zip(clients, requests, schedules, strict=True))
+    outcomes = [outcome for load in await asyncio.gather(*sending) for outcome in load.outcomes]
+    rows = [
+        RequestRow.of(each.generation, each.error, cell="", arm="", repeat=0, index=each.index,
+                      scheduled_s=each.scheduled_s, sent_s=each.sent_s)
+        for each in outcomes
+    ]  # fmt: skip
+    return frame(rows).assign(
+        ended_s=[each.ended_s for each in outcomes],
+        lag_ms=[each.lag_s * 1e3 for each in outcomes],
+        took_ms=[(each.ended_s - each.sent_s) * 1e3 for each in outcomes],
+        refused=[
+            isinstance(each.error, CapacityExceeded) and each.error.retry_after_s is not None for each in outcomes
+        ],
     )
-    return [outcome for load in await asyncio.gather(*sending) for outcome in load.outcomes]
 
 
-@dataclass(frozen=True)
-class Window:
-    """What became of the requests of ``seconds``: milliseconds to the first token of answers, and until refusals came;
-    how many answers were complete ``within`` the window; and other errors."""
-
-    seconds: float
-    first_ms: list[float]
-    refused_ms: list[float]
-    within: int
-    errors: Counter[str]
-
-    @classmethod
-    def of(cls, seconds: float, outcomes: Sequence[Outcome]) -> Window:
-        """Of requests that were sent in ``seconds``."""
-        answered = [(each.ended_s, each.generation.ttft_ms) for each in outcomes if each.generation is not None]
-        return cls(
-            seconds,
-            [ttft_ms for _, ttft_ms in answered],
-            [(each.ended_s - each.sent_s) * 1e3 for each in outcomes if _is_refused(each.error)],
-            sum(ended_s <= seconds for ended_s, _ in answered),
-            Counter(
-                f"{type(each.error).__name__}: {each.error}"
-                for each in outcomes
-                if each.error is not None and not _is_refused(each.error)
-            ),
-        )
-
-    @property
-    def sent(self) -> int:
-        """All requests."""
-        return len(self.first_ms) + len(self.refused_ms) + self.errors.total()
-
-    @property
-    def goodput(self) -> float:
-        """Answers per second that were complete within the window: what waits at its end is no throughput."""
-        return self.within / self.seconds
-
-
-def _is_refused(error: PdserveError | None) -> bool:
-    """Whether the request may come again."""
-    return isinstance(error, CapacityExceeded) and error.retry_after_s is not None
+def errors_of(requests: pandas.DataFrame) -> dict[str, int]:
+    """How often each error came that is no refusal."""
+    counts: dict[str, int] = requests.error[~requests.refused.astype(bool)].value_counts().to_dict()
+    return counts
 
 
 # --- services --------------------------------------------------------------------------------------------------------
@@ -190,15 +193,19 @@ class Service(NamedTuple):
             return operator.status()
 
     @property
-    def gateway(self) -> psutil.Process:
-        """The gateway's process."""
-        return psutil.Process(self.status().pid)
-
-    @property
     def processes(self) -> list[psutil.Process]:
         """Those of the gateway and the workers, without the engines."""
         status = self.status()
         return [psutil.Process(pid) for pid in (status.pid, *(worker.pid for worker in status.workers))]
+
+    def client(self, measure: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        """What ``measure`` gives, with a client of the service."""
+
+        async def measuring() -> T:
+            async with AsyncClient(self.target) as client:
+                return await measure(client)
+
+        return asyncio.run(measuring())
 
 
 @contextlib.contextmanager
@@ -224,13 +231,18 @@ def service(
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _rounded(value: Any) -> Any:
-    """The same with five significant digits."""
+def _plain(value: Any) -> Any:
+    """The same without data frames, and with five significant digits."""
+    if isinstance(value, pandas.DataFrame | pandas.Series):
+        value = value.T.to_dict()
     if isinstance(value, Mapping):
-        return {str(name): _rounded(each) for name, each in value.items()}
+        return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+        return [_plain(each) for each in value]
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float):
+        return None if value != value else float(f"{value:.5g}")
+    return value
 
 
 def _show(figures: Mapping[str, Any]) -> None:

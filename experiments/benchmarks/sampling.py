@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas
 import typer
 
 from experiments.benchmarks.engine_process import on_one_core
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _VOCABULARY = 128_256
 _END = 0  # the id of the tiny model's end of a sequence
+_READ = "read the logits once"
 _HISTORY = 1000  # distinct tokens of a request with penalties
 
 
@@ -43,20 +44,19 @@ class Case:
     schema: bool = False
 
 
+_TOP_P = {"temperature": 0.7, "top_p": 0.9}
 CASES = (
     Case("greedy", {}),
     Case("greedy, batch 1", {}, rows=1),
     Case("temperature", {"temperature": 0.7}),
-    Case("top-p 0.9", {"temperature": 0.7, "top_p": 0.9}),
-    Case("top-p 0.9, peaked", {"temperature": 0.7, "top_p": 0.9}, spread=4.0),
-    Case("top-p 0.9, flat", {"temperature": 0.7, "top_p": 0.9}, spread=0.0),
-    Case("top-p 0.9, batch 1", {"temperature": 0.7, "top_p": 0.9}, rows=1),
-    Case("top-p 0.1", {"temperature": 0.7, "top_p": 0.1}),
-    Case("top-k 50, top-p 0.9", {"temperature": 0.7, "top_k": 50, "top_p": 0.9}),
+    Case("top-p 0.9", _TOP_P),
+    Case("top-p 0.9, peaked", _TOP_P, spread=4.0),
+    Case("top-p 0.9, flat", _TOP_P, spread=0.0),
+    Case("top-p 0.9, batch 1", _TOP_P, rows=1),
+    Case("top-p 0.1", {**_TOP_P, "top_p": 0.1}),
+    Case("top-k 50, top-p 0.9", {**_TOP_P, "top_k": 50}),
     Case("min-p 0.05", {"temperature": 0.7, "min_p": 0.05}),
-    Case(
-        "penalties, top-p 0.9", {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5}
-    ),
+    Case("penalties, top-p 0.9", {**_TOP_P, "repetition_penalty": 1.2, "presence_penalty": 0.5}),
     Case("greedy, 5 logprobs", {"logprobs": 5}),
     Case("greedy, batch 16", {}, rows=16),
     Case("JSON schema, batch 16", {}, rows=16, schema=True),
@@ -78,21 +78,12 @@ def sampling(cuda: Annotated[bool, typer.Option(help="on a GPU")] = False, quick
     rounds = 1 if quick else 21
     device = torch.device("cuda" if cuda else "cpu")
     logits = torch.randn(32, _VOCABULARY, device=device)
+    rows = {case.name: case.rows for case in CASES} | {_READ: 32}
     steps: dict[str, Callable[[], Any]] = {case.name: _step(case, device) for case in CASES}
-    steps["read the logits once"] = lambda: logits.amax(dim=1).tolist()
-
-    def time_ms(name: str) -> float:
-        started_s = time.perf_counter()
-        steps[name]()
-        return (time.perf_counter() - started_s) * 1e3
-
-    times_ms = measured(steps, time_ms, rounds, warm_up=2)
-    rows = {case.name: case.rows for case in CASES}
+    steps[_READ] = lambda: logits.amax(dim=1).tolist()
+    times_ms = measured(steps, lambda name: timeit.timeit(steps[name], number=1) * 1e3, rounds, warm_up=2)
     return {
-        "cases": {
-            name: {"rows": rows.get(name, 32), "ms": statistics.median(taken), "least_ms": min(taken)}
-            for name, taken in times_ms.items()
-        },
+        "cases": pandas.DataFrame({"rows": rows, "ms": times_ms.median(), "least_ms": times_ms.min()}),
         "vocabulary": _VOCABULARY,
         "device": str(device),
         "rounds": rounds,
@@ -110,30 +101,27 @@ def _step(case: Case, device: object) -> Callable[[], None]:
 
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(case.rows, _VOCABULARY, generator=generator) * case.spread).to(device)  # type: ignore[call-overload]
+    past = torch.randperm(_VOCABULARY, generator=generator)[:_HISTORY].tolist()
+    histories: list[TokenHistory | None] = [TokenHistory(past, _HISTORY // 2)] * case.rows
     params = [SamplingParams(**{"seed": row, **case.options}) for row in range(case.rows)]  # type: ignore[arg-type]
-    history = TokenHistory(torch.randperm(_VOCABULARY, generator=generator)[:_HISTORY].tolist(), _HISTORY // 2)
     wanted = StructuredOutputs("json", json.dumps(_SCHEMA))
     structures = _structures() if case.schema else None
     if structures is not None:
-        params = [SamplingParams(structured_outputs=wanted) for _ in params]
+        params, histories = [SamplingParams(structured_outputs=wanted)] * case.rows, [None] * case.rows
     # Others at each step, so that outputs reach every part of the schema.
     variants = [logits.roll(7919 * shift, 1) for shift in range(8 if case.schema else 1)]
-    histories: list[TokenHistory | None] = [None if structures else history] * case.rows
-    position = 0
+    positions = itertools.count(1)
 
     def step() -> None:
-        nonlocal position
-        if structures is not None:
-            for row, each in enumerate(histories):
-                if each is None or _END in each.output_ids:
-                    histories[row] = TokenHistory((), 0, structures.match(wanted, ()).result())
-        position += 1
+        position = next(positions)
+        for row, each in enumerate(histories if structures is not None else ()):
+            if structures is not None and (each is None or _END in each.output_ids):
+                histories[row] = TokenHistory((), 0, structures.match(wanted, ()).result())
         with torch.inference_mode():
             tokens = sample(variants[position % len(variants)], params, [position] * case.rows, histories)
-        if structures is not None:
-            for each, token in zip(histories, tokens, strict=True):
-                if each is not None:
-                    each.append(token.token_id)
+        for each, token in zip(histories, tokens, strict=True):
+            if each is not None and structures is not None:
+                each.append(token.token_id)
 
     return step
 

@@ -8,20 +8,21 @@ prefill. 1 MB is 2**20 bytes, 1 GB/s 10**9 bytes."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-import random
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.frame import Quick, in_turns, note, run, service
+import pandas
+
+from experiments.benchmarks.frame import Quick, frame, in_turns, note, row, run, service
 from experiments.benchmarks.handoff_pair import handoff_pair, layout_of
-from experiments.benchmarks.peers import PeerEnvironment, mooncake_tcp, nixl
+from experiments.benchmarks.peers import mooncake_tcp, nixl, peer_python
 from experiments.pairs.pair import Pair, Turns, memcpy, socket
 from experiments.pairs.transport_pair import transport_pair
-from pdserve import AsyncClient, Generation
-from pdserve.core.timeline import Figure
+from experiments.workloads.conversation import random_tokens
+from pdserve import AsyncClient
 
 MB = 2**20
 TRANSPORTS = {"shm": "host", "tcp": "network", "grpc_stream": "network", "torch_dist": "network"}
@@ -55,8 +56,11 @@ QUICK = Sizes(1, (1,), ("135m",), (64,), 12, first_tokens=64, first_pairs=1, mod
 def transfer(quick: Quick = False) -> dict[str, Any]:
     """Measure transports, hand-offs and peers."""
     sizes = QUICK if quick else Sizes()
-    peers = PeerEnvironment(installs=not quick)
-    others = [nixl(peers), nixl(peers, private_memory=True), nixl(peers, tcp_only=True), mooncake_tcp(peers)]
+    python_with = partial(peer_python, installs=not quick)
+    others = [
+        nixl(python_with), nixl(python_with, private_memory=True), nixl(python_with, tcp_only=True),
+        mooncake_tcp(python_with),
+    ]  # fmt: skip
     bytes_of = {str(megabytes): megabytes * MB for megabytes in sizes.megabytes}
     ours = [memcpy(), socket(), *map(transport_pair, TRANSPORTS)]
     rates = rates_gbs([*ours, *others], bytes_of, sizes.rounds, others)
@@ -66,14 +70,16 @@ def transfer(quick: Quick = False) -> dict[str, Any]:
         "ceilings": {"memcpy": rates["memcpy"], "tcp": rates["socket"]},
         "transports": {name: {"kind": kind, **rates[name]} for name, kind in TRANSPORTS.items()},
         "peers": {pair.name: rates[pair.name] for pair in others},
+        **{
+            name: {shape: _end_to_end(shape, transport, sizes) for shape in sizes.shapes}
+            for transport, name in HANDOFF_TRANSPORTS.items()
+        },
+        "first_to_hundredth": {transport: _first_and_last(transport, sizes) for transport in HANDOFF_TRANSPORTS},
+        "overlap": {},
     }
-    for transport, name in HANDOFF_TRANSPORTS.items():
-        result[name] = {shape: _end_to_end(shape, transport, sizes) for shape in sizes.shapes}
-    result["first_to_hundredth"] = {transport: _first_and_last(transport, sizes) for transport in HANDOFF_TRANSPORTS}
-    result["overlap"] = {}
     for name in sizes.overlaps:
         with service({"model.path": sizes.model, "transfer.overlap": name}) as served:
-            result["overlap"][name] = asyncio.run(_overlap(served.target, sizes))
+            result["overlap"][name] = served.client(partial(_overlap, sizes))
     return result
 
 
@@ -94,19 +100,12 @@ def rates_gbs(
     }
 
 
-def _end_to_end(shape: str, transport: str, sizes: Sizes) -> dict[str, dict[str, float | None]]:
+def _end_to_end(shape: str, transport: str, sizes: Sizes) -> pandas.DataFrame:
     """Hand-offs of a shape's real blocks beside the bare transport, at the same numbers of bytes."""
     blocks, bare = handoff_pair(shape, transport), transport_pair(transport)
     bytes_of = {str(count): layout_of(shape).expected_bytes(count) for count in sizes.tokens}
-    rates = rates_gbs([blocks, bare], bytes_of, sizes.rounds)
-    ours, plain = rates[blocks.name], rates[bare.name]
-    return {
-        count: {
-            "gbs": ours.get(count),
-            "x_bare": ours[count] / plain[count] if count in ours and count in plain else None,
-        }
-        for count in bytes_of
-    }
+    rates = pandas.DataFrame(rates_gbs([blocks, bare], bytes_of, sizes.rounds))
+    return pandas.DataFrame({"gbs": rates[blocks.name], "x_bare": rates[blocks.name] / rates[bare.name]})
 
 
 def _first_and_last(transport: str, sizes: Sizes) -> float:
@@ -120,34 +119,25 @@ def _first_and_last(transport: str, sizes: Sizes) -> float:
     return statistics.median(ratios)
 
 
-async def _overlap(target: str, sizes: Sizes) -> dict[str, float]:
+async def _overlap(sizes: Sizes, client: AsyncClient) -> dict[str, Any]:
     """Prefill with and without a hand-off, and what the hand-off took. Each round sends the same prompt, with a new
     salt each so that no prefix cache helps, once with the hand-off and once for one token only. The second request is
     the same work for the prefill worker without a transfer."""
-    done: dict[int, list[Generation]] = {3: [], 1: []}
-    async with AsyncClient(target) as client:
-        vocab_size = (await client.status()).vocab_size
-        for turn, max_tokens in in_turns(done, sizes.rounds, warm_up=1):
-            draw = random.Random(turn)
-            prompt = [draw.randrange(vocab_size) for _ in range(sizes.prompt_tokens)]
-            salt = f"{turn}/{max_tokens}"
-            request = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, mode="pd", salt=salt)
-            generation = await request.result()
-            if turn >= 0:
-                done[max_tokens].append(generation)
-    prefill_ms, alone_ms = ([g.breakdowns[Figure.TTFT].stages_ms["prefill"] for g in each] for each in done.values())
-    transfers = [g.transfer for g in done[3]]
-    exposed_ms = [each.exposed_ms for each in transfers]
+    rows, vocab_size = [], (await client.status()).vocab_size
+    for turn, max_tokens in in_turns((3, 1), sizes.rounds, warm_up=1):
+        prompt = random_tokens(f"{turn}", sizes.prompt_tokens, vocab_size)
+        options: dict[str, Any] = {"ignore_eos": True, "mode": "pd", "salt": f"{turn}/{max_tokens}"}
+        done = await client.generate(prompt, max_tokens=max_tokens, **options).result()
+        rows.append(row(done, max_tokens, turn))
+    (_, alone), (_, handed) = frame(rows).set_index("repeat").groupby("arm")
+    prefill_ms, alone_ms = handed["stages_ms.ttft.prefill"], alone["stages_ms.ttft.prefill"]
+    moved = handed.filter(like="transfer.").rename(columns=lambda name: name.removeprefix("transfer."))
     return {
-        "prefill_ms": statistics.median(prefill_ms),
-        "prefill_alone_ms": statistics.median(alone_ms),
-        "x_prefill": statistics.median(a / b for a, b in zip(prefill_ms, alone_ms, strict=True)),
-        "exposed_ms": statistics.median(exposed_ms),
-        "exposed_share": statistics.median(e / p for e, p in zip(exposed_ms, prefill_ms, strict=True)),
-        **{
-            name: statistics.median(getattr(each, name) for each in transfers)
-            for name in ("wire_ms", "export_ms", "import_ms", "messages")
-        },
+        "prefill_ms": prefill_ms.median(),
+        "prefill_alone_ms": alone_ms.median(),
+        "x_prefill": (prefill_ms / alone_ms).median(),
+        "exposed_share": (moved.exposed_ms / prefill_ms).median(),
+        **moved[["exposed_ms", "wire_ms", "export_ms", "import_ms", "messages"]].astype(float).median(),
     }
 
 

@@ -29,8 +29,10 @@ and bytes in it, which come with every request and so pull the point down as the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 from checkpoints.shape import ModelShape
 from pdserve.core.kv_layout import DTYPE_BYTES
@@ -100,12 +102,13 @@ class ModelArithmetic:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the facts of a cell."""
-        return {**asdict(self), "windows": list(self.windows)}
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> ModelArithmetic:
         """What `to_dict` wrote."""
-        return cls(**{**plain, "windows": tuple(plain["windows"])})
+        return msgspec.convert(plain, cls)
 
     @property
     def weight_bytes(self) -> int:

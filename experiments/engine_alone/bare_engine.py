@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import timeit
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -60,13 +62,9 @@ class BareEngine:
     def measure_s(self, case: StepCase) -> float:
         """Seconds of a case now: of a decode step the median of several, of a whole prompt that of all its steps."""
         if case.kind == "prompt":
-            return self.prefill_s(case.tokens)
+            return self.generate(self._random(case.tokens), 1)[1][0]
         warm, steps = (WARM_STEPS, STEPS) if case.kind == "decode" else (0, 2)
         return statistics.median(self.steps_s(case, steps, warm))
-
-    def prefill_s(self, tokens: int) -> float:
-        """Seconds for the first token of a random prompt of ``tokens``, in steps of ``chunk``."""
-        return self._first_token(self._random(tokens))[1]
 
     def steps_s(self, case: StepCase, steps: int, warm: int = 0, sampling: SamplingParams = _GREEDY) -> list[float]:
         """Seconds of each of ``steps`` steps of a case, after ``warm`` others. Requests that decode have one more token
@@ -81,39 +79,25 @@ class BareEngine:
                 ScheduledSeq(str(i), self._random(count), start, table, True, sampling)
                 for i, (count, table) in enumerate(zip(tokens, tables, strict=True))
             ]
-            started_s = time.perf_counter()
-            self._runner.execute(parts)
-            times.append(time.perf_counter() - started_s)
+            times.append(timeit.timeit(partial(self._runner.execute, parts), number=1))
         return times[warm:]
 
     def generate(self, prompt: Sequence[int], tokens: int, *, cached: bool = True) -> tuple[list[int], list[float]]:
-        """The greedy continuation of ``prompt``, and the seconds that each of its tokens took: the first the prefill,
-        the others a decode step each. Not ``cached``: without keys and values of earlier steps, each token is the first
-        token of the whole sequence before it."""
-        token_ids: list[int] = []
+        """The greedy continuation of ``prompt``, and the seconds that each of its tokens took: the first the prefill
+        in steps of ``chunk``, the others a decode step each. Not ``cached``: without keys and values of earlier steps,
+        each token is the first token of the whole sequence before it."""
         times: list[float] = []
+        ids = list(prompt)
         [table] = block_tables(1, len(prompt) + tokens)
         for number in range(tokens):
-            if cached and number:
-                part = ScheduledSeq("one", token_ids[-1:], len(prompt) + number - 1, table, True, _GREEDY)
-                started_s = time.perf_counter()
-                token_id = self._runner.execute([part])["one"].token_id
-                step_s = time.perf_counter() - started_s
-            else:
-                token_id, step_s = self._first_token([*prompt, *token_ids])
-            token_ids.append(token_id)
-            times.append(step_s)
-        return token_ids, times
-
-    def _first_token(self, prompt: Sequence[int]) -> tuple[int, float]:
-        """Compute a whole prompt in steps of ``chunk``; the token after it, and the seconds."""
-        [table] = block_tables(1, len(prompt))
-        started_s = time.perf_counter()
-        for start in range(0, len(prompt), self.chunk):
-            end = min(len(prompt), start + self.chunk)
-            part = ScheduledSeq("prompt", list(prompt[start:end]), start, table, end == len(prompt), _GREEDY)
-            drawn = self._runner.execute([part])
-        return drawn["prompt"].token_id, time.perf_counter() - started_s
+            started_s = time.perf_counter()
+            for start in range(len(ids) - 1 if cached and number else 0, len(ids), self.chunk):
+                end = min(len(ids), start + self.chunk)
+                part = ScheduledSeq("one", ids[start:end], start, table, end == len(ids), _GREEDY)
+                drawn = self._runner.execute([part])
+            times.append(time.perf_counter() - started_s)
+            ids.append(drawn["one"].token_id)
+        return ids[len(prompt) :], times
 
     def _random(self, tokens: int) -> list[int]:
         drawn: list[int] = torch.randint(0, min(_TOKEN_IDS, self.ready.vocab_size), (tokens,)).tolist()

@@ -5,7 +5,7 @@ On a GPU the work is large enough that launches do not matter, and CUDA events t
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,8 +43,7 @@ class Ceilings:
         cuda: Cuda | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        self._index = device.index or 0
-        self._cuda: Cuda | None = None
+        self._index, self._cuda = device.index or 0, None
         if device.type == "cuda":
             self._cuda = cuda or TorchCuda()
             device = self._cuda.init(self._index)
@@ -57,48 +56,32 @@ class Ceilings:
         self._packed = linear(self._square.clone()) if self._cuda is None else None
 
     @torch.inference_mode()
-    def product_flops(self, repeats: int = _REPEATS) -> float:
-        """Floating point operations per second of a bare product."""
-        return self._product_flops(self.median_s(lambda: self._square @ self._square, repeats))
-
-    @torch.inference_mode()
-    def packed_flops(self, repeats: int = _REPEATS) -> float:
-        """The same for a product with a weight in the form in which the engine keeps weights."""
-        packed = self._packed
-        if packed is None:
-            return self.product_flops(repeats)
-        return self._product_flops(self.median_s(lambda: packed(self._square), repeats))
+    def product_flops(self, repeats: int = _REPEATS, *, packed: bool = False) -> float:
+        """Floating point operations per second of a bare product; or of one with a weight in the form in which the
+        engine keeps weights."""
+        square, weight = self._square, self._packed if packed else None
+        multiply = (lambda: square @ square) if weight is None else (lambda: weight(square))
+        return float(2 * self._sizes.product**3 / self.median_s(multiply, repeats))
 
     @torch.inference_mode()
     def read_bytes_per_s(self, repeats: int = _REPEATS) -> float:
         """Bytes per second that a sum over memory reads. On a GPU, a copy from one half of the memory to the other is
         measured as well, which reads and writes as many bytes; the better rate counts."""
-        times_s = [self.median_s(lambda: self._memory.sum(), repeats)]
+        times_s = [self.median_s(self._memory.sum, repeats)]
         if self._cuda is not None:
-            half = len(self._memory) // 2
-            times_s.append(self.median_s(lambda: self._memory[:half].copy_(self._memory[half:]), repeats))
+            first, second = self._memory.chunk(2)
+            times_s.append(self.median_s(lambda: first.copy_(second), repeats))
         return self._sizes.read_bytes / min(times_s)
 
     def median_s(self, work: Callable[[], object], repeats: int = _REPEATS) -> float:
         """The median time of ``work`` after a first call that is not counted."""
-        work()
-        time_s = self._host_s if self._cuda is None else self._gpu_s
-        return statistics.median(time_s(work) for _ in range(repeats))
+        return statistics.median([self._time_s(work) for _ in range(repeats + 1)][1:])
 
-    def _product_flops(self, time_s: float) -> float:
-        return float(2 * self._sizes.product**3 / time_s)
-
-    @staticmethod
-    def _host_s(work: Callable[[], object]) -> float:
-        started_s = time.perf_counter()
+    def _time_s(self, work: Callable[[], object]) -> float:
+        if self._cuda is None:
+            return timeit.timeit(work, number=1)
+        started = self._cuda.record(self._index, timed=True)
         work()
-        return time.perf_counter() - started_s
-
-    def _gpu_s(self, work: Callable[[], object]) -> float:
-        cuda = self._cuda
-        assert cuda is not None
-        started = cuda.record(self._index, timed=True)
-        work()
-        ended = cuda.record(self._index, timed=True)
+        ended = self._cuda.record(self._index, timed=True)
         ended.synchronize()
         return max(started.elapsed_time(ended) / 1e3, _TICK_S)

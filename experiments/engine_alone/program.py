@@ -1,8 +1,7 @@
-"""Measures an engine alone, in a process of its own: `measure_alone` starts ``python -m
-experiments.engine_alone.program TASK``.
+"""Measures an engine alone, in a process of its own: `measure_alone` starts it.
 
-TASK is a `Task` as JSON. The process binds itself to one core (on a GPU it is not bound), builds the engine, and writes
-messages: `Built`, then in each repeat `Rates` and its samples, and `Finished`. `Failed` comes instead of the rest."""
+The process binds itself to one core (on a GPU it is not bound), builds the engine, and writes messages: `Built`, then
+in each repeat `Rates` and its samples, and `Done`. `Failed` comes instead of the rest."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ import asyncio
 import itertools
 import os
 import random
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.process.client import ALLOCATOR_SETTINGS
-from experiments.child_process import ChildFailed, ChildProcess
+from experiments.child_process import ChildFailed, ChildProcess, call
+from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.steps import StepCase
-from experiments.messages import Message, say
+from experiments.messages import Done, Message, say
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
-from runtime.process import end_with_parent
 
 if TYPE_CHECKING:
     from experiments.engine_alone.bare_engine import BareEngine
@@ -32,7 +29,6 @@ WITH = "with"
 WITHOUT = "without"
 ONE_THREAD = {**ALLOCATOR_SETTINGS, "OMP_NUM_THREADS": "1"}
 """The environment of an engine process with one thread."""
-_MODULE = "experiments.engine_alone.program"
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -59,15 +55,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Built(Message):
-    """The engine is built. ``core``: None on a GPU. ``chunk``: most tokens of a step. ``arithmetic``: see
-    `ModelArithmetic.to_dict`. ``last_cache_bytes``: the processor's largest cache; 0 on a GPU, or if it is unknown."""
+    """The engine is built. ``core``: None on a GPU. ``chunk``: most tokens of a step. ``last_cache_bytes``: the
+    processor's largest cache; 0 on a GPU, or if it is unknown."""
 
     device: str
     dtype: str
     core: int | None
     threads: int
     chunk: int
-    arithmetic: dict[str, Any]
+    arithmetic: ModelArithmetic
     last_cache_bytes: int
 
 
@@ -94,19 +90,15 @@ class Failed(Message):
     message: str
 
 
-class Finished(Message):
-    """Nothing follows."""
-
-
 async def measure_alone(task: Task, take: Callable[[Rates | Sample], None]) -> Built:
     """Have a process measure ``task``, and hand what it measures to ``take``. Raises the error that it reports;
     LaunchError if it just ends; WrongMessage if it writes anything else. The process ends with this call."""
-    label, environment = "the engine under measurement", ONE_THREAD
-    with ChildProcess(label, _MODULE, msgspec.json.encode(task).decode(), environment=environment) as child:
-        built: Built | None = None
+    built: Built | None = None
+    command = call(measure, msgspec.to_builtins(task))
+    with ChildProcess("the engine under measurement", command, ONE_THREAD) as child:
         while True:
             try:
-                expected = Built | Rates | Sample | Failed | Finished
+                expected = Built | Rates | Sample | Failed | Done
                 message = await asyncio.to_thread(child.receive, None, expected)
             except ChildFailed as error:
                 raise LaunchError(str(error)) from None
@@ -115,23 +107,19 @@ async def measure_alone(task: Task, take: Callable[[Rates | Sample], None]) -> B
                     built = message
                 case Failed():
                     raise from_wire(message.error, message.message)
-                case Finished():
+                case Done():
                     assert built is not None, "it comes first"
                     return built
                 case _:
                     take(message)
 
 
-def main() -> None:
-    """The whole process. Exits with 1 after `Failed`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
-    end_with_parent()
+def measure(task: Any) -> None:
+    """What the process does."""
     try:
-        _run(msgspec.json.decode(sys.argv[1], type=Task))
+        _run(msgspec.convert(task, Task))
     except PdserveError as error:
         say(Failed(*to_wire(error)))
-        raise SystemExit(1) from None
-    say(Finished())
 
 
 def _run(task: Task) -> None:
@@ -141,7 +129,6 @@ def _run(task: Task) -> None:
 
     from checkpoints.source import resolve_model
     from engine.model.kv_pool import TORCH_DTYPES
-    from experiments.engine_alone.arithmetic import ModelArithmetic
     from experiments.engine_alone.bare_engine import BareEngine, blocks_for, blocks_of
     from experiments.engine_alone.ceilings import Ceilings
 
@@ -156,15 +143,15 @@ def _run(task: Task) -> None:
             core=task.core,
             threads=torch.get_num_threads(),
             chunk=engine.chunk,
-            arithmetic=ModelArithmetic.of(resolve_model(task.model).shape, dtype).to_dict(),
+            arithmetic=ModelArithmetic.of(resolve_model(task.model).shape, dtype),
             last_cache_bytes=_last_cache_bytes() if task.device == "cpu" else 0,
         )
     )
     ceilings = Ceilings(torch.device(task.device), TORCH_DTYPES[dtype])
     for repeat in range(-1, task.repeats):  # the first one is the warm-up
         if repeat >= 0:
-            bare, packed = ceilings.product_flops(1), ceilings.packed_flops(1)
-            say(Rates(max(bare, packed), ceilings.read_bytes_per_s(1)))
+            flops = [ceilings.product_flops(1, packed=packed) for packed in (False, True)]
+            say(Rates(max(flops), ceilings.read_bytes_per_s(1)))
         for values in itertools.chain(_generations(task, engine, repeat), _steps(task, engine, repeat)):
             say(Sample(repeat, values))
 
@@ -193,7 +180,3 @@ def _last_cache_bytes() -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size and size[-1] in units), default=0)
-
-
-if __name__ == "__main__":
-    main()

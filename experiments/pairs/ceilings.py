@@ -8,56 +8,44 @@ import importlib
 import socket
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from experiments.messages import message_of
-from experiments.pairs.endpoint import Buffer, Endpoint, Expecting, pin
+from experiments.messages import say
+from experiments.pairs.endpoint import Endpoint, Expecting, Reader, fill, shared
 
 
-class MemcpyEndpoint(Endpoint):
-    """The target copies with libc's memcpy from a buffer of its own, which has the same bytes as the source's."""
+class MemcpyEndpoint(Reader):
+    """The target copies with libc's memcpy from memory of its own, which has the same bytes as the source's."""
 
-    def __init__(self, role: str, max_bytes: int, *arguments: str) -> None:
-        super().__init__(role, max_bytes)
-        self._original = Buffer(max_bytes if role == "target" else 1, filled=True)
+    def allocated(self, num_bytes: int, kind: str) -> Any:
+        """Memory to copy from, and to copy to."""
+        self._original = fill(shared(num_bytes if self.role == "target" else 1), "source")
+        return super().allocated(num_bytes, kind)
 
-    @property
-    def address(self) -> None:
-        """Nothing."""
-
-    def connect(self, address: bytes) -> None:
-        """Nothing."""
-
-    def transfer(self, num_bytes: int) -> float:
-        """Copy: the seconds it takes."""
-        if self.role == "source":
-            self.answer(Expecting())
-            return 0.0
-        target_address, source_address = self.buffer.address, self._original.address
-        started_s = time.perf_counter()
-        ctypes.memmove(target_address, source_address, num_bytes)
-        return time.perf_counter() - started_s
+    def reader(self, num_bytes: int) -> Callable[[], object]:
+        """A copy."""
+        return partial(ctypes.memmove, self.memory.ctypes.data, self._original.ctypes.data, num_bytes)
 
 
 class SocketEndpoint(Endpoint):
-    """The source writes its buffer to the socket, the target reads right into its own. The target listens, the source
+    """The source writes its memory to the socket, the target reads right into its own. The target listens, the source
     connects to it. Nothing here has a timeout: sockets with one are not blocking sockets to Python, which then polls
     before each call; the end of the program's input ends every wait."""
 
-    def __init__(self, role: str, max_bytes: int, *arguments: str) -> None:
-        pin(role)
-        super().__init__(role, max_bytes)
-        self._socket = socket.create_server(("127.0.0.1", 0)) if role == "target" else socket.socket()
+    pinned = True
 
-    @property
-    def address(self) -> int:
-        """The target's port; the source has none."""
-        return int(self._socket.getsockname()[1]) if self.role == "target" else 0
+    def allocated(self, num_bytes: int, kind: str) -> Any:
+        """The socket as well."""
+        self._socket = socket.create_server(("127.0.0.1", 0)) if self.role == "target" else socket.socket()
+        self.address = self._socket.getsockname()
+        return super().allocated(num_bytes, kind)
 
-    def connect(self, address: bytes) -> None:
+    def connect(self, address: list[Any]) -> None:
         """One connection, which the source's call makes and the target's accepts."""
         if self.role == "source":
-            self._socket.connect(("127.0.0.1", message_of(address, int, "the target")))
+            self._socket.connect(tuple(address))
         else:
             listener, (self._socket, _) = self._socket, self._socket.accept()
             listener.close()
@@ -65,13 +53,12 @@ class SocketEndpoint(Endpoint):
 
     def transfer(self, num_bytes: int) -> float:
         """Write, or read: when the source began, or when the target had everything, by the host's clock."""
-        data = self.buffer.view[:num_bytes]
-        if self.role == "target":
-            self.answer(Expecting())
-        at_s = time.perf_counter()
+        data = self.memory.data[:num_bytes]
         if self.role == "source":
+            started_s = time.perf_counter()
             self._socket.sendall(data)
-            return at_s
+            return started_s
+        say(Expecting())
         while data:
             read = self._socket.recv_into(data)
             if not read:
@@ -83,42 +70,39 @@ class SocketEndpoint(Endpoint):
 class TorchEndpoint(Endpoint):
     """Sends or receives whole messages, as many at a time as there are. The source is rank 0, and has the store."""
 
-    def __init__(self, role: str, max_bytes: int, kind: str, device: str) -> None:
-        self.role, self._rank = role, int(role == "target")
+    def allocated(self, num_bytes: int, kind: str) -> Any:
+        """Messages on the device of this side; no bytes that can be compared."""
         self._torch: Any = importlib.import_module("torch")
-        self._device = device if device == "cpu" else f"{device}:{self._rank}"
-        size = min(max_bytes, 64 * 2**20)
-        zeros = self._torch.zeros(max_bytes // size * size, dtype=self._torch.uint8, device=self._device)
-        self._messages = zeros.split(size)
-        self._store = self._store_at(0) if role == "source" else None
+        self._rank = int(self.role == "target")
+        self._device = kind if kind == "cpu" else f"{kind}:{self._rank}"
+        if self.role == "source":
+            self.address = self._store_at(0).port
+        size = min(num_bytes, 64 * 2**20)
+        return self._torch.zeros(num_bytes // size * size, dtype=self._torch.uint8, device=self._device).split(size)
 
     def _store_at(self, port: int) -> Any:
         master = self.role == "source"
-        return self._torch.distributed.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
+        self._store = self._torch.distributed.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
+        return self._store
 
-    @property
-    def address(self) -> int:
-        """The store's port; the target has none."""
-        return int(self._store.port) if self._store else 0
-
-    def connect(self, address: bytes) -> None:
+    def connect(self, address: int) -> None:
         """Join the group, which waits for the other side."""
-        store = self._store or self._store_at(message_of(address, int, "the source"))
-        where: dict[str, Any] = {}
+        if self.role == "target":
+            self._store_at(address)
+        where: dict[str, Any] = {"backend": "gloo"}
         if self._device != "cpu":
             self._torch.cuda.set_device(self._device)
-            where["device_id"] = self._torch.device(self._device)
-        backend = "gloo" if self._device == "cpu" else "nccl"
-        self._torch.distributed.init_process_group(backend, store=store, rank=self._rank, world_size=2, **where)
+            where = {"backend": "nccl", "device_id": self._torch.device(self._device)}
+        self._torch.distributed.init_process_group(store=self._store, rank=self._rank, world_size=2, **where)
 
     def transfer(self, num_bytes: int) -> float:
         """Send or receive everything: when the source began, or when the target had everything."""
         distributed = self._torch.distributed
         if self.role == "target":
-            self.answer(Expecting())
+            say(Expecting())
         started_s = time.perf_counter()
         move = distributed.irecv if self._rank else distributed.isend
-        for work in [move(each, 1 - self._rank) for each in self._messages]:
+        for work in [move(each, 1 - self._rank) for each in self.memory]:
             if work is not None:
                 work.wait()
         if self._device != "cpu":
@@ -126,7 +110,5 @@ class TorchEndpoint(Endpoint):
         return time.perf_counter() if self._rank else started_s
 
 
-KINDS: dict[str, type[Endpoint]] = {"memcpy": MemcpyEndpoint, "socket": SocketEndpoint, "torch": TorchEndpoint}
-
 if __name__ == "__main__":
-    KINDS[sys.argv[1]].run()
+    {"memcpy": MemcpyEndpoint, "socket": SocketEndpoint, "torch": TorchEndpoint}[sys.argv.pop(1)].run()

@@ -1,7 +1,7 @@
 """One side of a pair, as a separate program. It needs only the standard library, numpy and msgspec.
 
-The program gets its role and the size of its buffer as its last arguments. It sends `Ready` once it is ready (or
-`Unavailable`), then the answers to each `Command` of its input, and ends with its input."""
+The program gets its role and the size of its memory as its last arguments. It sends `Done` with its address once it is
+ready (or `Unavailable`), then an answer to each `Call` of its input, and ends with its input."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ import os
 import queue
 import sys
 import threading
-from abc import ABC, abstractmethod
-from typing import Any
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from experiments.messages import Message, line_of, message_of
+from experiments.messages import Done, Message, message_of, reserve_output, say
 
 
-class Ready(Message):
-    """The endpoint can be connected. ``address`` is what the other one's `Endpoint.connect` gets."""
+class Call(Message):
+    """A method of the endpoint, and its argument."""
 
-    address: msgspec.Raw
+    method: str
+    argument: Any = None
+
+
+class Expecting(Message):
+    """The other side may go on."""
 
 
 class Unavailable(Message):
@@ -32,173 +38,126 @@ class Unavailable(Message):
     reason: str
 
 
-class Connect(Message):
-    """Get ready for transfers from or to the endpoint with this address. Answered with `Expecting`."""
-
-    address: msgspec.Raw
-
-
-class Move(Message):
-    """Do this side's part of a transfer. The side that does not begin answers with `Expecting` first; both answer with
-    `Moved` at the end."""
-
-    num_bytes: int
-
-
-class Rest(Message):
-    """Ends the part of a source whose target reads. No answer of its own."""
-
-
-class Digest(Message):
-    """Answered with `Digested`, of the first bytes of the buffer. ``clear``: zero them before."""
-
-    num_bytes: int
-    clear: bool = False
-
-
-Command = Connect | Move | Rest | Digest
-
-
-class Expecting(Message):
-    """The other side may go on."""
-
-
-class Moved(Message):
-    """``seconds``: when the source began, or the target had everything, on the host's clock. Where the target measures
-    the whole, the source's are 0."""
-
-    seconds: float
-
-
-class Digested(Message):
-    """A digest in hexadecimal."""
-
-    digest: str
-
-
 class CannotRun(RuntimeError):
-    """The peer does not work on this machine; the message says why."""
+    """The endpoint does not work on this machine; the message says why."""
 
 
-class Buffer:
-    """``num_bytes`` of memory whose pages are all present. ``filled``: with the same random bytes in every process,
-    else with zeros. ``private``: a process's own memory, in huge pages where the kernel has them; else a memory file,
-    as it has to be where two processes (an engine and what serves its transfers) share a pool."""
-
-    def __init__(self, num_bytes: int, *, filled: bool, private: bool = False) -> None:
-        self.array = np.empty(num_bytes, dtype=np.uint8) if private else _shared(num_bytes)
-        if filled:
-            words = np.random.default_rng(1).integers(0, 2**64, -(-num_bytes // 8), dtype=np.uint64)
-            self.array[:] = words.view(np.uint8)[:num_bytes]
-        else:
-            self.array[:] = 0
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-        return self.array.ctypes.data
-
-    @property
-    def view(self) -> memoryview:
-        """The whole buffer, readable and writable."""
-        return self.array.data
-
-    def clear(self, num_bytes: int) -> None:
-        """Zero the first bytes."""
-        self.array[:num_bytes] = 0
-
-    def digest(self, num_bytes: int) -> str:
-        """Digest of the first bytes, in hexadecimal."""
-        return hashlib.sha256(self.view[:num_bytes]).hexdigest()
-
-
-def _shared(num_bytes: int) -> Any:
-    fd = os.memfd_create("buffer")
+def shared(num_bytes: int) -> Any:
+    """Bytes in a memory file, as pools are, which two processes (an engine and what serves its transfers) share."""
+    fd = os.memfd_create("pair")
     os.ftruncate(fd, num_bytes)
     try:
-        return np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
+        return np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
     finally:
         os.close(fd)
 
 
-class Endpoint(ABC):
-    """A buffer and a way to transfer it; ``role`` is "source" (its bytes are transferred) or "target"."""
+def fill(memory: Any, role: str) -> Any:
+    """Give all pages of a source the same random bytes in every process, those of a target zeros."""
+    memory[:] = np.frombuffer(np.random.default_rng(1).bytes(len(memory)), np.uint8) if role == "source" else 0
+    return memory
 
-    buffer: Buffer
 
-    def __init__(self, role: str, max_bytes: int, *arguments: str) -> None:
+class Endpoint:
+    """Some memory and a way to transfer it; ``role`` is "source" (its bytes are transferred) or "target". Calls are of
+    `connect`, `transfer`, `clear`, `digest` and `rest`."""
+
+    address: Any = None
+    """What the other side has to know, of any type that JSON can carry."""
+    pinned: ClassVar[bool] = False
+    """Whether the process is bound to its first allowed core (source) or last one (target). The kernel tends to wake
+    one side on the core of the other, so that both share it while another is idle. Libraries with threads of their own
+    (NIXL, Mooncake) are faster without."""
+    _calls: queue.SimpleQueue[bytes]
+
+    def __init__(self, role: str, max_bytes: int, kind: str = "") -> None:
         self.role = role
-        self.buffer = Buffer(max_bytes, filled=role == "source", private="private" in arguments)
+        if self.pinned:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[0] if role == "source" else cores[-1]})
+        self.memory = self.allocated(max_bytes, kind)
 
-    @property
-    @abstractmethod
-    def address(self) -> Any:
-        """What the other side has to know, of any type that JSON can carry."""
+    def allocated(self, num_bytes: int, kind: str) -> Any:
+        """The memory; of the ``kind`` private, a process's own, in huge pages where the kernel has them."""
+        return fill(np.empty(num_bytes, np.uint8) if kind == "private" else shared(num_bytes), self.role)
 
-    @abstractmethod
-    def connect(self, address: bytes) -> None:
-        """Get ready for transfers from or to the endpoint whose `address` that is, as JSON."""
+    def connect(self, address: Any) -> None:
+        """Get ready for transfers from or to the endpoint with this `address`."""
 
-    @abstractmethod
     def transfer(self, num_bytes: int) -> float:
-        """This side's part of a transfer; returns what `Moved` tells."""
+        """This side's part of a transfer of the first bytes; says `Expecting` if the other side begins. Returns when
+        the source began, or the target had everything, on the host's clock. Where the target measures the whole, the
+        source returns 0."""
+        raise NotImplementedError
 
-    def commanded(self) -> bool:
-        """Whether there is a next command."""
-        return not self._commands.empty()
+    def views(self, num_bytes: int) -> Iterable[memoryview]:
+        """The memory of a transfer."""
+        return [self.memory[:num_bytes].data]
 
-    def answer(self, message: Message) -> None:
-        """Send a message to the parent."""
-        os.write(self._answers, line_of(message))
+    def clear(self, num_bytes: int) -> None:
+        """Zero the memory of a transfer."""
+        for view in self.views(num_bytes):
+            view[:] = bytes(len(view))
 
-    _answers = 1
-    _commands: queue.SimpleQueue[bytes]
+    def digest(self, num_bytes: int) -> str:
+        """A digest of the memory of a transfer."""
+        digest = hashlib.sha256()
+        for view in self.views(num_bytes):
+            digest.update(view)
+        return digest.hexdigest()
+
+    def rest(self, nothing: None) -> None:
+        """Ends the part of a source whose target reads."""
+
+    def called(self) -> bool:
+        """Whether there is a next call."""
+        return not self._calls.empty()
 
     @classmethod
     def run(cls) -> None:
-        """The whole program. What else is printed goes to standard error."""
-        cls._answers = os.dup(1)
-        os.dup2(2, 1)
-        cls._commands = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(cls._commands,), daemon=True).start()
+        """The whole program."""
+        reserve_output()
+        cls._calls = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(cls._calls,), daemon=True).start()
         *arguments, role, max_bytes = sys.argv[1:]
         try:
             endpoint = cls(role, int(max_bytes), *arguments)
         except (ImportError, CannotRun) as error:
-            os.write(cls._answers, line_of(Unavailable(str(error))))
-            cls._commands.get()  # the end of the input ends the program
+            say(Unavailable(str(error)))
+            cls._calls.get()  # the end of the input ends the program
             return
-        endpoint.answer(Ready(msgspec.Raw(msgspec.json.encode(endpoint.address))))
+        say(Done(msgspec.to_builtins(endpoint.address)))
         while True:
-            endpoint._obey(message_of(cls._commands.get(), Command, "the parent"))
-
-    def _obey(self, command: Command) -> None:
-        match command:
-            case Connect(address):
-                self.connect(bytes(address))
-                self.answer(Expecting())
-            case Move(num_bytes):
-                self.answer(Moved(self.transfer(num_bytes)))
-            case Digest(num_bytes, clear):
-                if clear:
-                    self.buffer.clear(num_bytes)
-                self.answer(Digested(self.buffer.digest(num_bytes)))
+            call = message_of(cls._calls.get(), Call, "the parent")
+            say(Done(getattr(endpoint, call.method)(call.argument)))
 
 
-def _read(commands: queue.SimpleQueue[bytes]) -> None:
+class Reader(Endpoint):
+    """An endpoint whose target reads the source's memory, and measures that alone."""
+
+    def transfer(self, num_bytes: int) -> float:
+        """The seconds of a read."""
+        if self.role == "source":
+            say(Expecting())
+            self.serve()
+            return 0.0
+        read = self.reader(num_bytes)
+        started_s = time.perf_counter()
+        read()
+        return time.perf_counter() - started_s
+
+    def serve(self) -> None:
+        """What the source does meanwhile."""
+
+    def reader(self, num_bytes: int) -> Callable[[], object]:
+        """A function that reads the first bytes."""
+        raise NotImplementedError
+
+
+def _read(calls: queue.SimpleQueue[bytes]) -> None:
     """Queue the lines of the input. When the input ends, the program exits at once, because some libraries crash while
     the interpreter is finalized."""
-    rest = b""
-    while chunk := os.read(0, 2**16):
-        *lines, rest = (rest + chunk).split(b"\n")
+    with open(0, "rb") as lines:  # not sys.stdin, whose lock the end of the interpreter needs
         for line in lines:
-            commands.put(line)
+            calls.put(line)
     os._exit(0)
-
-
-def pin(role: str) -> None:
-    """Bind this process to its first allowed core (source) or last one (target). The kernel tends to wake one side on
-    the core of the other, so that both share it while another is idle. Libraries with threads of their own (NIXL,
-    Mooncake) are faster without."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[0] if role == "source" else cores[-1]})

@@ -9,12 +9,13 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
-from experiments.messages import message_of
-from experiments.pairs.endpoint import Buffer, Endpoint, Expecting, pin
+from experiments.messages import say
+from experiments.pairs.endpoint import Endpoint, Expecting, fill
 from experiments.pairs.pair import TIMEOUT_S, Pair
-from kv_transfer.base import KVLink, KVTransport
+from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
@@ -35,30 +36,24 @@ def transport_pair(transport: str) -> Pair:
 
 class LoopEndpoint(Endpoint):
     """Base of the endpoints that are ours: an event loop in a thread, like a worker's KV ends, and a transport over a
-    pool. The target listens."""
+    pool, which is the memory. The target listens."""
 
-    def __init__(self, role: str, pool: Pool, transport: str) -> None:
-        self.role = role
-        pin(role)
+    pinned = True
+
+    def start(self, transport: str, pool: Pool) -> Any:
+        """Make the transport; the memory of the pool, filled, if it is the host's."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.pool = pool
-        secret = ServiceSecret.from_environment()
-        self.transport: KVTransport = create_transport(transport, pool.memory, secret, timeout_s=TIMEOUT_S)
+        self.transport = create_transport(transport, pool.memory, ServiceSecret.from_environment(), timeout_s=TIMEOUT_S)
+        if not isinstance(pool.memory, HostMemory):
+            return None
+        whole = Region(0, pool.layout.block_bytes * pool.num_blocks)
+        return fill(np.frombuffer(pool.memory.view(whole), np.uint8), self.role)
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and return its result."""
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, TIMEOUT_S), self._loop).result()
-
-
-class PoolBuffer(Buffer):
-    """The first bytes of a pool in a memory file, as engines have theirs in."""
-
-    def __init__(self, pool: Pool, num_bytes: int, *, filled: bool) -> None:
-        assert isinstance(pool.memory, HostMemory)
-        self.array = np.frombuffer(pool.memory.view(Region(0, num_bytes)), dtype=np.uint8)
-        if filled:
-            self.array[:] = Buffer(num_bytes, filled=True).array
 
 
 class TransportEndpoint(LoopEndpoint):
@@ -66,37 +61,30 @@ class TransportEndpoint(LoopEndpoint):
 
     _link: KVLink
 
-    def __init__(self, role: str, max_bytes: int, transport: str) -> None:
+    def allocated(self, num_bytes: int, kind: str) -> Any:
+        """A pool in a memory file, as engines have."""
         layout = KVLayout.uniform("bytes", "float32", block_size=1, num_layers=1, num_kv_heads=1, head_dim=512)
-        super().__init__(role, Pool.create(layout, -(-max_bytes // layout.block_bytes)), transport)
-        self.buffer = PoolBuffer(self.pool, max_bytes, filled=role == "source")
-        self._endpoint = self.on_loop(self.transport.listen("127.0.0.1")) if role == "target" else None
+        memory = self.start(kind, Pool.create(layout, -(-num_bytes // layout.block_bytes)))
+        if self.role == "target":
+            self.address = self.on_loop(self.transport.listen("127.0.0.1"))
+        return memory
 
-    @property
-    def address(self) -> KVEndpoint | None:
-        """Where the target listens."""
-        return self._endpoint
-
-    def connect(self, address: bytes) -> None:
+    def connect(self, address: Any) -> None:
         """Open the link, or take it."""
         if self.role == "source":
-            endpoint = message_of(address, KVEndpoint, "the target")
+            endpoint = msgspec.convert(address, KVEndpoint)
             self._link = self.on_loop(self.transport.connect(endpoint, TIMEOUT_S))
             # Where no hardware serves the target's reads, a task that receives does.
             self._receiving = asyncio.run_coroutine_threadsafe(self._link.recv(), self._loop)
         else:
-            self._link = self.on_loop(self._accept())
-
-    async def _accept(self) -> KVLink:
-        link = await self.transport.accept()
-        link.introduced()
-        return link
+            self._link = self.on_loop(self.transport.accept())
+            self._loop.call_soon_threadsafe(self._link.introduced)
 
     def transfer(self, num_bytes: int) -> float:
         """Send everything, or take it: when the source began, or when the target had everything, by the host's
         clock."""
         if self.role == "target":
-            self.answer(Expecting())
+            say(Expecting())
             return self.on_loop(self._take(num_bytes))
         return self.on_loop(self._send(num_bytes))
 

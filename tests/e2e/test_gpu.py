@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pdserve import Client
+from pdserve.core.worker import Role
 from tests.local_cluster import local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 
@@ -45,6 +46,29 @@ def test_tokens_over_a_shared_gpu(tmp_path: Path, transport: str, taken: str, ov
         assert result.kv_bytes == result.kv_bytes_expected > 0
         assert result.transfer.checksum == ("off" if taken == "cuda_ipc" else "xxh3-64 verified")
         assert result.transfer.ceiling_gbs > 0
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_killed_worker_costs_no_request(tmp_path: Path, name: str) -> None:
+    """The worker is started again at once, as Ray would."""
+    model = save_random_model(tmp_path, "gqa")
+    settings = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "engine": {"num_blocks": 256, "max_num_batched_tokens": 64},
+        "router": {"patience_s": 120.0},
+    }
+    prompts = [[11 + number, *PROMPT] for number in range(4)]
+    with local_cluster(settings, device="cuda") as cluster, Client(cluster.target) as client:
+        streams = [client.generate(prompt, max_tokens=24, mode="pd", timeout_s=300) for prompt in prompts]
+        next(streams[0])
+        cluster.kill(name)
+        cluster.start_worker(Role(name.removesuffix("-0")), 0)
+        results = [stream.result() for stream in streams]
+        for prompt, result in zip(prompts, results, strict=True):
+            assert list(result.token_ids) == greedy_tokens(model, prompt, 24)
+        assert any(result.attempts > 1 for result in results)
+        cluster.wait_ready(600)
         cluster.wait_idle()
 
 

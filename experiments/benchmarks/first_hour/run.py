@@ -3,18 +3,14 @@
 A step that fails stops the run, unless ``--keep-going``; a missed goal does not. The last line is one JSON object. Exit
 status: 0, 1 after a failure, 2 without a GPU, 130 after Ctrl-C.
 
-`python -m experiments.benchmarks.first_hour.run STEP OPTIONS RESULT` runs one step in a process of its own, so that a
-hung or poisoned GPU ends this process and not the run. OPTIONS are JSON, and the findings go to the file RESULT."""
+A step runs in a process of its own, so that a hung or poisoned GPU ends this process and not the run."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,63 +18,79 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import psutil
 
-from experiments.benchmarks.first_hour import engine, machine, service
+from experiments.benchmarks.first_hour import engine, service
 from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict, run_pytest, tests
-from experiments.child_process import ROOT
-from experiments.messages import message_of
-from runtime.process import end_with_parent
+from experiments.child_process import ChildFailed, ChildProcess, call
+from experiments.messages import WrongMessage, message_of
 
 _KERNELS = "tests/engine/cuda/test_kernels.py"
 _PROCESSES = "tests/kv_transfer/test_torch_dist_processes.py"
-_kernels = tests((_KERNELS, "-m", "cuda"), (_KERNELS, "-k", "norm_and_gate or padding"), TRITON_INTERPRET="1")
-"""On a GPU as they are, else in Triton's interpreter."""
-_decoder = tests(
-    ("tests/engine/cuda/test_decoder.py", "-m", "cuda"),
-    ("tests/engine/test_model_vs_transformers.py", "-k", "one_prompt and gqa"),
-)
-_losses = tests((_PROCESSES, "tests/kv_transfer/test_two_gpus.py", "-m", "cuda2"), (_PROCESSES, "-k", "gloo"))
+_PAIRS, _TOKENS = "tests/e2e/test_gpu.py", "tests/e2e/test_tokens.py"
 
 
 def _sanitizer(options: Options) -> Findings:
-    """A part of the same under compute-sanitizer, which finds accesses out of bounds."""
-    program = shutil.which("compute-sanitizer")
-    if program is None:
+    """A part of the kernels' tests under compute-sanitizer, which finds accesses out of bounds."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
         return Findings(skipped="compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
-    before = (program, "--tool", "memcheck", "--error-exitcode", "86", "--target-processes", "all")
+    before = (sanitizer, "--tool", "memcheck", "--error-exitcode", "86", "--target-processes", "all")
     selection = ("-k", "norm_and_gate or padding or decodes_and_chunks")
     allocator = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else accesses into the cache of the allocator look right
     return run_pytest(options, _KERNELS, "-m", "cuda", *selection, before=before, environment=allocator)
 
 
-_NEEDS_GPU = "needs a GPU"
-_MINUTE = 60.0
+_NEEDS_GPU, _MINUTE = "needs a GPU", 60.0
 STEPS = (
-    Step("environment", "versions, GPUs and modes with which the rest can work", machine.environment, 300, 120),
-    Step("kernels", "every kernel computes what PyTorch does", _kernels, 20 * _MINUTE, 15 * _MINUTE),
+    Step("environment", "versions, GPUs and modes with which the rest can work", engine.environment, 300, 120),
+    Step(
+        "kernels", "every kernel computes what PyTorch does",  # on CPUs in Triton's interpreter
+        tests((_KERNELS, "-m", "cuda"), (_KERNELS, "-k", "norm_and_gate or padding"), TRITON_INTERPRET="1"),
+        20 * _MINUTE, 15 * _MINUTE,
+    ),
     Step(
         "sanitizer", "no kernel accesses memory out of bounds", _sanitizer, 30 * _MINUTE, 20 * _MINUTE,
         not_on_cpu=_NEEDS_GPU,
     ),
-    Step("decoder", "the decoder's tokens are those of transformers", _decoder, 20 * _MINUTE, 15 * _MINUTE),
-    Step("handoff", "1P1D on one device: equal tokens, all bytes", service.handoff, 15 * _MINUTE, 10 * _MINUTE),
+    Step(
+        "decoder", "the decoder's tokens are those of transformers",
+        tests(
+            ("tests/engine/cuda/test_decoder.py", "-m", "cuda"),
+            ("tests/engine/test_model_vs_transformers.py", "-k", "one_prompt and gqa"),
+        ),
+        20 * _MINUTE, 15 * _MINUTE,
+    ),
+    Step(
+        "handoff", "1P1D on one device: equal tokens, all bytes",
+        tests((_PAIRS, "-m", "cuda and not cuda2", "-k", "tokens"), (_TOKENS, "-k", "same_tokens and gqa")),
+        15 * _MINUTE, 10 * _MINUTE,
+    ),
     Step("engine", "shares of the roofline", engine.benchmark, 30 * _MINUTE, 10 * _MINUTE),
     Step("bench", "what disaggregation adds, with and without MPS", service.bench, 30 * _MINUTE, 15 * _MINUTE),
     Step("budgets", "the default token budget is near the best", engine.budgets, 15 * _MINUTE, 10 * _MINUTE),
     Step("sampling", "sampling 32 rows costs little beside greedy steps", engine.sampling, 10 * _MINUTE, 10 * _MINUTE),
     Step("choices", "defaults are no slower than their alternatives", engine.choices, 20 * _MINUTE, 10 * _MINUTE),
-    Step("loss", "killed workers cost no request", service.loss, 20 * _MINUTE, 10 * _MINUTE),
+    Step(
+        "loss", "killed workers cost no request",
+        tests((_PAIRS, "-m", "cuda and not cuda2", "-k", "killed"), (_TOKENS, "-k", "resume and gqa")),
+        20 * _MINUTE, 10 * _MINUTE,
+    ),
     Step("links", "hand-offs near a bare send and recv", service.links, 10 * _MINUTE, 5 * _MINUTE, gpus=2),
-    Step("link-loss", "peers that die or stop are given up in time", _losses, 30 * _MINUTE, 30 * _MINUTE, gpus=2),
-    Step("handoff-two", "1P1D on two GPUs: equal tokens, all bytes", service.handoff_two, 600, 600, gpus=2),
+    Step(
+        "link-loss", "peers that die or stop are given up in time",
+        tests((_PROCESSES, "tests/kv_transfer/test_two_gpus.py", "-m", "cuda2"), (_PROCESSES, "-k", "gloo")),
+        30 * _MINUTE, 30 * _MINUTE, gpus=2,
+    ),
+    Step(
+        "handoff-two", "1P1D on two GPUs: equal tokens, all bytes",
+        tests((_PAIRS, "-m", "cuda2"), ()), 600, 600, gpus=2, not_on_cpu=_NEEDS_GPU,
+    ),
     Step("soak", "2P2D for 30 minutes: flat memory", service.soak, 45 * _MINUTE, 10 * _MINUTE, gpus=2),
 )  # fmt: skip
 """In order: each relies on what the ones before it have shown."""
-_END_S = 20.0  # a service takes a while to end in order
-_LOG_LINES = 25
 MOST_SOAK_S = 2400.0
 """The longest soak that ends before its step's time limit."""
 _NO_GPU = 2
@@ -90,12 +102,12 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
     if chosen.list:
         for step in steps:
             needs = f"{step.gpus} GPU" + ("s" if step.gpus > 1 else "")
-            _say(f"{step.name:<14} {step.shows} ({needs}{'' if step.not_on_cpu else ', or CPUs'})")
+            _print(f"{step.name:<14} {step.shows} ({needs}{'' if step.not_on_cpu else ', or CPUs'})")
         return 0
     try:
         num_gpus, gpu_bytes = _gpus() if chosen.device == "cuda" else (0, 0)
     except RuntimeError as error:
-        _say(json.dumps({"date": _now(), "error": str(error)}))
+        _print(json.dumps({"date": _now(), "error": str(error)}))
         return _NO_GPU
     with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as temporary:
         folder = Path(chosen.folder or temporary)
@@ -107,32 +119,36 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
 
 
 def _run(steps: Sequence[Step], options: Options, *, keep_going: bool) -> int:
-    results: dict[str, dict[str, object]] = {}
-    stopped = ""
-    status = 0
+    results: dict[str, dict[str, Any]] = {}
+    stopped, status = "", 0
     for number, step in enumerate(steps, 1):
-        _say(f"[{number}/{len(steps)}] {step.name}: {step.shows}")
+        _print(f"[{number}/{len(steps)}] {step.name}: {step.shows}")
         started_s = time.monotonic()
         try:
             findings = judge(step, options)
         except KeyboardInterrupt:
             stopped, status = f"interrupted during {step.name}", 130
-            _say(f"  {stopped}")
+            _print(f"  {stopped}")
             break
         seconds = round(time.monotonic() - started_s, 1)
-        filled = {name: value for name, value in msgspec.to_builtins(findings).items() if value}
+        filled = {name: value for name, value in msgspec.structs.asdict(findings).items() if value}
         results[step.name] = {"verdict": findings.verdict, "seconds": seconds, **filled}
-        _tell(findings, seconds)
+        (Path(options.folder) / f"{step.name}.json").write_text(json.dumps(results[step.name]))
+        for name, value in findings.figures.items():
+            _print(f"  {name}: {json.dumps(value) if isinstance(value, dict | list) else value}")
+        for text in (*findings.notes, *findings.below, *findings.problems):
+            _print(f"  {text}")
+        _print(f"  {findings.verdict}{f': {findings.skipped}' if findings.skipped else ''} ({seconds:.0f} s)")
         if findings.verdict is Verdict.FAILED:
             status = 1
             if not keep_going:
                 stopped = f"stopped after {step.name}: {findings.problems[0]}"
-                _say(f"{stopped}\n(--from {step.name} goes on there, --keep-going does not stop)")
+                _print(f"{stopped}\n(--from {step.name} goes on there, --keep-going does not stop)")
                 break
     verdicts = [result["verdict"] for result in results.values()]
     counts = {str(verdict): verdicts.count(verdict) for verdict in Verdict}
     report = {"date": _now(), "device": options.device, "quick": options.quick, "counts": counts, "stopped": stopped}
-    _say(json.dumps(report | {"steps": results}, default=str))
+    _print(json.dumps(report | {"steps": results}))
     return status
 
 
@@ -140,56 +156,15 @@ def judge(step: Step, options: Options) -> Findings:
     """Run one step in a process of its own, and end everything that is left of it."""
     if obstacle := step.obstacle(options):
         return Findings(skipped=obstacle)
-    limit_s = step.quick_s if options.quick else step.limit_s
-    folder = Path(options.folder)
-    result, log = folder / f"{step.name}.json", folder / f"{step.name}.log"
-    result.unlink(missing_ok=True)
-    told = [step.name, msgspec.json.encode(options).decode(), str(result)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.benchmarks.first_hour.run", *told],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        in_time = True
+    log, limit_s = Path(options.folder) / f"{step.name}.log", step.quick_s if options.quick else step.limit_s
+    with ChildProcess(step.name, call(run_step, step.name, options), {"PYTHONUNBUFFERED": "1"}, log) as child:
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            in_time = False
-        finally:
-            _end(process)
-    findings = Findings(problems=[f"not done within {limit_s:.0f} s"])
-    try:
-        if in_time:
-            findings = msgspec.json.decode(result.read_bytes(), type=Findings)
-    except (FileNotFoundError, msgspec.DecodeError):
-        findings = Findings(problems=[f"its process ended with status {process.returncode} and no result"])
-    if findings.problems:
-        _say(_tail(log))
+            findings = msgspec.convert(child.result(limit_s), Findings)
+        except (ChildFailed, WrongMessage) as error:
+            findings = Findings(problems=[str(error).partition(";")[0]])
+        if findings.problems:
+            _print(child.log_tail(25))
     return findings
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a step's process, what it started, and its process group."""
-    family: list[psutil.Process] = []
-    if process.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)  # as Ctrl-C: clusters end in order
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-        process.kill()
-        process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for each in family:
-        with contextlib.suppress(psutil.Error):
-            each.kill()
-    psutil.wait_procs(family, timeout=5.0)
 
 
 def _parse(arguments: Sequence[str] | None, steps: Sequence[Step]) -> argparse.Namespace:
@@ -202,9 +177,7 @@ def _parse(arguments: Sequence[str] | None, steps: Sequence[Step]) -> argparse.N
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     parser.add_argument("--soak-s", type=float, default=0.0, help="length of the soak in seconds (at most 2,400)")
     parser.add_argument("--list", action="store_true", help="list the steps")
-    parser.add_argument(
-        "--folder", default="", help="where logs and results of the steps go (default: a temporary one)"
-    )
+    parser.add_argument("--folder", default="", help="of logs and results of the steps (default: a temporary one)")
     chosen = parser.parse_args(arguments)
     chosen.only = [name for name in chosen.only.split(",") if name]
     if not 0 <= chosen.soak_s <= MOST_SOAK_S:
@@ -230,40 +203,20 @@ def _gpus() -> tuple[int, int]:
     return num_gpus, gpu_bytes
 
 
-def _tell(findings: Findings, seconds: float) -> None:
-    for name, value in findings.figures.items():
-        _say(f"  {name}: {json.dumps(value) if isinstance(value, dict | list) else value}")
-    for text in (*findings.notes, *findings.below, *findings.problems):
-        _say(f"  {text}")
-    why = f": {findings.skipped}" if findings.skipped else ""
-    _say(f"  {findings.verdict}{why} ({seconds:.0f} s)")
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    return "\n".join(f"  | {line}" for line in lines)
-
-
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def run_step(name: str, options: str, result: str) -> None:
+def run_step(name: str, options: Any) -> Findings:
     """Run a step, in the process that `judge` starts."""
-    end_with_parent()
     step = next(each for each in STEPS if each.name == name)
     try:
-        findings = step.run(msgspec.json.decode(options, type=Options))
+        return step.run(msgspec.convert(options, Options))
     except Exception as error:  # noqa: BLE001 - whatever it was, it is the step's finding
         traceback.print_exc()
-        findings = Findings(problems=[f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"])
-    Path(result).write_bytes(msgspec.json.encode(findings))
-
-
-if __name__ == "__main__":
-    run_step(*sys.argv[1:])
+        return Findings(problems=[f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
 
 from experiments.child_process import ROOT
-from experiments.messages import message_of
-
-T = TypeVar("T")
 
 
 class Verdict(StrEnum):
@@ -49,12 +47,19 @@ class Options(msgspec.Struct, frozen=True):
         """Whether sizes are large enough to hold figures against their goals."""
         return self.on_gpu and not self.quick
 
+    @property
+    def model(self) -> str:
+        """The model of measurements: the 8b shape where two engines of it fit onto the GPU."""
+        if not self.on_gpu:
+            return "tiny"
+        return "dummy:8b" if self.gpu_bytes >= 70 * 2**30 and not self.quick else "dummy:135m"
+
 
 class Findings(msgspec.Struct):
     """What a step found. ``problems`` fail it, ``below`` are goals that it misses; ``skipped`` says what was missing
     for it. ``figures`` are plain values."""
 
-    figures: dict[str, object] = msgspec.field(default_factory=dict)
+    figures: dict[str, Any] = msgspec.field(default_factory=dict)
     problems: list[str] = msgspec.field(default_factory=list)
     below: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
@@ -65,14 +70,11 @@ class Findings(msgspec.Struct):
         """The worst that applies."""
         if self.problems:
             return Verdict.FAILED
-        if self.skipped:
-            return Verdict.SKIPPED
-        return Verdict.BELOW if self.below else Verdict.PASSED
+        return Verdict.SKIPPED if self.skipped else Verdict.BELOW if self.below else Verdict.PASSED
 
     def require(self, condition: bool, problem: str) -> None:
         """A problem unless ``condition``."""
-        if not condition:
-            self.problems.append(problem)
+        self.problems += [] if condition else [problem]
 
     def aim(self, name: str, value: float, goal: float, *, at_most: bool = False, judged: bool = True) -> None:
         """Note a figure that has a goal, and whether it misses it. Not ``judged``: the goal is for other sizes."""
@@ -97,39 +99,28 @@ class Step(msgspec.Struct, frozen=True):
         """Why it cannot run here; empty if it can."""
         if not options.on_gpu:
             return self.not_on_cpu
-        if options.num_gpus < self.gpus:
-            return f"needs {self.gpus} GPUs, and torch sees {options.num_gpus}"
-        return ""
+        lacks = options.num_gpus < self.gpus
+        return f"needs {self.gpus} GPUs, and torch sees {options.num_gpus}" if lacks else ""
 
 
 def run_pytest(
-    options: Options,
-    *selection: str,
-    before: tuple[str, ...] = (),
-    environment: Mapping[str, str] | None = None,
+    options: Options, *selection: str, before: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
 ) -> Findings:
     """Run pytest on ``selection``, under the command ``before``. Failures are problems, and so is a selection of which
     nothing ran."""
-    findings = Findings()
     report = Path(options.folder) / "tests.xml"
     report.unlink(missing_ok=True)
     command = [*before, sys.executable, "-m", "pytest", *selection, "-q", "-rs", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--timeout", "900", f"--junitxml={report}"],
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        check=False,
-    )
-    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    failed: list[str] = []
+    command += ["--timeout", "900", f"--junitxml={report}"]
+    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **(environment or {})}, check=False).returncode
+    names: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         found = {child.tag for child in case}
-        if found & {"failure", "error"}:
-            failed.append(str(case.get("name")))
-        counts["failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"] += 1
-    findings.figures["tests"] = counts
-    findings.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {', '.join(failed[:5])}")
-    findings.require(counts["passed"] > 0, "no test ran: all were skipped")
+        kind = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
+        names[kind].append(str(case.get("name")))
+    findings = Findings({"tests": {kind: len(each) for kind, each in names.items()}})
+    findings.require(status == 0, f"pytest ended with status {status}: {', '.join(names['failed'][:5])}")
+    findings.require(bool(names["passed"]), "no test ran: all were skipped")
     return findings
 
 
@@ -142,12 +133,10 @@ def tests(on_gpu: tuple[str, ...], on_cpu: tuple[str, ...], **environment: str) 
     return run
 
 
-def last_line(expected: type[T], *command: str) -> T:
-    """Run Python with these arguments, and return what its last line of JSON says. RuntimeError if it fails,
-    WrongMessage if the line lacks a figure."""
+def last_line(*command: str) -> Any:
+    """Run Python with these arguments, and return what its last line of JSON says. RuntimeError if it fails."""
     done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    sys.stdout.write(done.stdout)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
+    sys.stderr.write(done.stdout)
+    if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}")
-    return message_of(lines[-1].encode(), expected, " ".join(command[:2]))
+    return json.loads(done.stdout.strip().splitlines()[-1])

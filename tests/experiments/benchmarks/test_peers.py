@@ -7,31 +7,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from experiments.benchmarks.handoff_pair import handoff_pair, layout_of
-from experiments.benchmarks.peers import PeerEnvironment, mooncake_tcp, nixl
+from experiments.benchmarks.peers import PythonWith, mooncake_tcp, nixl, peer_python
 from experiments.benchmarks.transfer import MB, rates_gbs
-from experiments.child_process import ChildFailed, ChildProcess
-from experiments.messages import WrongMessage
-from experiments.pairs.endpoint import Digested
+from experiments.child_process import ChildFailed, ChildProcess, program
+from experiments.messages import Done, WrongMessage
 from experiments.pairs.pair import Pair, PairUnavailable, memcpy, socket
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-class GivenEnvironment(PeerEnvironment):
-    """A Python that is there already, in which nothing is installed."""
-
-    def __init__(self, python: Path) -> None:
-        super().__init__()
-        self._given = python
-
-    def python_with(self, requirement: str) -> Path:
-        return self._given
 
 
 class LazyPair(Pair):
@@ -119,25 +108,25 @@ def test_a_dead_process_is_an_error() -> None:
 
 def test_a_silent_process_is_an_error(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "echo deep in thought >&2", "exec cat")
-    with ChildProcess("it", "module", python=python) as child:
-        assert child.ask(10, Digested("0a"), Digested) == Digested("0a")
+    with ChildProcess("it", program("module", python=python)) as child:
+        assert child.ask(10, Done("0a"), Done) == Done("0a")
         with pytest.raises(ChildFailed, match=r"(?s)it did not answer within 0.05 s.*deep in thought"):
-            child.receive(0.05, Digested)
+            child.receive(0.05, Done)
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ('{"kind": "Ready"}', "Object missing required field `address`"),
+        ('{"kind": "Unavailable"}', "Object missing required field `reason`"),
         ("hello", "JSON is malformed: invalid character (byte 0)"),
     ],
 )
 def test_an_answer_of_the_wrong_shape_is_an_error_with_its_text(tmp_path: Path, said: str, reason: str) -> None:
     python = script(tmp_path / "python", f"echo '{said}'", "exec cat >&2")
-    pair = mooncake_tcp(GivenEnvironment(python))
+    pair = mooncake_tcp(lambda requirement: python)
     with pytest.raises(WrongMessage) as raised:
         pair.start(MB)
-    wanted = "mooncake_tcp's source was to send Ready(address) or Unavailable(reason), and sent"
+    wanted = "mooncake_tcp's source was to send Done(value) or Unavailable(reason), and sent"
     assert str(raised.value) == f"{wanted} {said.encode()!r}: {reason}"
     assert not pair.pids
 
@@ -156,9 +145,9 @@ def test_a_program_that_ends_quotes_its_log() -> None:
 
 
 @pytest.mark.parametrize(("kind", "module"), [(nixl, "nixl_cu12"), (mooncake_tcp, "mooncake")])
-def test_a_library_that_is_not_there(kind: Callable[[PeerEnvironment], Pair], module: str) -> None:
+def test_a_library_that_is_not_there(kind: Callable[[PythonWith], Pair], module: str) -> None:
     with (
-        kind(GivenEnvironment(Path(sys.executable))) as pair,
+        kind(lambda requirement: Path(sys.executable)) as pair,
         pytest.raises(PairUnavailable, match=f"No module named '{module}"),
     ):
         pair.start(MB)
@@ -168,17 +157,17 @@ def test_a_library_that_is_not_there(kind: Callable[[PeerEnvironment], Pair], mo
 def test_an_installation_that_fails_is_tried_once(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     script(folder / "bin" / "python", f"echo tried >>{tmp_path}/tries", "echo ERROR: no such thing >&2", "exit 1")
-    (folder / ".made").touch()
-    environment = PeerEnvironment(folder)
+    (folder / "bin" / "pip").touch()
+    python_with = partial(peer_python, folder=folder)
     for tcp_only in (False, True):
         with pytest.raises(PairUnavailable, match=r"installing nixl-cu12.* failed: ERROR: no such thing"):
-            nixl(environment, tcp_only=tcp_only).start(MB)
+            nixl(python_with, tcp_only=tcp_only).start(MB)
     assert (tmp_path / "tries").read_text() == "tried\n"
 
 
 def test_a_quick_run_installs_nothing(tmp_path: Path) -> None:
     with pytest.raises(PairUnavailable, match=r"nixl-cu12.* is not installed, and a quick run installs nothing"):
-        nixl(PeerEnvironment(tmp_path / "venv", installs=False)).start(MB)
+        nixl(partial(peer_python, folder=tmp_path / "venv", installs=False)).start(MB)
     assert not list(tmp_path.iterdir())
 
 
@@ -188,7 +177,7 @@ def test_a_transfer_of_ours_that_fails_ends_the_benchmark() -> None:
 
 
 def test_a_measurement_goes_on_without_what_cannot_run() -> None:
-    peers = [nixl(GivenEnvironment(Path(sys.executable))), DeadPair("dead", CEILINGS, "memcpy", pulls=True)]
+    peers = [nixl(lambda requirement: Path(sys.executable)), DeadPair("dead", CEILINGS, "memcpy", pulls=True)]
     result = rates_gbs([memcpy(), *peers], {"1": MB, "2": 2 * MB}, 2, peers)
     assert set(result["memcpy"]) == {"1", "2"}
     assert result["nixl"] == {"unavailable": "No module named 'nixl_cu12'"}

@@ -1,26 +1,12 @@
-"""What the front door is measured with, each a process of its own:
-
-- `python -m experiments.benchmarks.front_door_ends workers COUNT REGISTRIES STEP_MS` are workers without an engine that
-  speak real protocols, half of them prefill and half decode workers. They register at the REGISTRIES of all gateways
-  (with commas between) and serve their requests. A prefill worker answers at once with token 1. A decode worker gives
-  every request one token in each step of STEP_MS milliseconds, as an engine does (0: all tokens at once), and says that
-  it has received the KV.
-- `… unobserved CONFIG_JSON REGISTRY_ADDRESS` is a gateway without metrics, live view and traces of requests, for
-  measuring what these cost."""
+"""Workers without an engine that speak the real protocols, in a process of their own."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import sys
 import time
 from dataclasses import replace
-from typing import Any
 
-import gateway.gateway_thread
 from contract.control import Beat, BeatAnswer, LinkState, Push, Receive, SendPrefix, Work
-from gateway.__main__ import main as serve_gateway
-from gateway.gateway import Gateway
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.handoff import PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
@@ -29,13 +15,11 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import Role, TokenOutput, WorkerLoad
 from pdserve.version import VERSION
-from runtime.process import end_with_parent
 from runtime.secret import ServiceSecret
 from tests.fake_worker import fake_info
 from worker.heartbeat import Heartbeat, registry_wire
 from worker.server import ControlServer, Outbox
 
-CONTEXT = 4096
 NUM_BLOCKS = 2**20
 LAYOUT = KVLayout.uniform("stub", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
 BEAT_S = 0.5
@@ -64,7 +48,7 @@ class StubWorker:
             fake_info(self.worker_id, self._role, layout=LAYOUT),
             control_address=self._server.address,
             num_blocks=NUM_BLOCKS,
-            max_model_len=CONTEXT,
+            max_model_len=4096,
             max_num_batched_tokens=8192,
             version=VERSION,
             clock_id=clock_id(),
@@ -136,34 +120,12 @@ class StubWorker:
                 task.cancel()
 
 
-async def _work(count: int, registries: list[str], step_s: float) -> None:
-    """Serve until ended."""
-    secret, numbers = ServiceSecret.from_environment(), itertools.count()
-    for _ in range(count // 2):
-        for role in Role:
-            await StubWorker(role, next(numbers), registries, step_s, secret).start()
+async def work(count: int, registries: list[str], step_s: float) -> None:
+    """Serve with ``count`` workers until ended, half of them prefill and half decode workers. They register at the
+    registries of all gateways and serve their requests. A prefill worker answers at once with token 1. A decode worker
+    gives every request one token in each step of ``step_s``, as an engine does (0: all tokens at once), and says that
+    it has received the KV."""
+    secret = ServiceSecret.from_environment()
+    for number in range(count):
+        await StubWorker(list(Role)[number % 2], number, registries, step_s, secret).start()
     await asyncio.Event().wait()
-
-
-class UnobservedGateway(Gateway):
-    """A gateway whose requests have no observers."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._inference._observers = ()
-
-
-def main(role: str, *given: str) -> None:
-    """The whole process."""
-    if role == "workers":
-        count, registries, step_ms = given
-        asyncio.run(_work(int(count), registries.split(","), float(step_ms) / 1e3))
-        return
-    setattr(gateway.gateway_thread, "Gateway", UnobservedGateway)  # noqa: B010 - an imported name
-    del sys.argv[1]
-    serve_gateway()
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    main(*sys.argv[1:])
