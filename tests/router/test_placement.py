@@ -67,36 +67,6 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         ("p1", "d0"),
         "0 outstanding tokens, the fewest of 2",
     ),
-    "in turns": (
-        needs(),
-        view(busy("p0", 9, last_used=1), worker("p1", last_used=2), worker("d0"), worker("d1"), policy="round_robin"),
-        ("p0", "d0"),
-        "prefill on p0: its turn among 2; decode on d0: its turn among 2",
-    ),
-    "only workers that have room": (
-        needs(),
-        view(worker("p0"), busy("d0", 1, free_blocks=4), busy("d1", 9, free_blocks=9, blocks_placed=4, running=2)),
-        ("p0", "d1"),
-        "decode on d1: the only one free, 2 running, 0 waiting, 5 blocks free for 5",
-    ),
-    "a worker without requests has room, whatever it says": (
-        needs(),
-        view(worker("p0"), worker("d0", free_blocks=0)),
-        ("p0", "d0"),
-        "0 blocks free for 5",
-    ),
-    "only linked pairs": (
-        needs(),
-        view(worker("p0", linked={}), busy("p1", 9, linked={"d1": 0.0}), worker("d0"), busy("d1", 9)),
-        ("p1", "d1"),
-        "prefill on p1: the only one free; decode on d1: the only one free",
-    ),
-    "only workers it fits": (
-        needs(),
-        view(worker("p0", max_tokens=20), worker("p1", max_tokens=21), worker("d0", max_tokens=29), worker("d1")),
-        ("p1", "d1"),
-        "prefill on p1: the only one free",
-    ),
     "not where it failed": (
         needs(avoid=frozenset({"p0", "d0"})),
         view(worker("p0"), busy("p1", 50), worker("d0"), busy("d1", 50)),
@@ -115,41 +85,17 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         ("p1", "d0"),
         "decode on d0: the only one free, though its heartbeat is late",
     ),
-    "by a prefill worker with a peer that did not fail it": (
-        needs(avoid=frozenset({"d0"})),
-        view(worker("p0", linked={"d0": 0.0}), busy("p1", 50), worker("d0"), worker("d1")),
-        ("p1", "d1"),
-        "prefill on p1: the only one free",
-    ),
     "where its cache is": (
         needs(prefer="p1"),
         view(worker("p0"), busy("p1", 50), worker("d0")),
         ("p1", "d0"),
         "prefill on p1: the last attempt ran there, and its prefix cache holds the prompt",
     ),
-    "not where its cache is, if that is full": (
-        needs(prefer="p1"),
-        view(worker("p0"), busy("p1", 100, prompt_tokens=100), worker("d0")),
-        ("p0", "d0"),
-        "prefill on p0: the only one free",
-    ),
-    "a prompt longer than the backlog, where none waits": (
-        needs(),
-        view(worker("p0"), worker("d0"), backlog=1),
-        ("p0", "d0"),
-        "the only one free",
-    ),
     "colocated, the least loaded of all": (
         needs(Mode.COLOCATED),
         view(busy("p0", 9, last_used=1), busy("d0", 3, last_used=2)),
         ("d0", None),
         "mode colocated; both on d0: 3 outstanding tokens, the fewest of 2",
-    ),
-    "colocated, by the policy for prefill": (
-        needs(Mode.COLOCATED),
-        view(busy("p0", 9, last_used=1), busy("d0", 3, last_used=2), policy="round_robin"),
-        ("p0", None),
-        "mode colocated; both on p0: its turn among 2",
     ),
     "auto is a pair": (
         needs(Mode.AUTO),

@@ -12,7 +12,6 @@ import pytest
 
 from pdserve.core.errors import (
     CapacityExceeded,
-    ChecksumMismatch,
     InvalidRequest,
     NotReady,
     PdserveError,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 ALL = [6, 7, 8, 9]
 POLL_MS = 1.0  # how often a fake that prefills looks whether there is room
 BLOCK_BYTES = FAKE_LAYOUT.block_bytes
-NO_ROOM = [WorkerLost("gone"), NotReady("starting"), CapacityExceeded("full"), TransferTimeout("late")]
+NO_ROOM = [WorkerLost("gone"), CapacityExceeded("full"), TransferTimeout("late")]
 
 
 async def test_a_decode_worker_that_makes_room_for_long_does_not_delay_token_1(make_cluster: MakeCluster) -> None:
@@ -73,17 +72,6 @@ async def test_a_decode_worker_that_makes_room_for_long_does_not_delay_token_1(m
     assert cluster.aborted("p0") == cluster.aborted("d0") == []
 
 
-async def test_room_made_during_the_prefill_costs_nothing(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["p0"].delay_s = {"prefill": 0.1}
-    cluster.fleet["d0"].delay_s = {"room": 0.09}
-    record = cluster.record()
-    times, _ = await cluster.watched(record)
-    assert times == pytest.approx([100] * 4, abs=POLL_MS)
-    assert record.timeline.has(EventKind.ROOM_MADE)
-    assert record.timeline.room_wait_ms == 0
-
-
 @pytest.mark.parametrize("error", NO_ROOM)
 async def test_a_decode_worker_that_fails_before_token_1_ends_the_attempt_at_once(
     make_cluster: MakeCluster, error: PdserveError
@@ -118,47 +106,6 @@ async def test_a_decode_worker_that_fails_before_token_1_ends_the_attempt_at_onc
     suspects = [worker.worker_id for worker in cluster.registry.workers if worker.state == "suspect"]
     assert suspects == (["d0"] if isinstance(error, WorkerLost | NotReady) else [])
     assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
-
-
-@pytest.mark.parametrize("error", [*NO_ROOM, ChecksumMismatch("changed")])
-async def test_a_decode_worker_that_fails_after_token_1_is_replaced_and_the_next_goes_on_from_there(
-    make_cluster: MakeCluster, error: PdserveError
-) -> None:
-    cluster = make_cluster(prefill=1, decode=2)
-    cluster.fleet["p0"].delay_s = {"prefill": 0.05}
-    cluster.fleet["d0"].delay_s = {"room": 0.1}
-    cluster.fleet["d0"].fail("room", error)
-    record = cluster.record((1, 2, 3, 4, 5, 6, 7, 8))
-    times, result = await cluster.watched(record)
-    assert record.output_token_ids == [9, 10, 11, 12]
-    assert times == pytest.approx([50, 150, 150, 150], abs=POLL_MS)
-    (_, first), (_, second) = cluster.fleet["p0"].requests
-    assert (second.prompt_token_ids, second.output_token_ids) == (first.prompt_token_ids, (9,))
-    assert (first.max_tokens, second.max_tokens) == (4, 3)
-    assert cluster.fleet["d0"].requests == [("receive", first)]
-    assert cluster.fleet["d1"].requests == [("receive", second)]
-    assert cluster.fleet["p0"].aborted == cluster.fleet["d0"].aborted == [first.attempt_id], "prefill held its KV"
-    assert (record.status, record.attempts, result.decode_worker) == (RequestStatus.FINISHED, 2, "d1")
-    # The second hand-off has token 1 in it.
-    assert result.proof is not None
-    assert result.proof.kv_bytes == result.kv_bytes_expected == 3 * BLOCK_BYTES
-    for figure in Figure:
-        breakdown = record.timeline.breakdown(figure)
-        assert breakdown is not None
-        assert abs(breakdown.unattributed_ms) < 0.01, breakdown
-
-
-async def test_prefill_that_fails_does_not_wait_for_room(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill=2, decode=1)
-    cluster.fleet["p0"].delay_s = cluster.fleet["p1"].delay_s = {"prefill": 0.1}
-    cluster.fleet["p0"].fail("prefill", WorkerLost("gone"))
-    cluster.fleet["d0"].delay_s = {"room": 0.5}
-    record = cluster.record()
-    times, result = await cluster.watched(record)
-    assert times == pytest.approx([200, 600, 600, 600], abs=2 * POLL_MS)
-    assert (result.prefill_worker, record.attempts) == ("p1", 2)
-    ((_, first), (_, second)) = cluster.fleet["d0"].requests
-    assert cluster.fleet["d0"].aborted == [first.attempt_id] != [second.attempt_id]
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2])
@@ -201,17 +148,6 @@ async def test_a_last_token_1_does_not_wait_for_room_and_its_proof_not_for_ever(
     assert record.result.proof is None
     assert record.result.kv_bytes_expected == 2 * BLOCK_BYTES, "a hand-off that failed is not hidden"
     assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
-
-
-async def test_room_that_comes_late_proves_a_last_token_1(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["p0"].eos_token_id = 6
-    cluster.fleet["d0"].delay_s = {"room": 0.5}
-    times, result = await cluster.watched(record := cluster.record())
-    assert (times, record.output_token_ids) == ([0], [6])
-    assert result.proof is not None
-    assert result.proof.kv_bytes == result.kv_bytes_expected == 2 * BLOCK_BYTES
-    assert cluster.aborted("p0") == cluster.aborted("d0") == []
 
 
 async def test_no_more_requests_are_placed_than_decode_has_blocks_for(make_cluster: MakeCluster) -> None:
