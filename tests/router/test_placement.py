@@ -49,12 +49,6 @@ def placed(decision: Decision) -> tuple[str, str | None]:
 
 
 PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
-    "the only pair": (
-        needs(),
-        view(worker("p0"), worker("d0")),
-        ("p0", "d0"),
-        "prefill on p0: the only one free; decode on d0: the only one free, 0 running, 0 waiting, 32 blocks free for 5",
-    ),
     "the least loaded of each role": (
         needs(),
         view(busy("p0", 9), busy("p1", 8), busy("d0", 3), busy("d1", 7, running=1), busy("d2", 4)),
@@ -102,12 +96,6 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         view(worker("p0"), worker("d0")),
         ("p0", "d0"),
         "mode auto: too few hand-offs are measured to compare; prefill on p0",
-    ),
-    "auto without a decode worker": (
-        needs(Mode.AUTO),
-        view(worker("p0"), worker("d0", ready=False)),
-        ("p0", None),
-        "mode auto: no decode worker is ready (1 prefill registered, 1 decode registered); both on p0: the only one",
     ),
     "auto without links": (
         needs(Mode.AUTO),
@@ -171,30 +159,10 @@ WAITS: dict[str, tuple[Needs, ClusterView, str, type[Exception] | None]] = {
         "no ready decode worker can hold 30 tokens",
         None,
     ),
-    "colocated, all full": (
-        needs(Mode.COLOCATED),
-        view(busy("p0", 200, prompt_tokens=200)),
-        "mode colocated; no worker is free: p0 has 200 prompt tokens to compute, the fewest of 1 "
-        "(router.prefill_backlog_tokens: 100)",
-        None,
-    ),
-    "auto, both there and full": (
-        needs(Mode.AUTO),
-        view(busy("p0", 200, prompt_tokens=200), worker("d0")),
-        "mode auto: too few hand-offs are measured to compare; no prefill worker is free: p0 has 200 prompt tokens to",
-        None,
-    ),
     "nothing there": (
         needs(Mode.AUTO),
         view(),
         "mode auto: no prefill worker is ready (none has registered)",
-        NotReady,
-    ),
-    "no decode worker": (needs(), view(worker("p0")), "no decode worker is ready (1 prefill registered, 0", NotReady),
-    "not linked": (
-        needs(),
-        view(worker("p0", linked={}, link_errors=(PeerLost("d0 hung up"),)), worker("d0")),
-        "workers are ready, but no prefill worker is connected to a decode worker: d0 hung up",
         NotReady,
     ),
     "unlike workers, which would answer differently": (

@@ -9,8 +9,7 @@ import pytest
 
 from pdserve.core.clock import FakeClock
 from pdserve.core.config import RouterConfig
-from pdserve.core.errors import NotReady, TransferTimeout
-from pdserve.core.handoff import PeerLink
+from pdserve.core.errors import NotReady
 from pdserve.core.request import Mode
 from pdserve.core.worker import Links, Role, WorkerLoad
 from router.placement import Placed
@@ -66,43 +65,6 @@ async def test_lost_counts_at_once_but_only_for_its_own_incarnation(registry: Wo
     registry.lost("p0", epoch="2")
     assert not registry.ready()
     registry.lost("nobody")
-
-
-async def test_listeners_hear_of_every_change_or_of_those_of_workers_alone(
-    registry: WorkerRegistry, clock: FakeClock
-) -> None:
-    registry.add(worker("d0"))
-    entry = registry.add(worker("p0"), links=fake_links("d0"))
-    heard: list[str] = []
-    heard_all: list[str] = []
-    unsubscribe = registry.subscribe_workers(lambda: heard.append(entry.state))
-    registry.subscribe(lambda: heard_all.append(entry.state))
-    share = registry.begin("p0", 9, 9)
-    for change in (share.prefilled, share.token_made, share.end):
-        change()
-    registry.heartbeat("p0", WorkerLoad(free_blocks=3, running=2), entry.info, fake_links("d0"))
-    assert (heard_all, heard) == (["ready"] * 3, []), "a token makes no room"
-    (link,) = fake_links("d0").values()
-    assert isinstance(link, PeerLink)
-    registry.heartbeat("p0", WorkerLoad(), entry.info, {("d0", "1"): replace(link, ceiling_gbs=7.0)})
-    assert heard == [], "a faster link is still the same link"
-    assert registry.links(entry)[0].ceiling_gbs == 7.0
-    registry.heartbeat("p0", WorkerLoad(), entry.info, {("d0", "1"): TransferTimeout("it is silent")})
-    registry.heartbeat("p0", WorkerLoad(), entry.info, fake_links("d0"))
-    assert heard == ["ready"] * 2, "a link went and came"
-    registry.suspect(entry)
-    registry.heartbeat("p0", WorkerLoad(), entry.info, fake_links("d0"))
-    registry.heartbeat("p0", WorkerLoad(), replace(entry.info, ready=False), fake_links("d0"))
-    registry.retire("p0")
-    clock.advance(9)
-    registry.expire()
-    registry.lost("p0")  # it was lost already
-    assert heard[2:] == heard_all[6:] == ["suspect", "ready", "starting", "retiring", "lost"]
-    registry.add(worker("p1"))
-    assert len(heard) == 8
-    unsubscribe()
-    registry.lost("p1")
-    assert len(heard) == 8
 
 
 @pytest.mark.parametrize("seed", range(8))
