@@ -39,7 +39,9 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = {
-    "to worker": Protocol(control.Work | control.Call | control.RequestHeartbeat, control.TO_WORKER.decode, PdserveError),
+    "to worker": Protocol(
+        control.Work | control.Call | control.RequestHeartbeat, control.TO_WORKER.decode, PdserveError
+    ),
     "to gateway": Protocol(control.Reply | control.Outputs, control.TO_GATEWAY.decode, PdserveError),
     "heartbeats": Protocol(control.Beat, control.BEATS.decode, PdserveError),
     "answers to heartbeats": Protocol(control.BeatAnswer, control.BEAT_ANSWERS.decode, PdserveError),
