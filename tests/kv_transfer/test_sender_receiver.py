@@ -228,14 +228,10 @@ async def test_a_hand_off_is_announced_to_its_own_sender_alone(make_ends: MakeEn
 
 
 @pytest.mark.parametrize("how", ["aborted", "expired"])
-@pytest.mark.parametrize("when_linked", ["before", "meanwhile", "later"])
 async def test_an_announcement_of_what_is_over_at_the_sender_fails_the_receiver_at_once(
-    make_ends: MakeEnds, how: str, when_linked: str
+    make_ends: MakeEnds, how: str
 ) -> None:
-    """Linked before the hand-off began, or by it (it is over before there is a link), or anew by the next one."""
-    ends = await make_ends(lease_s=30.0)
-    if when_linked == "before":
-        await ends.connect()
+    ends = await linked(make_ends, lease_s=30.0)
     ends.push("r", 2, for_s=0.05 if how == "expired" else 20.0)
     if how == "aborted":
         ends.sender.send_blocks("r", 0, [1, 2], last=True)
@@ -243,13 +239,7 @@ async def test_an_announcement_of_what_is_over_at_the_sender_fails_the_receiver_
     else:
         with pytest.raises(TransferTimeout, match="deadline"):
             await ends.sender.wait("r")
-    if when_linked == "later":
-        await until(lambda: bool(ends.sender.links()))
-        await ends.sender._peers["d"]._link.aclose()
-        await until(lambda: not ends.sender.links() and not ends.receiver._links)
     ends.announce("r", [10, 11], for_s=30)
-    if when_linked == "later":
-        await ends.connect()
     async with asyncio.timeout(1):
         with pytest.raises(TransferError, match="the sender of r gave up: ") as told:
             await ends.receiver.wait("r")
