@@ -270,7 +270,7 @@ async def test_a_reader_that_stops_stops_nobody_else(http: Http) -> None:
 @pytest.mark.usefixtures("impatient")
 async def test_a_reader_that_stops_for_good(http: Http) -> None:
     async with connected(http, receive_bytes=4096) as (reader, writer):
-        writer.write(post({**LONG, "pdserve": {"timeout_s": 1.0}}))
+        writer.write(post({**LONG, "pdserve": {"timeout_s": 5.0}}))
         assert (await asyncio.wait_for(reader.readline(), ANSWER_S)).startswith(b"HTTP/1.1 200")
         await http.service.until(lambda: not http.service.gateway._inference._claims)
         await all_closed(http)
