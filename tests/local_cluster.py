@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -28,7 +28,6 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import Role
 from runtime.secret import ServiceSecret
 from tests.planted import delays
-from tests.told_gateway import MEMBERS_VARIABLE
 from worker.spec import WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,8 +81,7 @@ class LocalCluster:
     """Gateway and workers, ended by id in `close`. ``settings`` are sections of the configuration file; ``in_worker``
     runs in the named process before it becomes a worker. ``delays_ms`` are planted by stage (`tests.planted`).
     ``token`` is what the gateway asks for, if it does. ``gpus`` is the GPU that each named worker sees (default: all
-    share the first one). ``gateways`` are the processes ``gateway``, ``gateway-1``, and so on. ``may_flip``
-    is needed for `flip`."""
+    share the first one). ``gateways`` are the processes ``gateway``, ``gateway-1``, and so on."""
 
     def __init__(
         self,
@@ -97,7 +95,6 @@ class LocalCluster:
         token: str = "",
         gpus: Mapping[str, int] | None = None,
         gateways: int = 1,
-        may_flip: bool = False,
     ) -> None:
         self._gpus = dict(gpus or {})
         gateway = {"host": "127.0.0.1", "port": free_ports(gateways)}
@@ -117,8 +114,6 @@ class LocalCluster:
         self.operator = f"unix:{self._folder.name}/operator"
         """Where the gateway tells addresses and processes."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._may_flip = may_flip
-        self._version = 0
         self._device = device
         self._in_worker = dict(in_worker or {})
         self._delays_ms = delays_ms
@@ -126,8 +121,6 @@ class LocalCluster:
         self._num_slots = prefill + decode
         names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
         self.members = {f"{role}-{index}": role for role, index in names}
-        """The roles that the workers should have, as the gateways are told with ``may_flip``."""
-        self._tell_members()
         for number in range(gateways):
             self.start_gateway(number)
         for role, index in names:
@@ -136,7 +129,6 @@ class LocalCluster:
     def start_gateway(self, number: int = 0) -> None:
         """Start a gateway (again)."""
         module = "gateway" if self._delays_ms is None else "tests.planted.gateway"
-        module = "tests.told_gateway" if self._may_flip else module
         gateway = self.config.gateway.model_copy(update={"port": self.config.gateway.port + number})
         config = self.config.model_copy(update={"gateway": gateway}).model_dump_json()
         operator = [self.operator.removeprefix("unix:")] if number == 0 else []
@@ -165,18 +157,6 @@ class LocalCluster:
             module = "tests.planted.worker"
         self._spawn(worker_id, module, json.dumps(spec.to_wire()))
 
-    def flip(self, **roles: Role) -> None:
-        """Give workers other roles (``decode_1=Role.PREFILL``), as `pdserve scale` does."""
-        assert self._may_flip
-        self.members |= {name.replace("_", "-"): role for name, role in roles.items()}
-        self._tell_members()
-
-    def _tell_members(self) -> None:
-        self._version += 1
-        told, new = Path(self._folder.name) / "members.json", Path(self._folder.name) / "members.new"
-        new.write_text(json.dumps({"version": self._version, "members": self.members}))
-        new.rename(told)
-
     def _share(self, worker_id: str) -> float:
         """The worker's share of its device."""
         if self._device == "cpu":
@@ -191,7 +171,6 @@ class LocalCluster:
                 **os.environ,
                 **delays.environment(self._delays_ms or {}),
                 **self.secret.environment(),
-                MEMBERS_VARIABLE: f"{self._folder.name}/members.json",
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
                 **({"CUDA_VISIBLE_DEVICES": _gpu_of(self._gpus[name])} if name in self._gpus else {}),
             },
@@ -311,24 +290,6 @@ class LocalCluster:
 def gateway_name(number: int) -> str:
     """The name of a gateway's process."""
     return f"gateway-{number}" if number else "gateway"
-
-
-T = TypeVar("T")
-
-
-def undisturbed(measure: Callable[[], T], check: Callable[[T], None], timeout_s: float = 60.0) -> T:
-    """The first measurement that passes ``check``; its AssertionError if none does in time. Another process may take
-    the machine in the middle of any one of them, but of so many that take milliseconds most are left alone."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        measured = measure()
-        try:
-            check(measured)
-        except AssertionError:
-            if time.monotonic() > deadline_s:
-                raise
-        else:
-            return measured
 
 
 def leaked_blocks(status: ServiceStatus) -> int:

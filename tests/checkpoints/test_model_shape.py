@@ -25,30 +25,15 @@ LLAMA_135M: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 0,
 }
-LLAMA_3_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": [128001, 128009],
-}
+LLAMA_3_8B = LLAMA_135M | {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "eos_token_id": [128001, 128009],
+}  # fmt: skip
 LLAMA_2_7B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 4096,
-}
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -59,14 +59,9 @@ def test_the_custom_resources_have_fields_that_kuberay_knows(manifest: dict[str,
     ("kind", "path", "value"),
     [
         ("cluster", ["spec", "autoscaling"], True),
-        ("cluster", ["spec", "rayVersion"], 2.6),
-        ("cluster", ["spec", "authOptions", "mode"], "tokens"),
         ("cluster", ["spec", "workerGroupSpecs", 0, "maxReplicas"], "2"),
-        ("cluster", ["spec", "workerGroupSpecs", 0, "rayStartParams", "resources"], '{"gateway": 1}'),
         ("cluster", ["spec", "headGroupSpec", "rayStartParams", "num-cpus"], 0),
-        ("job", ["spec", "submissionMode"], "HttpMode"),
         ("job", ["spec", "entryPoint"], "pdserve up"),
-        ("job", ["spec", "rayClusterSpec"], {}),
     ],
 )
 def test_what_kuberay_would_refuse_is_found(kind: str, path: list[str | int], value: object) -> None:

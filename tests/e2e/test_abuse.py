@@ -3,9 +3,7 @@ embedded model."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import random
 import subprocess
 import sys
@@ -18,15 +16,13 @@ import grpc
 import psutil
 import pytest
 
-from pdserve import AsyncClient, Client
+from pdserve import Client
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import CapacityExceeded, InvalidRequest
+from pdserve.core.errors import InvalidRequest
 from pdserve.pb import inference_pb2 as pb
 from tests.e2e import crowd
 from tests.load import Load
 from tests.local_cluster import ROOT, LocalCluster, leaked_blocks, local_cluster
-
-log = logging.getLogger(__name__)
 
 SETTINGS: dict[str, Any] = {
     "model": {"path": "tiny", "dtype": "float32"},
@@ -73,21 +69,12 @@ def misbehave(cluster: LocalCluster) -> None:
         code, details = raw_call(cluster.target, pb.GenerateRequest(text=text).SerializeToString())
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert details.startswith("prompt: ")
-    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 500_000)).SerializeToString()
-    assert raw_call(cluster.target, ids)[1] == "prompt: 500000 tokens exceed the context of 2048; shorten it"
-    stops = pb.GenerateRequest(text="x", sampling=pb.Sampling(stop_token_ids=[1] * 500_000)).SerializeToString()
-    assert raw_call(cluster.target, stops)[1].startswith("stop_token_ids: 500000 entries are more than 1024")
-    assert raw_call(cluster.target, b"\xff\xff\xff\xff")[1].startswith("message: ")
     # Beyond what any valid request could have, nothing is read at all.
     for asked in (pb.Sampling(stop_token_ids=[1] * 5_000_000), pb.Sampling(stop=["word " * 800_000])):
         code, _ = raw_call(cluster.target, pb.GenerateRequest(text="x", sampling=asked).SerializeToString())
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    with Client(cluster.target) as client:
-        with pytest.raises(InvalidRequest, match="longer than any request that fits"):
-            client.generate("word " * 800_000).result()
-        assert client.generate("\n" * 2000, max_tokens=2).result().prompt_tokens <= 2046, "the longest that fits"
-        with pytest.raises(InvalidRequest, match="tokens exceed the context of 2048"):
-            client.generate("zq xj " * 2000, max_tokens=2).result()
+    with Client(cluster.target) as client, pytest.raises(InvalidRequest, match="longer than any request that fits"):
+        client.generate("word " * 800_000).result()
     data = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=8)).SerializeToString()
     with grpc.insecure_channel(cluster.target) as channel:
         generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
@@ -134,32 +121,6 @@ def test_a_client_that_stops_reading_holds_nothing_and_gets_everything_when_it_r
         # Greedily: a drawn token may differ where two ways of computing its context round differently.
         again = client.generate(PROMPT, mode="pd", timeout_s=250, max_tokens=1500, ignore_eos=True)
         assert again.result().token_ids == tokens
-    cluster.wait_idle()
-
-
-async def burst(target: str, count: int, prompt_tokens: int) -> tuple[int, list[Exception]]:
-    """So many streams at once, over a few connections: how many were answered, and what the others were told. Each has
-    a salt of its own, so that nothing is cached."""
-    clients = [AsyncClient(target) for _ in range(4)]
-    streams = [
-        clients[index % 4].generate(
-            [7] * prompt_tokens, max_tokens=2, ignore_eos=True, salt=f"{prompt_tokens} {index}", timeout_s=100
-        )
-        for index in range(count)
-    ]
-    outcomes = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
-    for client in clients:
-        await client.close()
-    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    return count - len(errors), errors
-
-
-def test_a_burst_is_answered_up_to_the_queue_and_refused_beyond_it(cluster: LocalCluster) -> None:
-    assert asyncio.run(burst(cluster.target, 180, prompt_tokens=8)) == (180, [])
-    answered, errors = asyncio.run(burst(cluster.target, 800, prompt_tokens=200))
-    assert answered >= 200
-    assert {type(error) for error in errors} == {CapacityExceeded}, {str(error) for error in errors}
-    assert all("requests are waiting (router.max_queue)" in str(error) for error in errors)
     cluster.wait_idle()
 
 
@@ -218,19 +179,3 @@ def run(cluster: LocalCluster, processes: int) -> Counter[str]:
 def test_a_small_crowd(cluster: LocalCluster) -> None:
     """Many streams at once, of which some are cancelled at random moments, while a client's process is killed."""
     assert run(cluster, processes=2)["cancelled"] > 0
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1_200)
-def test_a_thousand_streams() -> None:
-    with local_cluster({**SETTINGS, "router": {"max_queue": 1_024}}) as cluster:
-        before_mb: dict[str, int] = {}
-        for number in range(3):  # what each one leaves would add up
-            outcomes = run(cluster, processes=50)
-            memory_mb = {
-                name: psutil.Process(popen.pid).memory_info().rss >> 20 for name, popen in cluster.processes.items()
-            }
-            log.info("crowd %d: %s, memory in MiB %s", number, dict(outcomes), memory_mb)
-            grown_mb = {name: memory_mb[name] - before_mb[name] for name in before_mb}  # none at first: it warms up
-            assert all(mb <= 24 for mb in grown_mb.values()), grown_mb
-            before_mb = memory_mb

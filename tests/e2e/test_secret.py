@@ -17,9 +17,7 @@ import psutil
 import pytest
 
 from contract.control import MAX_CONTROL_BYTES, Beat, Receive, Run, encode
-from kv_transfer.sender import KVSender
 from pdserve import Client
-from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, TransferRefused
 from pdserve.core.handoff import KVEndpoint
@@ -31,6 +29,7 @@ from runtime.secret import SECRET_VARIABLE, ServiceSecret
 from tests.fake_worker import fake_info
 from tests.host_pool import HostPool
 from tests.http2_flood import PeakMemory, flood
+from tests.kv_transfer.conftest import sender_of
 from tests.local_cluster import ROOT, LocalCluster, free_port, local_cluster
 from tests.loopback import create_transport
 from tests.worker.test_authentication import REFUSED
@@ -83,17 +82,7 @@ async def test_what_strangers_did_before_there_was_a_secret(cluster: LocalCluste
         pool = HostPool(KVLayout.uniform("model", "float32", 16, 2, 2, 16), 4)
         for secret in (OTHER, ServiceSecret.new()):
             transport = create_transport("tcp", pool.memory, secret)
-            sender = KVSender(
-                pool,
-                [transport],
-                worker_id="prefill-0",
-                checksum=True,
-                message_bytes=2**20,
-                max_inflight_bytes=2**24,
-                clock=MonotonicClock(),
-                lease_s=5.0,
-                connect_timeout_s=5.0,
-            )
+            sender = sender_of(pool, transport, worker_id="prefill-0")
             with pytest.raises(TransferRefused, match="does not know the service's secret"):
                 await sender.connect("decode-0", "e", [KVEndpoint("tcp", decode.kv_addresses["tcp"])])
             await sender.aclose()

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx2
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pdserve import AsyncClient, AsyncStream, Client, Token
+from pdserve import AsyncClient, Client, Token
 from pdserve.client.status import ServiceStatus
 from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
-from tests.local_cluster import LocalCluster, free_port, local_cluster
+from tests.local_cluster import LocalCluster, local_cluster
 from tests.random_models import SHAPES, greedy_tokens, save_random_model
 
 BLOCK = 16
@@ -64,8 +63,7 @@ def cluster(model: Path, folder: Path) -> Iterator[LocalCluster]:
     engine = {"block_size": BLOCK, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64}
     offload = {"offload_folder": str(folder), "offload_disk_mb": 64}
     settings = {"model": {"path": str(model), "dtype": "float32"}, "engine": {**engine, **offload}}
-    gateway = {"http_port": free_port()}
-    with local_cluster({**settings, "router": {"heartbeat_s": 0.2}, "gateway": gateway}) as started:
+    with local_cluster({**settings, "router": {"heartbeat_s": 0.2}}) as started:
         yield started
 
 
@@ -133,19 +131,6 @@ def test_a_prompt_comes_again(model: Path, cluster: LocalCluster, client: Client
     assert all(worker.cached_blocks > 0 for worker in status.workers)
 
 
-def test_conversations_grow_and_share_a_beginning(model: Path, client: Client) -> None:
-    """Each turn is the last one, its answer, and more; turns of two conversations run at once."""
-    prompts = [prompt_of(2 * BLOCK, 3) + prompt_of(5 + index, index) for index in range(2)]
-    for turn, mode in enumerate(("pd", "colocated", "pd")):
-        streams = [client.generate(prompt, max_tokens=TOKENS, ignore_eos=True, mode=mode) for prompt in prompts]
-        for index, stream in enumerate(streams):
-            result = stream.result()
-            assert result.token_ids == tuple(greedy_tokens(model, prompts[index], TOKENS))
-            assert result.kv_bytes == result.kv_bytes_expected
-            assert turn == 0 or result.prefill_cached_tokens >= 2 * BLOCK
-            prompts[index] += [*result.token_ids, *prompt_of(9, turn)]
-
-
 def test_what_a_request_received_is_kept_even_if_nothing_was_left_to_decode(model: Path, client: Client) -> None:
     prompt = prompt_of(3 * BLOCK + 2, 7)
     (stop,) = greedy_tokens(model, prompt, 1)
@@ -198,8 +183,7 @@ def check_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[Token | 
 
 
 def test_a_prompts_logprobs(model: Path, cluster: LocalCluster, client: Client) -> None:
-    """Those of every token but the first, over several chunks, though the workers have its KV. Over HTTP the echo has
-    them, as evaluation harnesses ask for them."""
+    """Those of every token but the first, over several chunks, though the workers have its KV."""
     prompt = prompt_of(230, 230)
     client.generate(prompt, max_tokens=1).result()
     expected = greedy_tokens(model, prompt, TOKENS)
@@ -218,18 +202,6 @@ def test_a_prompts_logprobs(model: Path, cluster: LocalCluster, client: Client) 
             assert (first.token_id, first.HasField("logprob")) == (prompt[0], False)
             assert [token.token_id for token in others] == prompt[1:]
             check_logprobs(model, prompt[:1], others, 3)
-    told = [None, *(token.logprob for token in others)]
-    body = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}
-    for max_tokens in (0, 1):
-        url = f"http://127.0.0.1:{cluster.config.gateway.http_port}/v1/completions"
-        answer = httpx2.post(url, json={**body, "max_tokens": max_tokens}, timeout=60).json()
-        logprobs = answer["choices"][0]["logprobs"]
-        assert logprobs["tokens"][: len(prompt)] == [f"token_id:{each}" for each in prompt]
-        assert len(logprobs["tokens"]) == len(prompt) + max_tokens
-        assert logprobs["token_logprobs"][: len(prompt)] == pytest.approx(told, abs=1e-4)
-        assert logprobs["top_logprobs"][0] is None
-        assert max(logprobs["top_logprobs"][1].values()) >= logprobs["token_logprobs"][1]
-        assert answer["usage"]["completion_tokens"] == max_tokens
 
 
 def test_neither_hand_off_nor_batch_nor_preemption_changes_a_draw(
@@ -254,42 +226,6 @@ def test_neither_hand_off_nor_batch_nor_preemption_changes_a_draw(
 
     asyncio.run(together())
     assert any(worker.preemptions for worker in cluster.up_to_date().workers)
-
-
-async def test_a_request_of_lower_priority_loses_its_blocks_though_it_came_first(cluster: LocalCluster) -> None:
-    """Both fit when they are admitted, and outgrow the pool while they decode."""
-    ended: list[int] = []
-    async with AsyncClient(cluster.target) as client:
-
-        def ask(seed: int, priority: int = 0) -> AsyncStream:
-            prompt = prompt_of(BLOCK, seed)
-            return client.generate(prompt, max_tokens=400, ignore_eos=True, mode="pd", priority=priority)
-
-        async def finish(stream: AsyncStream, priority: int) -> tuple[int, ...]:
-            result = await stream.result()
-            ended.append(priority)
-            assert result.attempts == 1
-            return result.token_ids
-
-        alone = [(await ask(seed).result()).token_ids for seed in (6, 7)]
-        for _ in range(20):  # until the second one comes long before the first has ended
-            ended.clear()
-            low = ask(6, 5)
-            await anext(low)
-            assert list(await asyncio.gather(finish(low, 5), finish(ask(7, -5), -5))) == alone
-            if ended == [-5, 5]:
-                break
-        else:
-            raise AssertionError("the first always ended first")
-
-
-def test_greedy_with_a_repetition_penalty_is_transformers_own(model: Path, client: Client) -> None:
-    expected = greedy_tokens(model, PROMPT, 40, repetition_penalty=1.3)
-    assert expected != greedy_tokens(model, PROMPT, 40)
-    for mode in ("pd", "colocated"):
-        result = client.generate(PROMPT, max_tokens=40, mode=mode, repetition_penalty=1.3, logprobs=20).result()
-        assert list(result.token_ids) == expected
-        check_logprobs(model, PROMPT, result.tokens, 20)
 
 
 def test_a_resume_changes_no_draw(cluster: LocalCluster, client: Client) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +9,11 @@ import pytest
 
 from contract.control import MAX_CONTROL_BYTES
 from pdserve import Client
-from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
-from pdserve.core.worker import Role
 from tests.certificates import Certificates, tls_of
-from tests.local_cluster import ROOT, LocalCluster, free_port, local_cluster
+from tests.local_cluster import LocalCluster, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 from worker.authentication import CONTROL, REGISTRY, open_stream, stream_channel
-from worker.spec import WorkerSpec
 
 BLOCK, TOKENS = 16, 8
 PROMPT = [7 * i % 307 for i in range(5 * BLOCK + 3)]
@@ -74,30 +67,3 @@ async def test_a_service_serves_and_others_are_refused(
                     (await opening).cancel()
     check_serving(cluster, model)
     cluster.wait_idle()
-
-
-@pytest.mark.parametrize("module", ["gateway", "ops.launch.worker"])
-def test_a_process_does_not_start_with_files_that_do_not_fit(
-    cluster: LocalCluster, certificates: Certificates, module: str, tmp_path: Path
-) -> None:
-    files = certificates.of_plane()
-    section, problem = {
-        "gateway": ({**files, "tls_ca": str(tmp_path / "no")}, "error: cluster.tls_ca: "),
-        "ops.launch.worker": ({"tls_cert": files["tls_cert"]}, "error: cluster.tls_key: it is missing"),
-    }[module]
-    config = PdserveConfig.parse({**cluster.config.model_dump(mode="json"), "cluster": section})
-    registry = f"127.0.0.1:{free_port()}"
-    spec = WorkerSpec(
-        "prefill-9", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", (registry,), "test", config=config, num_slots=3
-    )
-    arguments = [json.dumps(spec.to_wire())] if module != "gateway" else [config.model_dump_json(), registry]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", module, *arguments],
-        env={**os.environ, **cluster.secret.environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(problem), done.stderr

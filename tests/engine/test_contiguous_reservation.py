@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from contract.engine import KVRole
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import SampledToken
@@ -61,30 +58,3 @@ def test_whole_context_reserves_for_the_longest_request() -> None:
     engine = scheduler(num_blocks=2, whole_context=True)
     add(engine, "a", 4, 4)
     assert step(engine) == {"a": [0, 1]}
-
-
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=25))
-def test_every_request_finishes_in_a_run_of_its_own(requests: list[tuple[int, int, int]]) -> None:
-    engine = scheduler(num_blocks=9, max_model_len=32)
-    left = {}
-    for number, (prompt_tokens, limit, stops_after) in enumerate(requests):
-        add(engine, str(number), prompt_tokens, limit)
-        left[str(number)] = min(limit, stops_after)
-    for _ in range(sum(left.values()) + 3 * len(left)):
-        if not engine.has_work:
-            break
-        output = engine.schedule()
-        owned = [block for part in output.seqs for block in part.block_ids]
-        assert len(set(owned)) == len(owned)
-        for part in output.seqs:
-            assert list(part.block_ids) == list(range(part.block_ids[0], part.block_ids[0] + len(part.block_ids)))
-        tokens = {}
-        for part in output.seqs:
-            if part.sample:
-                left[part.attempt_id] -= 1
-                tokens[part.attempt_id] = SampledToken(2 if left[part.attempt_id] else EOS)
-        engine.update(output, tokens, 0.0)
-        check_scheduler(engine)
-    assert set(left.values()) == {0}
-    assert engine.blocks.free_blocks == engine.blocks.longest_run == 9
-    assert engine.load().preemptions == 0

@@ -22,9 +22,7 @@ import torch
 from contract.engine import (
     Abort,
     EngineEvent,
-    Finished,
     KVEvent,
-    KVReady,
     KVRole,
     Load,
     Ready,
@@ -182,30 +180,6 @@ async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(share
     libraries = {Path(m.path).name for m in process.memory_maps()}
     assert any("torch" in name for name in libraries)
     assert not any("cygrpc" in name or "_raylet" in name for name in libraries)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_abort_frees_blocks_in_every_state(shared: Engine) -> None:
-    shared.client.send(_submit("running", KVRole.LOCAL, max_tokens=400))
-    shared.client.send(_submit("waiting", KVRole.LOCAL, max_tokens=400))
-    shared.client.send(_submit("receiving", KVRole.RECEIVE))
-    await shared.until(lambda: len(shared.tokens("running")) > 2)
-    for attempt_id in ("running", "waiting", "receiving", "unknown"):
-        shared.client.send(Abort(attempt_id))
-    await shared.until(lambda: shared.idle(64))
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_request_that_its_first_token_ends_is_told_of(shared: Engine) -> None:
-    """No step has a token of it: without a word from the engine its worker would wait for its deadline."""
-    assert shared.ready.eos_token_ids == [304, 305]
-    for attempt_id, first, ignore_eos in (("ends", 305, False), ("goes-on", 305, True)):
-        shared.client.send(_submit(attempt_id, KVRole.RECEIVE, max_tokens=3, ignore_eos=ignore_eos))
-        await shared.until(lambda name=attempt_id: bool(shared.reserved(name)))  # type: ignore[misc]
-        shared.client.send(KVReady(attempt_id, first))
-    assert len(await shared.finished("goes-on")) == 2
-    assert [event for event in shared.seen if isinstance(event, Finished)] == [Finished("ends", "stop")]
-    await shared.until(lambda: shared.idle(64))
 
 
 # --- engines of their own --------------------------------------------------------------------------------------------

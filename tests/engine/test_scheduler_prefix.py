@@ -1,15 +1,15 @@
-"""What the scheduler does with cached blocks, case by case. `test_scheduler_properties` proves that no request sees
-another content than its own."""
+"""What the scheduler does with cached blocks, case by case. `pdserve simulate` proves that no request sees another
+content than its own."""
 
 from __future__ import annotations
 
 import pytest
 
-from contract.engine import Computed, Finished, KVRole, Progress, Reserved
+from contract.engine import Computed, KVRole, Progress, Reserved
 from pdserve.core.handoff import FirstToken
 from tests.engine.test_scheduler import EOS, Rig, parts_of
 
-LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
+PUSH, RECEIVE = KVRole.PUSH, KVRole.RECEIVE
 
 
 def warm(budget: int = 64) -> Rig:
@@ -60,15 +60,6 @@ def test_blocks_of_a_running_request_are_found_once_their_step_is_done() -> None
     assert list(output.seqs[2].block_ids[:2]) == list(output.seqs[0].block_ids[:2])
 
 
-def test_output_is_found_as_well() -> None:
-    rig = Rig(prefix_caching=True)
-    rig.submit("a", 7, 3)
-    for token in (1007, 1008, 1009):
-        rig.step(token)
-    rig.submit("b", 12, 1)  # a's prompt and outputs, and a bit
-    assert rig.parts() == {"b": 4}
-
-
 def test_push_reports_the_blocks_it_found_with_its_first_progress() -> None:
     rig = warm(budget=4)
     rig.submit("p", 15, 4, PUSH)
@@ -90,14 +81,6 @@ def test_a_reservation_says_how_many_blocks_are_held(prompt: int, blocks: list[i
     assert rig.load().cached_blocks == prompt // 4
     (part,) = rig.step()[0].seqs
     assert (part.start, list(part.token_ids)) == (prompt, [50])
-
-
-def test_a_request_whose_first_token_is_its_last_still_leaves_what_it_received() -> None:
-    rig = Rig(prefix_caching=True)
-    rig.submit("r", 8, 4, RECEIVE)
-    rig.kv_ready("r", EOS)
-    assert rig.take_events() == [Finished("r", "stop")]
-    assert rig.submit("s", 9, 4, RECEIVE) == [Reserved("s", [0, 1, 2], 2, rig.now)]
 
 
 def test_a_preempted_request_finds_its_own_blocks_again() -> None:
@@ -165,30 +148,3 @@ def test_a_prefix_is_pushed_on_as_soon_as_it_is_there() -> None:
     assert rig.take_events() == [Computed([Progress("p", 12, [0, 1, 2, 3])])]
     rig.step()
     assert [(told.num_computed_tokens, told.first_token is None) for told in rig.progress] == [(15, False)]
-
-
-def test_a_pinned_prefix_is_not_evicted() -> None:
-    rig = warm()
-    rig.scheduler.pin_prefix("x/prefix", "", range(1000, 1012))
-    assert rig.take_events() == [Reserved("x/prefix", [0, 1], 2, rig.now)], "the third block was never cached"
-    assert rig.free == 30
-    rig.submit("big", 120, 1, salt="other")
-    while rig.busy():
-        rig.step(EOS)
-    rig.scheduler.pin_prefix("y/prefix", "", range(1000, 1008))
-    assert rig.take_events() == [Reserved("y/prefix", [0, 1], 2, rig.now)]
-    rig.release("x/prefix")
-    assert rig.free == 30
-    rig.abort("y/prefix")
-    rig.release("y/prefix")
-    assert rig.free == 32
-    assert rig.load().cached_blocks == 32, "they are cached as before"
-
-
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_what_is_not_cached_is_not_pinned(prefix_caching: bool) -> None:
-    rig = Rig(prefix_caching=prefix_caching)
-    rig.scheduler.pin_prefix("x/prefix", "", range(1000, 1008))
-    assert rig.take_events() == [Reserved("x/prefix", [], 0, rig.now)]
-    rig.release("x/prefix")
-    assert rig.free == 32

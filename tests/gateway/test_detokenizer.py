@@ -15,7 +15,7 @@ def stream(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_byte_level_pieces_make_exactly_the_whole_decode(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Arbitrary tokens: special ones, ids outside the vocabulary, and bytes that are not UTF-8."""
@@ -23,7 +23,7 @@ def test_byte_level_pieces_make_exactly_the_whole_decode(tokenizer: Tokenizer, d
     assert "".join(stream(tokenizer.detokenizer(()), token_ids)) == tokenizer.decode(token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_byte_level_never_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     pieces = stream(tokenizer.detokenizer(()), list(tokenizer.encode(text)))
@@ -60,7 +60,7 @@ def id_of(tokenizer: HFTokenizer, token: str) -> int:
     return token_id
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(st.sampled_from("abc é日😀 "), max_size=30), prompt=st.sampled_from(["", "ab", " a b c"]))
 def test_sentencepiece_pieces_continue_the_prompt(sentencepiece: HFTokenizer, text: str, prompt: str) -> None:
     before, token_ids = spell(sentencepiece, prompt), spell(sentencepiece, text)

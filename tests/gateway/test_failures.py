@@ -90,27 +90,6 @@ async def details_of(service: Service, **fields: Any) -> tuple[grpc.aio.AioRpcEr
     return caught.value, found
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"sampling": pb.Sampling(top_p=2.0)}, "top_p"),
-        ({"sampling": pb.Sampling(logit_bias={5000: 1.0})}, "logit_bias"),
-        ({"token_ids": pb.TokenIds(ids=[5000])}, "prompt"),
-        ({"request_id": "a b"}, "request_id"),
-        ({"mode": 77}, "mode"),
-    ],
-)
-async def test_a_wrong_field_is_named(service: Service, fields: dict[str, Any], field: str) -> None:
-    error, details = await details_of(service, **{"token_ids": PROMPT, **fields})
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert set(details) == {"ErrorInfo", "BadRequest"}
-    (violation,) = details["BadRequest"].field_violations
-    assert violation.field == field
-    assert error.details() == f"{field}: {violation.description}"
-    info = details["ErrorInfo"]
-    assert (info.reason, info.domain) == ("InvalidRequest", "pdserve")
-
-
 async def test_a_full_queue_says_when_to_come_back(start_service: StartService) -> None:
     service = await start_service("p0", "d0", router={"max_queue": 1, "prefill_backlog_tokens": 1})
     service.fleet["p0"].hangs.add("prefill")

@@ -52,27 +52,6 @@ async def test_health_follows_the_first_pair_and_its_loss(start_service: StartSe
     assert await health_of(service) == "NOT_SERVING"
 
 
-async def test_a_gateway_that_was_restarted_lets_requests_wait_for_the_workers(start_service: StartService) -> None:
-    """The first heartbeats reach it some time after it listens. A gateway of a new service refuses meanwhile."""
-    service = await start_service(restarted=True)
-    modes = (pb.MODE_PD, pb.MODE_COLOCATED, pb.MODE_AUTO)
-    sampling = pb.Sampling(max_tokens=2)
-    waiting = [asyncio.create_task(service.generate(token_ids=PROMPT, mode=mode, sampling=sampling)) for mode in modes]
-    await service.until(lambda: service.gateway._inference._being_read.total() == 3)
-    assert await health_of(service) == "NOT_SERVING"
-    message, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, token_ids=PROMPT, salt="x" * 257)
-    assert message.startswith("salt: ")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT), timeout=0.2):
-            pass
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await service.bring_up("p0", "d0")
-    for tokens, completion in await asyncio.gather(*waiting):
-        assert len(tokens) == 2
-        assert completion.attempts == 1
-    service.check_idle()
-
-
 async def test_a_restarted_gateway_of_one_role_refuses_only_hand_offs_at_once(start_service: StartService) -> None:
     service = await start_service(restarted=True, cluster={"prefill": 0, "decode": 1})
     assert (await call_error(service, pb.MODE_PD)).code() is grpc.StatusCode.UNAVAILABLE

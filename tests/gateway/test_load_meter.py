@@ -12,13 +12,14 @@ from gateway.inference import OutputToken
 from gateway.load_meter import LoadMeter
 from gateway.scaling_report import SHARES, GatewayLoad, ScalingReport, within_objective
 from gateway.validation import Submission
-from pdserve.core.clock import FakeClock
+from pdserve.core.clock import FakeClock, MonotonicClock
 from pdserve.core.config import SloConfig
 from pdserve.core.request import Mode
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from router.view import WorkerView
+from tests.gateway.fuzzing import PATIENT
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import Service, StartService
@@ -64,20 +65,24 @@ def test_looks_tell_what_is_in_use_and_what_is_waited_for() -> None:
     assert before.looks == 2, "what was given does not change"
 
 
-async def test_what_clients_do_does_not_count(start_service: StartService) -> None:
+async def test_what_clients_do_does_not_count(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends its request, or reads its answer, slowly makes no figure of the service worse."""
-    slo = {"slo": {"ttft_ms": 1500, "itl_ms": 1500}}
-    service = await start_service("p0", "d0", router={**slo, "max_unread_tokens": 4, "heartbeat_timeout_s": 60})
+    now, passed_s = MonotonicClock.now, 0.0
+    monkeypatch.setattr(MonotonicClock, "now", lambda clock: now(clock) + passed_s)
+    slo = {"slo": {"ttft_ms": 50_000, "itl_ms": 50_000}}
+    gateway = {"host": "127.0.0.1", "port": 0, "default_timeout_s": 3_600}
+    service = await start_service("p0", "d0", gateway=gateway, router={**slo, "max_unread_tokens": 4, **PATIENT})
     inference = service.gateway._inference
     caller = inference.identify("")
     submission = Submission(prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=12, temperature=0.0), mode=Mode.PD)
     with inference.admission(caller, None) as arrival:
-        await asyncio.sleep(2.0)  # its body comes slowly
+        passed_s += 100.0  # its body comes slowly
         async with aclosing(inference.generate(submission, arrival)) as outputs:
             async for output in outputs:
                 if isinstance(output, OutputToken) and output.index in (0, 6):
-                    await asyncio.sleep(2.0)
-    assert len(service.fleet["p0"].requests) > 1, "it was paused meanwhile"
+                    paused = len(service.fleet["d0"].aborted)
+                    await service.until(lambda: len(service.fleet["d0"].aborted) > paused)  # noqa: B023
+                    passed_s += 100.0
     load = service.gateway.load()
     assert within_objective(load.ttft)[1] == within_objective(load.itl)[1] == 0
     assert within_objective(load.ttft)[0] == 1

@@ -23,7 +23,6 @@ from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.loopback import create_transport
-from tests.planted.kv_receiver import DelayedReceiver
 from tests.virtual_time import LoopClock, VirtualTimeLoop, pytest_asyncio_loop_factories
 
 __all__ = ["pytest_asyncio_loop_factories"]
@@ -144,10 +143,10 @@ def sender_of(pool: Pool, *transports: KVTransport, **options: Any) -> KVSender:
     return KVSender(pool, transports, **{**defaults, **options})
 
 
-def receiver_of(pool: Pool, *transports: KVTransport, **options: Any) -> DelayedReceiver:
+def receiver_of(pool: Pool, *transports: KVTransport, **options: Any) -> KVReceiver:
     """The receiving end of worker "d" over this pool."""
     defaults = {"worker_id": "d", "epoch": "e1", "checksum": True, "clock": MonotonicClock(), "lease_s": 60.0}
-    return DelayedReceiver(pool, transports, **{**defaults, **options})
+    return KVReceiver(pool, transports, **{**defaults, **options})
 
 
 @contextlib.asynccontextmanager
@@ -177,7 +176,6 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             message_bytes: int = 4096,
             max_inflight_bytes: int = 2**20,
             lease_s: float = 5.0,
-            delay_s: float = 0.0,
             num_blocks: int = NUM_BLOCKS,
             source: Any = None,
             target: Any = None,
@@ -198,7 +196,6 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             receiver = receiver_of(
                 target, receiving, checksum=checksum, clock=clock, lease_s=lease_s, eos_token_ids=eos_token_ids
             )
-            receiver.delay_s = delay_s
             sender = sender_of(
                 source,
                 sending,

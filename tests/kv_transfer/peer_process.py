@@ -1,4 +1,4 @@
-"""The other process of two tests (torch_dist, link rate): receives hand-offs."""
+"""The other process of tests of torch_dist and of peers that are not proven: receives hand-offs."""
 
 from __future__ import annotations
 

@@ -44,18 +44,12 @@ class Relay:
         self._flowing.set()
         self._left: int | None = None
         self._closed = False
-        self._stalled = threading.Event()
         self._thread("relay-accept", self._accept)
 
     def stall(self, after_bytes: int) -> None:
         """Forward so many bytes more from the end that connected, then nothing until `flow`."""
-        self._stalled.clear()
         with self._lock:
             self._left = after_bytes
-
-    def wait_stalled(self, timeout_s: float = 5.0) -> bool:
-        """Whether `stall` has come to pass."""
-        return self._stalled.wait(timeout_s)
 
     def flow(self) -> None:
         """Go on."""
@@ -146,6 +140,5 @@ class Relay:
                     self._flowing.clear()
         sink.sendall(data[:now])
         if now < len(data):
-            self._stalled.set()
             self._flowing.wait()
             sink.sendall(data[now:])

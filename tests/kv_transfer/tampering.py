@@ -1,4 +1,4 @@
-"""A transport that damages what passes through it: corrupts, duplicates and swaps messages with blocks."""
+"""A transport that damages what passes through it: changes messages with blocks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from pdserve.core.errors import ChecksumMismatch
 from pdserve.core.handoff import KVEndpoint
 from tests.host_pool import inline
 
-Damage = Literal["", "corrupt", "flip", "duplicate", "reorder"]
+Damage = Literal["", "corrupt", "flip"]
 
 
 class TamperingTransport(KVTransport):
     """Does to the next messages with blocks what `plan` says, one entry for each message ("" leaves it alone):
 
     - ``corrupt``: sends a copy with one bit changed;
-    - ``flip``: changes one bit in the pool itself, after it was hashed, until the receiver complains;
-    - ``duplicate``: sends it twice;
-    - ``reorder``: sends it after the one that follows.
+    - ``flip``: changes one bit in the pool itself, after it was hashed, until the receiver complains.
     """
 
     def __init__(self, transport: KVTransport) -> None:
@@ -63,16 +61,12 @@ class TamperingLink(KVLink):
         super().__init__(link.memory)
         self.transport, self.on_device, self.reads_late = link.transport, link.on_device, link.reads_late
         self._link, self._plan = link, plan
-        self._held: tuple[bytes, bytes] | None = None
         self._flipped: memoryview | None = None
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Send it, perhaps damaged."""
         has_blocks = payload.size and isinstance(decode(header), Blocks)
         damage: Damage = self._plan.popleft() if self._plan and has_blocks else ""
-        if damage == "reorder":
-            self._held = header, b"".join(payload.parts)
-            return
         if damage == "corrupt":
             whole = bytearray().join(payload.parts)
             whole[len(whole) // 2] ^= 1
@@ -81,11 +75,6 @@ class TamperingLink(KVLink):
             self._flipped = payload.parts[0][:1]
             self._flipped[0] ^= 1
         await self._link.send(header, payload)
-        if damage == "duplicate":
-            await self._link.send(header, payload)
-        if payload.size and self._held is not None:
-            (held, content), self._held = self._held, None
-            await self._link.send(held, inline(content))
 
     async def drained(self) -> None:
         """As it is."""

@@ -289,8 +289,9 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
             ends.source.data[:] = bytes(len(ends.source.data))  # the next owner's
         network.polls = 0
         receiving = asyncio.create_task(ends.receiver.wait("r"))
-        await asyncio.sleep(0.1)
-        assert receiving.done() is not gives_up
+        if gives_up:
+            await asyncio.sleep(0.1)
+            assert not receiving.done()
         relay.flow()
         async with asyncio.timeout(5):
             if gives_up:
@@ -300,27 +301,3 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
                 assert (await receiving).proof.checksum == "off"
                 await ends.sender.wait("r")
                 ends.check_moved([7, 8, 9], [1, 2, 3])
-
-
-async def test_an_abort_waits_for_a_read_even_if_nothing_waits_for_the_transfer_any_more(
-    make_ends: MakeEnds, network: FakeNetwork
-) -> None:
-    """The transfer has expired, and the task that waited for it was cancelled while the read went on."""
-    ends = await make_ends("nixl", layout=LAYOUT)
-    await ends.sender.connect("d", "e1", ends.endpoints)
-    network.polls = 2**62
-    ends.start("r", [1, 2, 3], for_s=20, receiver_for_s=0.3, send=[7, 8, 9])
-    waiting = asyncio.create_task(ends.receiver.wait("r"))
-    await asyncio.sleep(0.5)
-    assert not waiting.done()
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    aborting = asyncio.create_task(ends.receiver.abort("r"))
-    await asyncio.sleep(0.05)
-    assert not aborting.done()
-    network.polls = 0
-    async with asyncio.timeout(5):
-        await aborting
-    there = bytes(ends.target.data)
-    await asyncio.sleep(0.05)
-    assert ends.target.data == there

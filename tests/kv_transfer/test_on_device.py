@@ -229,7 +229,6 @@ async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
     ends.start("r", [1], send=[2])
     await ends.both("r")
     assert max(sizes) > 2**16
-    assert ends.sender.links()[0].ceiling_gbs > 0.01
 
 
 async def test_messages_grow_when_hand_offs_have_rated_the_link(

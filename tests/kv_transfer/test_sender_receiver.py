@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import contract.kv as protocol
 import kv_transfer.receiver
 import kv_transfer.send_link
 import kv_transfer.sender
-from kv_transfer.handshake import measure
-from kv_transfer.transfer import TransferEnded
 from pdserve.core.errors import (
     ConfigError,
     LayoutMismatch,
@@ -130,42 +127,6 @@ async def test_connecting_is_idempotent_and_follows_the_epoch(make_ends: MakeEnd
         await ends.sender.connect("d", "e1", [KVEndpoint("torch_dist", "127.0.0.1:1")])
 
 
-@pytest.mark.parametrize("closing", ["sender", "receiver"])
-async def test_closing_either_end_fails_what_is_under_way(make_ends: MakeEnds, closing: str) -> None:
-    ends = await make_ends(lease_s=30.0)
-    ends.start("r", [1, 2, 3, 4], for_s=30.0)
-    ends.sender.send_blocks("r", 0, [0, 1])
-    await until(lambda: status_of(ends.receiver, "r") is Status.TRANSFERRING)
-    for _ in range(2):
-        await getattr(ends, closing).aclose()
-    for end in (ends.sender, ends.receiver):
-        async with asyncio.timeout(1):
-            with pytest.raises(PeerLost):
-                await end.wait("r")
-
-
-async def test_of_two_links_the_newest_is_told_and_the_end_of_the_old_one_takes_nothing_along(
-    make_ends: MakeEnds,
-) -> None:
-    """The worker has begun anew, and the receiver has not noticed that its old link is dead."""
-    ends, old = await make_ends(lease_s=30.0), await make_ends()
-    await old.sender.connect("d", "e1", ends.endpoints)
-    ends.announce("both", [10, 11], for_s=30)
-    await until(lambda: is_announced(old, "both"))
-    await ends.connect()
-    ends.announce("newest", [12, 13])
-    await until(lambda: is_announced(ends, "newest"))
-    assert not is_announced(old, "newest")
-    await old.sender.aclose()
-    await until(lambda: len(ends.receiver._tasks) == 2)  # accepting, and serving the new link
-    ends.announce("after", [14, 15])
-    for name, target_ids in (("both", [10, 11]), ("newest", [12, 13]), ("after", [14, 15])):
-        ends.push(name, 2, for_s=30, send=[1, 2])
-        await ends.both(name)
-        ends.check_moved([1, 2], target_ids)
-    ends.check_nothing_left()
-
-
 # --- time limits -----------------------------------------------------------------------------------------------------
 
 
@@ -198,19 +159,6 @@ async def test_a_silent_sender_loses_its_lease_and_a_slow_one_keeps_it(make_ends
     await asyncio.sleep(1.5)
     ends.sender.send_blocks("slow", 0, [1, 2], last=True)
     await ends.both("slow")
-
-
-async def test_a_receiver_that_has_no_room_yet_is_not_taken_for_silent(make_ends: MakeEnds) -> None:
-    ends = await make_ends(lease_s=1.0)
-    ends.push("r", 2)
-    ends.sender.send_blocks("r", 0, [1, 2])
-    await asyncio.sleep(1.5)
-    assert status_of(ends.sender, "r") is Status.WAITING
-    ends.announce("r", [3, 4])
-    await until(lambda: status_of(ends.receiver, "r") is Status.TRANSFERRING)
-    await asyncio.sleep(1.5)  # from now on both ends are heard of
-    ends.sender.send_blocks("r", 2, [], last=True)
-    await ends.both("r")
 
 
 async def test_a_receiver_that_is_silent_after_its_announcement_is_given_up(make_ends: MakeEnds) -> None:
@@ -270,36 +218,6 @@ async def test_blocks_that_are_queued_wait_for_the_announcement(make_ends: MakeE
     ends.check_nothing_left()
 
 
-@pytest.mark.parametrize("is_linked", [True, False])
-async def test_an_announcement_that_comes_before_its_hand_off_is_kept(make_ends: MakeEnds, is_linked: bool) -> None:
-    """Without a link it is made when the hand-off begins, and the announcement comes over it while it is measured."""
-    ends = await make_ends()
-    if is_linked:
-        await ends.connect()
-    ends.announce("r", [10, 11, 12])
-    if is_linked:
-        await until(lambda: is_announced(ends, "r"))
-    ends.push("r", 3, send=[1, 2, 3])
-    await ends.both("r")
-    ends.check_moved([1, 2, 3], [10, 11, 12])
-    ends.check_nothing_left()
-
-
-async def test_an_announcement_amid_the_blocks(make_ends: MakeEnds) -> None:
-    """Layer by layer, of slots some of which are skipped."""
-    ends = await linked(make_ends)
-    ends.push("r", 5)
-    ends.sender.send_blocks("r", 0, [5, 6, 7], range(1))
-    ends.announce("r", [10, 11, 12, 13, 14], 1)
-    await until(lambda: status_of(ends.receiver, "r") is Status.TRANSFERRING)
-    ends.sender.send_blocks("r", 0, [5, 6, 7], range(1, 2))
-    ends.sender.send_blocks("r", 3, [8, 9], last=True)
-    received = await ends.both("r")
-    assert received.proof.kv_bytes == 4 * BLOCK
-    ends.check_moved([6, 7, 8, 9], [11, 12, 13, 14])
-    assert not any(ends.target.bytes_of([10]))
-
-
 async def test_a_hand_off_is_announced_to_its_own_sender_alone(make_ends: MakeEnds) -> None:
     ends = await linked(make_ends)
     ends.receiver.announce("r", "another", [10], 0, ends.in_s(20))
@@ -310,14 +228,10 @@ async def test_a_hand_off_is_announced_to_its_own_sender_alone(make_ends: MakeEn
 
 
 @pytest.mark.parametrize("how", ["aborted", "expired"])
-@pytest.mark.parametrize("when_linked", ["before", "meanwhile", "later"])
 async def test_an_announcement_of_what_is_over_at_the_sender_fails_the_receiver_at_once(
-    make_ends: MakeEnds, how: str, when_linked: str
+    make_ends: MakeEnds, how: str
 ) -> None:
-    """Linked before the hand-off began, or by it (it is over before there is a link), or anew by the next one."""
-    ends = await make_ends(lease_s=30.0)
-    if when_linked == "before":
-        await ends.connect()
+    ends = await linked(make_ends, lease_s=30.0)
     ends.push("r", 2, for_s=0.05 if how == "expired" else 20.0)
     if how == "aborted":
         ends.sender.send_blocks("r", 0, [1, 2], last=True)
@@ -325,61 +239,13 @@ async def test_an_announcement_of_what_is_over_at_the_sender_fails_the_receiver_
     else:
         with pytest.raises(TransferTimeout, match="deadline"):
             await ends.sender.wait("r")
-    if when_linked == "later":
-        await until(lambda: bool(ends.sender.links()))
-        await ends.sender._peers["d"]._link.aclose()
-        await until(lambda: not ends.sender.links() and not ends.receiver._links)
     ends.announce("r", [10, 11], for_s=30)
-    if when_linked == "later":
-        await ends.connect()
     async with asyncio.timeout(1):
         with pytest.raises(TransferError, match="the sender of r gave up: ") as told:
             await ends.receiver.wait("r")
     assert type(told.value) in (TransferError, TransferTimeout)
     await ends.check_works("next")
     assert not any(ends.target.bytes_of([10, 11]))
-
-
-async def test_an_announcement_of_what_was_given_up_while_its_link_is_made(
-    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is heard before the link is known to the sender's other half."""
-    ends, measured = await make_ends(lease_s=30.0), asyncio.Event()
-
-    async def measure_late(*args: Any) -> float:
-        await measured.wait()
-        return await measure(*args)
-
-    monkeypatch.setattr(kv_transfer.sender, "measure", measure_late)
-    ends.announce("r", [10, 11], for_s=30)
-    ends.push("r", 2)
-    await until(lambda: bool(ends.receiver._links))  # the receiver has greeted it, and tells it now
-    assert ends.sender.links() == ()
-    await ends.sender.abort("r")
-    measured.set()
-    async with asyncio.timeout(1):
-        with pytest.raises(TransferError, match="the sender of r gave up: "):
-            await ends.receiver.wait("r")
-    await ends.check_works("next")
-
-
-async def test_a_hand_off_given_up_at_the_receiver_before_the_sender_begins_it(make_ends: MakeEnds) -> None:
-    ends = await linked(make_ends, lease_s=30.0)
-    ends.announce("r", [10, 11], for_s=30)
-    await until(lambda: is_announced(ends, "r"))
-    await ends.receiver.abort("r")
-    ends.announce("other", [10, 11], for_s=30)  # the same blocks, another owner's now
-    ends.push("r", 2, for_s=30, send=[1, 2])
-    async with asyncio.timeout(1):
-        with pytest.raises(TransferRefused, match=r"r is not expected \(any more\)"):
-            await ends.sender.wait("r")
-    assert not any(ends.target.data)
-    assert status_of(ends.receiver, "other") is Status.BOOTSTRAPPING
-    await ends.receiver.abort("other")
-    ends.push("other", 2)
-    with pytest.raises(TransferRefused):
-        await ends.sender.wait("other")
-    await ends.check_works("next")
 
 
 @pytest.mark.parametrize(("wanted", "first"), [(1, "push"), (3, "announcement")])
@@ -423,28 +289,6 @@ async def test_announcements_of_what_never_begins_are_bounded(
     ends.check_nothing_left()
 
 
-async def test_bad_arguments(make_ends: MakeEnds) -> None:
-    ends = await make_ends()
-    for ids, skipped in (([1, 1], 0), ([1, 64], 0), ([1, -1], 0), ([1, 2], 3), ([1, 2], -1)):
-        with pytest.raises(ValueError, match="block"):
-            ends.announce("r", ids, skipped)
-    with pytest.raises(TransferEnded, match="not being sent"):
-        ends.sender.send_blocks("r", 0, [1])
-    ends.start("r", [1, 2], for_s=5)
-    with pytest.raises(ValueError, match="already"):
-        ends.announce("r", [3])
-    with pytest.raises(ValueError, match="already"):
-        ends.push("r", 2)
-    for first, ids, last, trailer in ((1, [1, 2], True, b""), (-1, [1], True, b""), (0, [1], False, b"t")):
-        with pytest.raises(ValueError, match=r"slots|trailer"):
-            ends.sender.send_blocks("r", first, ids, last=last, trailer=trailer)
-    with pytest.raises(ValueError, match="blocks outside a pool of 64"):
-        ends.sender.send_blocks("r", 0, [64])
-    ends.sender.send_blocks("r", 0, [1, 2], last=True)
-    with pytest.raises(ValueError, match="after its last"):
-        ends.sender.send_blocks("r", 0, [1])
-
-
 # --- the prefix of a prompt, of which the sender may have less than is wanted ----------------------------------------
 
 
@@ -476,24 +320,3 @@ async def test_only_a_partial_hand_off_may_end_early(make_ends: MakeEnds, sender
     for end in (ends.sender, ends.receiver):
         with pytest.raises(TransferRefused):
             await asyncio.wait_for(end.wait("r"), 5)
-
-
-async def test_a_changed_message_of_a_partial_hand_off_is_sent_again(
-    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if it is not the last one, and the last one comes first."""
-    ends = await make_ends(message_bytes=BLOCK)
-    real, calls = protocol.checksum, 0
-
-    def wrong_once(payload: Any, trailer: bytes) -> int:
-        nonlocal calls
-        calls += 1
-        return real(payload, trailer) ^ (calls == 2)
-
-    monkeypatch.setattr(kv_transfer.send_link, "checksum", wrong_once)
-    ends.sender.push("r", ends.peer, 3, ends.in_s(10), partial=True)
-    ends.receiver.announce("r", "p", [1, 2, 3, 4], 0, ends.in_s(10), partial=True)
-    ends.sender.send_blocks("r", 0, [5, 6, 7], last=True)
-    received = await ends.both("r")
-    assert (received.num_blocks, received.proof.kv_bytes_retried) == (3, BLOCK)
-    ends.check_moved([5, 6, 7], [1, 2, 3])

@@ -11,7 +11,7 @@ import pytest
 
 from kv_transfer.base import KVLink
 from kv_transfer.memory import HostMemory
-from kv_transfer.transports.shaped import Shape, ShapedLink, _pieces
+from kv_transfer.transports.shaped import Shape, ShapedLink
 from pdserve.core.config import PdserveConfig, TransferConfig
 from pdserve.core.errors import ConfigError, PeerLost
 from pdserve.core.kv_layout import Region
@@ -119,18 +119,6 @@ async def test_what_is_held_back_is_read_until_drained_and_never_after_a_cut() -
 
 
 @IN_VIRTUAL_TIME
-async def test_what_is_held_back_arrives_before_the_close() -> None:
-    shape = Shape(None, round_trip_ms=200.0)
-    async with linked(shape, shape) as (sender, receiver):
-        await sender.send(b"last words")
-        closing = asyncio.create_task(sender.aclose())
-        assert (await receiver.recv()).header == b"last words"
-        with pytest.raises(PeerLost):
-            await receiver.recv()
-        await closing
-
-
-@IN_VIRTUAL_TIME
 async def test_a_peer_without_a_shape_is_refused() -> None:
     async with linked(None, Shape(1.0)) as (plain, shaped):
         await plain.send(b"h", inline(b"payload"))
@@ -155,36 +143,6 @@ async def test_a_piece_that_does_not_fit_ends_the_link() -> None:
         assert (await shaped.recv()).size == 3
         with pytest.raises(PeerLost, match=r"a piece of 0 \+ 4 bytes, with 3 left"):
             await shaped.fetch([Region(0, 3)])
-
-
-async def test_a_hand_off_is_whole_and_leases_hold(make_ends: MakeEnds) -> None:
-    # 64 KiB at 62.5 kB/s take longer than half of the lease, so a sign of life has to come in between.
-    ends = await make_ends("tcp", shape=Shape(0.0005, round_trip_ms=20.0), lease_s=2.0)
-    ends.start("r", list(range(64)), send=list(range(64)))
-    async with asyncio.timeout(20):
-        await ends.both("r")
-    everything = list(range(64))
-    ends.check_moved(everything, everything)
-
-
-async def test_an_aborted_hand_off_leaves_its_blocks_alone(make_ends: MakeEnds) -> None:
-    ends = await make_ends("tcp", shape=Shape(0.01, round_trip_ms=20.0))
-    ends.start("r", list(range(64)), send=list(range(64)))
-    await asyncio.sleep(0.02)
-    async with asyncio.timeout(10):
-        await ends.receiver.abort("r")
-        there = ends.target.bytes_of(list(range(64)))
-        await ends.sender.abort("r")
-    await asyncio.sleep(0.1)
-    assert ends.target.bytes_of(list(range(64))) == there
-
-
-def test_pieces_are_the_payload() -> None:
-    content = bytes(range(256)) * 5
-    for size in (1, 7, 256, 1280, 4000):
-        pieces = list(_pieces(inline(content), size))
-        assert b"".join(bytes(part) for piece in pieces for part in piece.parts) == content
-        assert all(piece.size == size for piece in pieces[:-1])
 
 
 def test_the_configured_shape() -> None:

@@ -1,12 +1,10 @@
 """However a caller leaves a stream, the service hears of it: its request is cancelled, though stream and client may
-live on. (`tests.e2e.test_states`: what the service does then, in whatever state the request is.)"""
+live on. (`pdserve simulate`: what the service does then, in whatever state the request is.)"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import itertools
 import signal
 import subprocess
 import sys
@@ -26,16 +24,6 @@ HEARD_S = 60.0
 def break_out(client: Client, stream: Stream) -> None:
     for _ in stream:
         break
-
-
-def raise_in_the_loop(client: Client, stream: Stream) -> None:
-    with contextlib.suppress(ZeroDivisionError):
-        for _ in stream:
-            raise ZeroDivisionError
-
-
-def take_some(client: Client, stream: Stream) -> None:
-    assert len(list(itertools.islice(stream, 1))) == 1
 
 
 def leave_with(client: Client, stream: Stream) -> None:
@@ -62,7 +50,7 @@ def cancel_while_another_thread_reads(client: Client, stream: Stream) -> None:
 
 LOOP_ENDED, CLOSED, CANCELLED = r"use next\(stream\)", "its stream was closed", "cancelled by the client"
 SYNC_WAYS: dict[Callable[[Client, Stream], None], str] = {
-    break_out: LOOP_ENDED, raise_in_the_loop: LOOP_ENDED, take_some: LOOP_ENDED, leave_with: CLOSED,
+    break_out: LOOP_ENDED, leave_with: CLOSED,
     close_stream: CLOSED, close_client: "was closed", cancel_while_another_thread_reads: CANCELLED,
 }  # fmt: skip
 """Each with what the stream says afterwards."""
@@ -97,13 +85,6 @@ async def time_out_in_result(client: AsyncClient, stream: AsyncStream) -> None:
     await anext(stream)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(stream.result(), 0.1)
-
-
-async def time_out_in_the_loop(client: AsyncClient, stream: AsyncStream) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.3):
-            async for _ in stream:
-                pass
 
 
 async def cancel_the_task(client: AsyncClient, stream: AsyncStream) -> None:
@@ -144,7 +125,7 @@ async def cancel_while_a_task_reads(client: AsyncClient, stream: AsyncStream) ->
 
 INTERRUPTED = "was cancelled or interrupted"
 ASYNC_WAYS: dict[Callable[[AsyncClient, AsyncStream], Awaitable[None]], str] = {
-    time_out_in_result: INTERRUPTED, time_out_in_the_loop: INTERRUPTED, cancel_the_task: INTERRUPTED,
+    time_out_in_result: INTERRUPTED, cancel_the_task: INTERRUPTED,
     async_break_out: r"use anext\(stream\)", leave_async_with: CLOSED, close_async_stream: CLOSED,
     close_async_client: "was closed", cancel_while_a_task_reads: CANCELLED,
 }  # fmt: skip

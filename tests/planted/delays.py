@@ -1,4 +1,4 @@
-"""Delays that tests plant in stages, to prove that a breakdown shows each where it is, or to hold a request in a state.
+"""Delays that tests plant in stages, to prove that a breakdown shows each where it is.
 
 The product's code knows nothing of them. Processes that a test starts run a module of this folder in place of the
 product's, and read the delays from the environment: `tests.planted.engine`, `tests.planted.worker`,
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 ENGINE_MODULE = "tests.planted.engine"
 STAGES = frozenset(
@@ -23,20 +22,6 @@ def environment(delays_ms: Mapping[str, float]) -> dict[str, str]:
     """What `planted_delays_s` reads in a process that is started with it; ``delays_ms`` is by stage."""
     assert delays_ms.keys() <= STAGES, delays_ms
     return {_VARIABLE: json.dumps(dict(delays_ms))}
-
-
-@contextmanager
-def in_environment(delays_ms: Mapping[str, float]) -> Iterator[None]:
-    """Processes that are started meanwhile inherit the delays."""
-    before = os.environ.get(_VARIABLE)
-    os.environ.update(environment(delays_ms))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
 
 
 def planted_delays_s() -> dict[str, float]:

@@ -211,12 +211,3 @@ async def test_it_is_a_pair_until_enough_is_measured_and_then_what_is_cheaper(ma
     record = cluster.record(mode=Mode.AUTO)
     await cluster.served(record)
     assert record.placements[-1].startswith("mode auto: a retry is for a pair")
-
-
-async def test_it_stays_a_pair_where_that_is_cheaper(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["p0"].delay_s = {"prefill": 0.010, "run": 0.010, "run_more": 0.030}
-    cluster.fleet["d0"].delay_s = {"decode": 0.001, "decode_more": 0.005, "run": 0.200, "run_more": 0.005}
-    placements = await auto(cluster, 300)
-    ways = ["pair" if "decode on" in one else "alone" for one in placements]
-    assert ways[-64:].count("pair") >= 62

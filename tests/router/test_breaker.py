@@ -124,16 +124,6 @@ async def test_a_failing_worker_gets_nothing_but_a_probe_now_and_then(
     assert (worker.state, worker.breaker.explanation) == ("ready", "")
 
 
-async def test_a_probe_that_runs_keeps_others_away(tripped: Cluster) -> None:
-    await asyncio.sleep(1.1)
-    tripped.fleet["d0"].delay_s = {"decode": 3.0}
-    probe = asyncio.create_task(run(tripped))
-    await asyncio.sleep(0.1)
-    assert [await run(tripped) for _ in range(3)] == ["d1"] * 3
-    assert await probe == "d0"
-    assert "d0" in [await run(tripped) for _ in range(2)]
-
-
 @pytest.mark.parametrize(("bad", "failing"), [("d0", "decode"), ("p0", "prefill")])
 async def test_a_probe_counts_from_its_first_token(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, bad: str, failing: Point
@@ -162,25 +152,6 @@ async def test_the_last_worker_of_a_role_never_pauses(make_cluster: MakeCluster)
     cluster = make_cluster(max_attempts=20)
     cluster.fleet["d0"].fail("decode", *[TransferTimeout("late")] * 8)
     assert await run(cluster, max_tokens=12) == "d0"
-
-
-async def test_one_that_pauses_serves_as_soon_as_the_other_is_gone(tripped: Cluster) -> None:
-    tripped.registry.lost("d1")
-    assert await run(tripped) == "d0"
-    assert tripped.worker("d0").state == "ready"
-
-
-async def test_the_last_worker_serves_others_while_it_is_probed(tripped: Cluster) -> None:
-    await asyncio.sleep(1.1)
-    tripped.fleet["d0"].hangs = {"decode"}
-    long = [asyncio.create_task(run(tripped)) for _ in range(2)]
-    await asyncio.sleep(0.05)
-    assert tripped.worker("d0").state == "failing", "it is probed"
-    tripped.registry.lost("d1")
-    assert tripped.worker("d0").state == "ready"
-    tripped.fleet["d0"].hangs = set()
-    await tripped.served(tripped.record(name="short", max_tokens=2))
-    await tripped.finish(*long)
 
 
 async def test_a_new_incarnation_inherits_the_breaker(tripped: Cluster) -> None:

@@ -56,36 +56,6 @@ async def test_a_cancellation_by_others_stays_one_even_at_the_deadline(at_s: flo
         await task
 
 
-async def test_a_cancellation_of_before_does_not_hide_the_deadline() -> None:
-    async def go_on() -> str:
-        try:
-            await asyncio.sleep(5.0)
-        except asyncio.CancelledError:
-            with pytest.raises(DeadlineExceeded):
-                await limit.bound(given("never", 5.0), "reading")
-            return "it went on"
-        return "not cancelled"
-
-    limit = deadline(1.0)
-    task = asyncio.create_task(go_on())
-    await asyncio.sleep(0.1)
-    task.cancel()
-    assert await task == "it went on"
-
-
-async def test_a_wait_within_a_wait_ends_first_and_the_outer_one_may_go_on() -> None:
-    async def outer() -> str:
-        with pytest.raises(DeadlineExceeded, match="inside"):
-            await limit.bound(given("never", 5.0), "inside")
-        return "it went on"
-
-    limit = deadline(1.0)
-    assert await limit.bound(outer(), "outside") == "it went on"
-    task = asyncio.current_task()
-    assert task is not None
-    assert task.cancelling() == 0
-
-
 async def test_waits_of_several_tasks_end_together() -> None:
     limit = deadline(1.0)
     waits = [limit.bound(given("in time", 0.5), "a"), *(limit.bound(given("never", 5.0), name) for name in "bc")]

@@ -49,12 +49,6 @@ def placed(decision: Decision) -> tuple[str, str | None]:
 
 
 PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
-    "the only pair": (
-        needs(),
-        view(worker("p0"), worker("d0")),
-        ("p0", "d0"),
-        "prefill on p0: the only one free; decode on d0: the only one free, 0 running, 0 waiting, 32 blocks free for 5",
-    ),
     "the least loaded of each role": (
         needs(),
         view(busy("p0", 9), busy("p1", 8), busy("d0", 3), busy("d1", 7, running=1), busy("d2", 4)),
@@ -66,36 +60,6 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         view(worker("p0", last_used=2), worker("p1", last_used=1), worker("d1"), worker("d0")),
         ("p1", "d0"),
         "0 outstanding tokens, the fewest of 2",
-    ),
-    "in turns": (
-        needs(),
-        view(busy("p0", 9, last_used=1), worker("p1", last_used=2), worker("d0"), worker("d1"), policy="round_robin"),
-        ("p0", "d0"),
-        "prefill on p0: its turn among 2; decode on d0: its turn among 2",
-    ),
-    "only workers that have room": (
-        needs(),
-        view(worker("p0"), busy("d0", 1, free_blocks=4), busy("d1", 9, free_blocks=9, blocks_placed=4, running=2)),
-        ("p0", "d1"),
-        "decode on d1: the only one free, 2 running, 0 waiting, 5 blocks free for 5",
-    ),
-    "a worker without requests has room, whatever it says": (
-        needs(),
-        view(worker("p0"), worker("d0", free_blocks=0)),
-        ("p0", "d0"),
-        "0 blocks free for 5",
-    ),
-    "only linked pairs": (
-        needs(),
-        view(worker("p0", linked={}), busy("p1", 9, linked={"d1": 0.0}), worker("d0"), busy("d1", 9)),
-        ("p1", "d1"),
-        "prefill on p1: the only one free; decode on d1: the only one free",
-    ),
-    "only workers it fits": (
-        needs(),
-        view(worker("p0", max_tokens=20), worker("p1", max_tokens=21), worker("d0", max_tokens=29), worker("d1")),
-        ("p1", "d1"),
-        "prefill on p1: the only one free",
     ),
     "not where it failed": (
         needs(avoid=frozenset({"p0", "d0"})),
@@ -115,29 +79,11 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         ("p1", "d0"),
         "decode on d0: the only one free, though its heartbeat is late",
     ),
-    "by a prefill worker with a peer that did not fail it": (
-        needs(avoid=frozenset({"d0"})),
-        view(worker("p0", linked={"d0": 0.0}), busy("p1", 50), worker("d0"), worker("d1")),
-        ("p1", "d1"),
-        "prefill on p1: the only one free",
-    ),
     "where its cache is": (
         needs(prefer="p1"),
         view(worker("p0"), busy("p1", 50), worker("d0")),
         ("p1", "d0"),
         "prefill on p1: the last attempt ran there, and its prefix cache holds the prompt",
-    ),
-    "not where its cache is, if that is full": (
-        needs(prefer="p1"),
-        view(worker("p0"), busy("p1", 100, prompt_tokens=100), worker("d0")),
-        ("p0", "d0"),
-        "prefill on p0: the only one free",
-    ),
-    "a prompt longer than the backlog, where none waits": (
-        needs(),
-        view(worker("p0"), worker("d0"), backlog=1),
-        ("p0", "d0"),
-        "the only one free",
     ),
     "colocated, the least loaded of all": (
         needs(Mode.COLOCATED),
@@ -145,23 +91,11 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         ("d0", None),
         "mode colocated; both on d0: 3 outstanding tokens, the fewest of 2",
     ),
-    "colocated, by the policy for prefill": (
-        needs(Mode.COLOCATED),
-        view(busy("p0", 9, last_used=1), busy("d0", 3, last_used=2), policy="round_robin"),
-        ("p0", None),
-        "mode colocated; both on p0: its turn among 2",
-    ),
     "auto is a pair": (
         needs(Mode.AUTO),
         view(worker("p0"), worker("d0")),
         ("p0", "d0"),
         "mode auto: too few hand-offs are measured to compare; prefill on p0",
-    ),
-    "auto without a decode worker": (
-        needs(Mode.AUTO),
-        view(worker("p0"), worker("d0", ready=False)),
-        ("p0", None),
-        "mode auto: no decode worker is ready (1 prefill registered, 1 decode registered); both on p0: the only one",
     ),
     "auto without links": (
         needs(Mode.AUTO),
@@ -225,30 +159,10 @@ WAITS: dict[str, tuple[Needs, ClusterView, str, type[Exception] | None]] = {
         "no ready decode worker can hold 30 tokens",
         None,
     ),
-    "colocated, all full": (
-        needs(Mode.COLOCATED),
-        view(busy("p0", 200, prompt_tokens=200)),
-        "mode colocated; no worker is free: p0 has 200 prompt tokens to compute, the fewest of 1 "
-        "(router.prefill_backlog_tokens: 100)",
-        None,
-    ),
-    "auto, both there and full": (
-        needs(Mode.AUTO),
-        view(busy("p0", 200, prompt_tokens=200), worker("d0")),
-        "mode auto: too few hand-offs are measured to compare; no prefill worker is free: p0 has 200 prompt tokens to",
-        None,
-    ),
     "nothing there": (
         needs(Mode.AUTO),
         view(),
         "mode auto: no prefill worker is ready (none has registered)",
-        NotReady,
-    ),
-    "no decode worker": (needs(), view(worker("p0")), "no decode worker is ready (1 prefill registered, 0", NotReady),
-    "not linked": (
-        needs(),
-        view(worker("p0", linked={}, link_errors=(PeerLost("d0 hung up"),)), worker("d0")),
-        "workers are ready, but no prefill worker is connected to a decode worker: d0 hung up",
         NotReady,
     ),
     "unlike workers, which would answer differently": (

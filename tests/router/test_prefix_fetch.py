@@ -14,13 +14,13 @@ from pdserve.core.config import RouterConfig
 from pdserve.core.handoff import PrefixFetch, TransferProof
 from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import Mode
-from pdserve.core.worker import Role, TokenOutput
+from pdserve.core.worker import TokenOutput
 from router.cost_model import MIN_SAMPLES, Costs
 from router.placement import Placed, place
 from router.prefix_fetch import LEAST_TIMEOUT_S, MOST_TIMEOUT_S, PAUSE_S, SOURCE_TIMEOUT_S, Fetch, plan_fetch
 from router.registry import WorkerRegistry
 from router.view import ClusterView, Needs
-from tests.fake_worker import FAKE_LAYOUT, FakeWorker, fake_info
+from tests.fake_worker import FAKE_LAYOUT
 from tests.router.test_auto_mode import LINK, PREFILL, costs, line, worker
 from tests.virtual_time import LoopClock
 
@@ -199,37 +199,6 @@ async def test_what_is_fetched_is_not_outstanding(cluster: Cluster) -> None:
     assert len(cluster.fleet["p1"].aborted) == 1
 
 
-@pytest.mark.parametrize("ends", ["token", "cancel", "failure"])
-async def test_a_source_that_still_waits_is_released(cluster: Cluster, ends: str) -> None:
-    p0, p1 = cluster.fleet["p0"], cluster.fleet["p1"]
-    p0.hangs = {"send_prefix"}
-    if ends == "cancel":
-        p1.hangs = {"prefill"}
-    cluster.fleet["d0"].delay_s = {"decode_more": 1.0}
-    task = asyncio.create_task(cluster.served(cluster.record(PROMPT)))
-    await cluster.until(lambda: bool(p0.requests and p1.requests))
-    if ends == "cancel":
-        task.cancel()
-    elif ends == "failure":
-        p1.crash()
-    await cluster.until(lambda: any(name.endswith("/prefix") for name in p0.aborted))
-    if ends == "token":
-        assert p0.aborted == [p0.requests[0][1].attempt_id]
-        assert not task.done(), "as soon as there is a token"
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_the_loss_of_the_source_does_not_concern_the_request(cluster: Cluster) -> None:
-    p0, p1 = cluster.fleet["p0"], cluster.fleet["p1"]
-    p0.hangs, p1.delay_s = {"send_prefix"}, {"prefill": 0.5}
-    record = cluster.record(PROMPT)
-    task = asyncio.create_task(cluster.served(record))
-    await cluster.until(lambda: bool(p0.requests))
-    p0.crash()
-    await task
-    assert record.attempts == 1
-
-
 async def test_a_failed_fetch_is_not_repeated_for_a_while(cluster: Cluster) -> None:
     p0, p1 = cluster.fleet["p0"], cluster.fleet["p1"]
     p1.cached_tokens = 1
@@ -243,14 +212,6 @@ async def test_a_failed_fetch_is_not_repeated_for_a_while(cluster: Cluster) -> N
         await cluster.served(cluster.record(PROMPT))
         assert [call for call, _ in p0.requests].count("send_prefix") == asked
         assert len(p1.requests) == asked + 1
-
-
-async def test_a_source_that_starts_anew_may_be_asked_again(cluster: Cluster) -> None:
-    p1 = cluster.worker("p1")
-    cluster.registry.fetch_failed(p1, "p0")
-    assert p1.avoided_sources == {"p0"}
-    cluster.registry.add(FakeWorker(fake_info("p0", Role.PREFILL, epoch="2"), cluster.fleet))
-    assert not p1.avoided_sources
 
 
 async def test_the_result_and_the_cost_model_know_what_was_fetched(cluster: Cluster) -> None:

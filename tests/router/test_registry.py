@@ -9,8 +9,7 @@ import pytest
 
 from pdserve.core.clock import FakeClock
 from pdserve.core.config import RouterConfig
-from pdserve.core.errors import LayoutMismatch, NotReady, TransferTimeout
-from pdserve.core.handoff import PeerLink
+from pdserve.core.errors import NotReady
 from pdserve.core.request import Mode
 from pdserve.core.worker import Links, Role, WorkerLoad
 from router.placement import Placed
@@ -68,72 +67,6 @@ async def test_lost_counts_at_once_but_only_for_its_own_incarnation(registry: Wo
     registry.lost("nobody")
 
 
-async def test_a_starting_engine_and_a_suspect_are_not_ready(registry: WorkerRegistry) -> None:
-    entry = registry.add(worker("p0"))
-    registry.suspect(entry)
-    assert (entry.state, registry.ready()) == ("suspect", [])
-    registry.heartbeat("p0", WorkerLoad(), entry.info)
-    assert registry.ready() == [entry]
-    registry.heartbeat("p0", WorkerLoad(), replace(entry.info, ready=False))
-    assert (entry.state, registry.ready()) == ("starting", [])
-
-
-async def test_load_is_counted_until_its_end_and_never_leaks_into_a_new_incarnation(registry: WorkerRegistry) -> None:
-    entry = registry.add(worker("p0"))
-    first, second = registry.begin("p0", 30, prompt_tokens=20), registry.begin("p0", 5)
-    assert (entry.outstanding_tokens, entry.outstanding_requests, entry.prompt_tokens) == (35, 2, 20)
-    assert registry.view().workers[0].prompt_tokens == 20
-    first.prefilled()
-    first.prefilled()
-    assert (entry.outstanding_tokens, entry.prompt_tokens) == (15, 0), "what is computed is no load any more"
-    first.token_made()
-    assert entry.outstanding_tokens == 14
-    second.end()
-    second.end()
-    assert (entry.outstanding_tokens, entry.outstanding_requests) == (9, 1)
-    renewed = registry.add(worker("p0", epoch="2"))
-    first.end()
-    assert (renewed.outstanding_tokens, renewed.outstanding_requests, entry.outstanding_tokens) == (0, 0, 0)
-    assert renewed.last_used == entry.last_used
-
-
-async def test_listeners_hear_of_every_change_or_of_those_of_workers_alone(
-    registry: WorkerRegistry, clock: FakeClock
-) -> None:
-    registry.add(worker("d0"))
-    entry = registry.add(worker("p0"), links=fake_links("d0"))
-    heard: list[str] = []
-    heard_all: list[str] = []
-    unsubscribe = registry.subscribe_workers(lambda: heard.append(entry.state))
-    registry.subscribe(lambda: heard_all.append(entry.state))
-    share = registry.begin("p0", 9, 9)
-    for change in (share.prefilled, share.token_made, share.end):
-        change()
-    registry.heartbeat("p0", WorkerLoad(free_blocks=3, running=2), entry.info, fake_links("d0"))
-    assert (heard_all, heard) == (["ready"] * 3, []), "a token makes no room"
-    (link,) = fake_links("d0").values()
-    assert isinstance(link, PeerLink)
-    registry.heartbeat("p0", WorkerLoad(), entry.info, {("d0", "1"): replace(link, ceiling_gbs=7.0)})
-    assert heard == [], "a faster link is still the same link"
-    assert registry.links(entry)[0].ceiling_gbs == 7.0
-    registry.heartbeat("p0", WorkerLoad(), entry.info, {("d0", "1"): TransferTimeout("it is silent")})
-    registry.heartbeat("p0", WorkerLoad(), entry.info, fake_links("d0"))
-    assert heard == ["ready"] * 2, "a link went and came"
-    registry.suspect(entry)
-    registry.heartbeat("p0", WorkerLoad(), entry.info, fake_links("d0"))
-    registry.heartbeat("p0", WorkerLoad(), replace(entry.info, ready=False), fake_links("d0"))
-    registry.retire("p0")
-    clock.advance(9)
-    registry.expire()
-    registry.lost("p0")  # it was lost already
-    assert heard[2:] == heard_all[6:] == ["suspect", "ready", "starting", "retiring", "lost"]
-    registry.add(worker("p1"))
-    assert len(heard) == 8
-    unsubscribe()
-    registry.lost("p1")
-    assert len(heard) == 8
-
-
 @pytest.mark.parametrize("seed", range(8))
 async def test_a_view_is_up_to_date_after_whatever_happened(seed: int) -> None:
     draw, clock = random.Random(seed), FakeClock(100.0)
@@ -181,35 +114,6 @@ def linked(registry: WorkerRegistry, worker_id: str = "p0") -> set[str]:
     return set(seen.linked)
 
 
-async def test_links_are_those_of_the_last_heartbeat_to_workers_that_live(registry: WorkerRegistry) -> None:
-    registry.add(worker("p0"), links=fake_links("d1"))
-    registry.add(worker("d0"))
-    assert linked(registry) == set(), "d1 is not there"
-    registry.add(worker("d1"))
-    assert linked(registry) == {"d1"}
-    registry.heartbeat("p0", WorkerLoad(), links=fake_links("d0", "d1"))
-    assert linked(registry) == {"d0", "d1"}
-    registry.heartbeat("p0", WorkerLoad(), links={**fake_links("d1"), ("d0", "1"): TransferTimeout("d0 is mute")})
-    assert linked(registry) == {"d1"}
-    registry.lost("d1")
-    assert linked(registry) == set()
-    registry.add(worker("d1"))
-    assert linked(registry) == {"d1"}, "it was only cut off"
-
-
-async def test_a_new_incarnation_of_decode_must_be_linked_anew(registry: WorkerRegistry) -> None:
-    registry.add(worker("p0"), links=fake_links("d0"))
-    registry.add(worker("d0"))
-    registry.add(worker("d0", epoch="2"))
-    assert linked(registry) == set()
-    registry.heartbeat("p0", WorkerLoad(), links=fake_links("d0"))
-    assert linked(registry) == set(), "the prefill worker still speaks of the earlier one"
-    registry.heartbeat("p0", WorkerLoad(), links={("d0", "1"): LayoutMismatch("of the earlier one")})
-    assert isinstance(registry.unavailable(Mode.PD), NotReady)
-    registry.heartbeat("p0", WorkerLoad(), links=fake_links("d0", epoch="2"))
-    assert linked(registry) == {"d0"}
-
-
 async def test_the_long_dead_are_forgotten(registry: WorkerRegistry, clock: FakeClock) -> None:
     registry.add(worker("p0"))
     registry.add(worker("d0"))
@@ -241,18 +145,6 @@ async def test_what_was_replaced_or_dismissed_has_no_way_back(registry: WorkerRe
     assert registry.restarts == {}, "another worker may get its name"
     assert registry.workers == ()
     assert registry.dismiss("p0") is None
-
-
-async def test_who_retires_gets_nothing_more(registry: WorkerRegistry) -> None:
-    entry = registry.add(worker("p0"))
-    share = registry.begin("p0", 10)
-    registry.retire("p0")
-    registry.retire("nobody")
-    assert (entry.state, registry.ready(), entry.outstanding_requests) == ("retiring", [], 1)
-    registry.heartbeat("p0", WorkerLoad(), entry.info)
-    assert registry.ready() == []
-    share.end()
-    assert entry.outstanding_requests == 0
 
 
 async def test_an_engine_that_starts_anew_is_the_same_worker(registry: WorkerRegistry) -> None:

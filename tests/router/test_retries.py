@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,10 +21,10 @@ from pdserve.core.errors import (
 from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.timeline import Figure
 from router import retries
-from router.attempt import ABORT_TIMEOUT_S, PROOF_TIMEOUT_S
+from router.attempt import ABORT_TIMEOUT_S
 from router.deadline import Deadline
 from router.retries import MIN_RETRIES
-from tests.fake_worker import Point, fake_links
+from tests.fake_worker import Point
 
 if TYPE_CHECKING:
     from tests.router.conftest import Cluster, MakeCluster
@@ -85,22 +84,6 @@ async def test_a_failure_costs_the_client_nothing_if_another_worker_may_cure_it(
         assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
 
 
-@pytest.mark.parametrize("point", ["run", "run_more"])
-async def test_colocated_goes_on_elsewhere(make_cluster: MakeCluster, point: Point) -> None:
-    cluster = make_cluster()
-    cluster.fleet["d0"].fail(point, WorkerLost("gone"))
-    cluster.fleet["p0"].fail(point, NotReady("starting"))
-    cluster.registry.begin("p0", 1).end()
-    record = cluster.record(mode=Mode.COLOCATED)
-    task = asyncio.create_task(cluster.served(record))
-    await cluster.until(lambda: record.attempts == 2 and record.status is RequestStatus.QUEUED)
-    await asyncio.sleep(0.02)
-    assert record.status is RequestStatus.QUEUED, "both are suspect, so the retry waits for a sign of life"
-    cluster.beat("p0")
-    await task
-    assert record.attempts == 3
-
-
 async def test_a_continuation_sends_prompt_and_tokens_so_far_under_a_new_name(make_cluster: MakeCluster) -> None:
     """And to the prefill worker that has computed the prompt."""
     cluster = make_cluster(prefill=3, decode=2)
@@ -124,19 +107,6 @@ async def test_a_continuation_of_one_token_needs_no_hand_off(make_cluster: MakeC
     result = await cluster.served(cluster.record(max_tokens=2))
     assert (result.kv_bytes_expected, result.decode_worker) == (0, "")
     assert [call for call, _ in cluster.fleet["p0"].requests] == ["push", "run"]
-
-
-async def test_a_continuation_stopped_at_its_first_token_expects_no_hand_off(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(decode=2)
-    cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
-    record = cluster.record()
-    async with aclosing(cluster.router.generate(record)) as tokens:
-        async for _ in tokens:
-            if record.attempts == 2:
-                record.stopped = True
-                break
-    assert record.output_token_ids == [6, 7]
-    assert (record.result.proof, record.result.kv_bytes_expected) == (None, 0)
 
 
 async def test_a_worker_that_is_too_small_is_not_the_last_word(make_cluster: MakeCluster) -> None:
@@ -174,15 +144,6 @@ async def test_tokens_begin_the_count_of_attempts_anew(make_cluster: MakeCluster
     record = cluster.record(max_tokens=8)
     await cluster.served(record)
     assert record.attempts == 6, "each of the five failed ones gave token 1 of what was left"
-
-
-async def test_an_error_of_a_worker_that_is_not_ready_is_its_own(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill=2)
-    cluster.fleet["p0"].fail("prefill", *[NotReady("its engine has just died")] * 3)
-    for _ in range(3):
-        await cluster.served(cluster.record())
-    assert len(cluster.fleet["p0"].requests) == 1, "suspect until its next heartbeat"
-    assert len({request.attempt_id for _, request in cluster.fleet["p1"].requests}) == 3, "though the client's is one"
 
 
 async def test_a_request_that_loses_two_workers_in_a_row_ends(make_cluster: MakeCluster) -> None:
@@ -239,20 +200,6 @@ async def test_an_outage_does_not_multiply_the_load(make_cluster: MakeCluster) -
     assert any("too many others are retried" in str(outcome) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED])
-async def test_a_client_that_does_not_read_pauses_its_request(make_cluster: MakeCluster, mode: Mode) -> None:
-    cluster = make_cluster(max_unread_tokens=4)
-    record = cluster.record(max_tokens=30, mode=mode)
-    generation = cluster.router.generate(record)
-    tokens = aiter(generation)
-    got = [(await anext(tokens)).token_id]
-    await cluster.until(lambda: cluster.aborted("d0") == ["r"] and not any(w.held for w in cluster.fleet.values()))
-    assert [worker.outstanding_tokens for worker in cluster.registry.workers] == [0, 0], "it holds no load meanwhile"
-    got += [token.token_id async for token in tokens]
-    assert got == list(range(6, 36)), "and goes on where it was once the client reads"
-    assert record.status is RequestStatus.FINISHED
-
-
 @pytest.mark.parametrize(("mode", "max_tokens"), [(Mode.PD, 1), (Mode.PD, 9), (Mode.COLOCATED, 9)])
 async def test_load_is_what_is_still_to_be_computed(make_cluster: MakeCluster, mode: Mode, max_tokens: int) -> None:
     """All is computed soon, though the client has read one token only."""
@@ -262,15 +209,6 @@ async def test_load_is_what_is_still_to_be_computed(make_cluster: MakeCluster, m
     await cluster.until(lambda: not any(worker.outstanding_requests for worker in cluster.registry.workers))
     assert [worker.outstanding_tokens for worker in cluster.registry.workers] == [0, 0]
     await generation.aclose()
-
-
-async def test_a_bug_in_a_handle_fails_the_request_and_leaks_nothing(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["p0"].push = lambda *_: [][1]  # type: ignore[method-assign]
-    record = cluster.record()
-    with pytest.raises(IndexError):
-        await cluster.served(record)
-    assert record.status is RequestStatus.FAILED
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
@@ -290,20 +228,6 @@ async def test_a_prefill_worker_that_is_lost_in_the_transfer_is_noticed_at_once(
     assert (record.attempts, len(cluster.fleet["p1"].requests)) == (2, 1)
 
 
-async def test_a_prefill_worker_that_is_lost_after_the_last_token_delays_no_completion(
-    make_cluster: MakeCluster,
-) -> None:
-    cluster = make_cluster()
-    cluster.fleet["p0"].eos_token_id = 6
-    cluster.fleet["d0"].hangs = {"room"}
-    tokens = aiter(cluster.router.generate(cluster.record(max_tokens=9)))
-    assert (await anext(tokens)).finish_reason is not None
-    rest = asyncio.create_task(anext(tokens, None))
-    await asyncio.sleep(0.01)
-    cluster.fleet["p0"].crash()
-    assert await asyncio.wait_for(rest, PROOF_TIMEOUT_S / 2) is None
-
-
 async def test_a_deadline_waits_for_no_worker_that_does_not_answer(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     cluster.fleet["d0"].hangs = {"decode_more", "abort"}
@@ -312,33 +236,6 @@ async def test_a_deadline_waits_for_no_worker_that_does_not_answer(make_cluster:
     cluster.check_idle()
     cluster.fleet["d0"].crash()  # ends what hangs
     await asyncio.sleep(0)
-
-
-async def test_a_prefill_worker_that_is_lost_after_the_transfer_costs_nothing(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["d0"].delay_s = {"decode_more": 0.05}
-    record = cluster.record()
-    task = asyncio.create_task(cluster.served(record))
-    await cluster.until(lambda: len(record.output_token_ids) == 2)
-    cluster.fleet["p0"].crash()
-    cluster.registry.lost("p0")
-    await task
-    assert record.attempts == 1
-
-
-async def test_a_retry_waits_for_a_worker_to_come_back(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["d0"].hangs = {"decode_more"}
-    record = cluster.record()
-    task = asyncio.create_task(cluster.served(record))
-    await cluster.until(lambda: len(record.output_token_ids) == 2)
-    cluster.fleet["d0"].crash()
-    cluster.registry.lost("d0")
-    await cluster.until(lambda: record.status is RequestStatus.QUEUED)
-    assert record.output_token_ids == [6, 7]
-    cluster.registry.add(type(cluster.fleet["d0"])(cluster.fleet["d0"].info, cluster.fleet))
-    cluster.beat("p0", fake_links("d0"))
-    await task
 
 
 async def test_a_retry_waits_no_longer_than_its_deadline(make_cluster: MakeCluster) -> None:

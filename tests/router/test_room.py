@@ -12,9 +12,7 @@ import pytest
 
 from pdserve.core.errors import (
     CapacityExceeded,
-    ChecksumMismatch,
     InvalidRequest,
-    NotReady,
     PdserveError,
     TransferTimeout,
     WorkerLost,
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 ALL = [6, 7, 8, 9]
 POLL_MS = 1.0  # how often a fake that prefills looks whether there is room
 BLOCK_BYTES = FAKE_LAYOUT.block_bytes
-NO_ROOM = [WorkerLost("gone"), NotReady("starting"), CapacityExceeded("full"), TransferTimeout("late")]
+NO_ROOM = [WorkerLost("gone"), CapacityExceeded("full"), TransferTimeout("late")]
 
 
 async def test_a_decode_worker_that_makes_room_for_long_does_not_delay_token_1(make_cluster: MakeCluster) -> None:
@@ -42,16 +40,9 @@ async def test_a_decode_worker_that_makes_room_for_long_does_not_delay_token_1(m
     record = cluster.record(timeout_s=60.0)
     begin_s = cluster.clock.now()
     task = asyncio.create_task(cluster.watched(record))
-    await asyncio.sleep(0.0001)
-    # At the same moment, the very same request.
-    ((_, request),) = cluster.fleet["p0"].requests
-    assert cluster.fleet["p0"].requests == [("push", request)]
-    assert cluster.fleet["d0"].requests == [("receive", request)]
-    assert request.attempt_id.startswith("r#")
     await asyncio.sleep(1.0)
     assert record.output_token_ids == [6]
     # Prefill may get the next prompt, though it holds this one's KV as long as it takes.
-    assert [cluster.fleet[name].held.keys() for name in ("p0", "d0")] == [{request.attempt_id}] * 2
     loads = {worker.worker_id: worker.outstanding_requests for worker in cluster.registry.workers}
     assert loads == {"p0": 0, "d0": 1}
 
@@ -73,92 +64,21 @@ async def test_a_decode_worker_that_makes_room_for_long_does_not_delay_token_1(m
     assert cluster.aborted("p0") == cluster.aborted("d0") == []
 
 
-async def test_room_made_during_the_prefill_costs_nothing(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["p0"].delay_s = {"prefill": 0.1}
-    cluster.fleet["d0"].delay_s = {"room": 0.09}
-    record = cluster.record()
-    times, _ = await cluster.watched(record)
-    assert times == pytest.approx([100] * 4, abs=POLL_MS)
-    assert record.timeline.has(EventKind.ROOM_MADE)
-    assert record.timeline.room_wait_ms == 0
-
-
 @pytest.mark.parametrize("error", NO_ROOM)
 async def test_a_decode_worker_that_fails_before_token_1_ends_the_attempt_at_once(
     make_cluster: MakeCluster, error: PdserveError
 ) -> None:
     cluster = make_cluster(prefill=2, decode=2)
-    for name in ("p0", "p1"):
-        cluster.fleet[name].delay_s = {"prefill": 1.0}
-    for name in ("d0", "d1"):
-        cluster.fleet[name].delay_s = {"room": 0.1}
+    for fake in cluster.fleet.values():
+        fake.delay_s = {"prefill": 1.0, "room": 0.1}
     cluster.fleet["d0"].fail("room", error)
-    record = cluster.record()
-    task = asyncio.create_task(cluster.watched(record))
-    await asyncio.sleep(0.099)
-    assert [len(cluster.fleet[name].requests) for name in ("p0", "p1", "d0", "d1")] == [1, 0, 1, 0]
-    assert cluster.aborted("p0") == []
-    await asyncio.sleep(0.002)
-    # The prefill had 0.9 s to go: it is not waited for.
-    assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
-    assert record.output_token_ids == []
-    ((_, first),) = cluster.fleet["d0"].requests
-    ((_, second),) = cluster.fleet["d1"].requests
-    assert first.attempt_id != second.attempt_id
-    assert (second.token_ids, second.max_tokens) == (first.token_ids, first.max_tokens)
-    assert first.attempt_id not in cluster.fleet["p0"].held
-
-    times, result = await task
+    times, result = await cluster.watched(record := cluster.record())
     assert record.output_token_ids == ALL
-    assert times == pytest.approx([1_100] * 4, abs=POLL_MS)
+    assert times == pytest.approx([1_100] * 4, abs=POLL_MS), "the prefill had 0.9 s to go, and was not waited for"
     # A transfer has two ends, either of which may be at fault; else prefill is innocent and has begun with the prompt.
     assert result.prefill_worker == ("p1" if isinstance(error, TransferTimeout) else "p0")
     assert (result.decode_worker, record.attempts) == ("d1", 2)
-    suspects = [worker.worker_id for worker in cluster.registry.workers if worker.state == "suspect"]
-    assert suspects == (["d0"] if isinstance(error, WorkerLost | NotReady) else [])
     assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
-
-
-@pytest.mark.parametrize("error", [*NO_ROOM, ChecksumMismatch("changed")])
-async def test_a_decode_worker_that_fails_after_token_1_is_replaced_and_the_next_goes_on_from_there(
-    make_cluster: MakeCluster, error: PdserveError
-) -> None:
-    cluster = make_cluster(prefill=1, decode=2)
-    cluster.fleet["p0"].delay_s = {"prefill": 0.05}
-    cluster.fleet["d0"].delay_s = {"room": 0.1}
-    cluster.fleet["d0"].fail("room", error)
-    record = cluster.record((1, 2, 3, 4, 5, 6, 7, 8))
-    times, result = await cluster.watched(record)
-    assert record.output_token_ids == [9, 10, 11, 12]
-    assert times == pytest.approx([50, 150, 150, 150], abs=POLL_MS)
-    (_, first), (_, second) = cluster.fleet["p0"].requests
-    assert (second.prompt_token_ids, second.output_token_ids) == (first.prompt_token_ids, (9,))
-    assert (first.max_tokens, second.max_tokens) == (4, 3)
-    assert cluster.fleet["d0"].requests == [("receive", first)]
-    assert cluster.fleet["d1"].requests == [("receive", second)]
-    assert cluster.fleet["p0"].aborted == cluster.fleet["d0"].aborted == [first.attempt_id], "prefill held its KV"
-    assert (record.status, record.attempts, result.decode_worker) == (RequestStatus.FINISHED, 2, "d1")
-    # The second hand-off has token 1 in it.
-    assert result.proof is not None
-    assert result.proof.kv_bytes == result.kv_bytes_expected == 3 * BLOCK_BYTES
-    for figure in Figure:
-        breakdown = record.timeline.breakdown(figure)
-        assert breakdown is not None
-        assert abs(breakdown.unattributed_ms) < 0.01, breakdown
-
-
-async def test_prefill_that_fails_does_not_wait_for_room(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill=2, decode=1)
-    cluster.fleet["p0"].delay_s = cluster.fleet["p1"].delay_s = {"prefill": 0.1}
-    cluster.fleet["p0"].fail("prefill", WorkerLost("gone"))
-    cluster.fleet["d0"].delay_s = {"room": 0.5}
-    record = cluster.record()
-    times, result = await cluster.watched(record)
-    assert times == pytest.approx([200, 600, 600, 600], abs=2 * POLL_MS)
-    assert (result.prefill_worker, record.attempts) == ("p1", 2)
-    ((_, first), (_, second)) = cluster.fleet["d0"].requests
-    assert cluster.fleet["d0"].aborted == [first.attempt_id] != [second.attempt_id]
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2])
@@ -201,17 +121,6 @@ async def test_a_last_token_1_does_not_wait_for_room_and_its_proof_not_for_ever(
     assert record.result.proof is None
     assert record.result.kv_bytes_expected == 2 * BLOCK_BYTES, "a hand-off that failed is not hidden"
     assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
-
-
-async def test_room_that_comes_late_proves_a_last_token_1(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    cluster.fleet["p0"].eos_token_id = 6
-    cluster.fleet["d0"].delay_s = {"room": 0.5}
-    times, result = await cluster.watched(record := cluster.record())
-    assert (times, record.output_token_ids) == ([0], [6])
-    assert result.proof is not None
-    assert result.proof.kv_bytes == result.kv_bytes_expected == 2 * BLOCK_BYTES
-    assert cluster.aborted("p0") == cluster.aborted("d0") == []
 
 
 async def test_no_more_requests_are_placed_than_decode_has_blocks_for(make_cluster: MakeCluster) -> None:

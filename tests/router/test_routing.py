@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, TransferTimeout
+from pdserve.core.errors import DeadlineExceeded, NotReady, TransferTimeout
 from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure
@@ -62,19 +61,6 @@ async def test_the_timeline_has_every_event_and_the_stages_leave_no_gap(make_clu
     assert record.timeline.room_wait_ms == pytest.approx(10)
 
 
-@pytest.mark.parametrize(("mode", "cached", "told"), [(Mode.PD, 4, 4), (Mode.COLOCATED, 4, 4), (Mode.PD, 99, 5)])
-async def test_the_salt_goes_to_every_worker_and_what_prefill_found_comes_back(
-    make_cluster: MakeCluster, mode: Mode, cached: int, told: int
-) -> None:
-    cluster = make_cluster()
-    for worker in cluster.fleet.values():
-        worker.cached_tokens = cached
-    result = await cluster.served(cluster.record(mode=mode, salt="tenant"))
-    assert result.prefill_cached_tokens == told  # never more than the prompt has
-    requests = [request for worker in cluster.fleet.values() for _, request in worker.requests]
-    assert [request.salt for request in requests] == ["tenant"] * (2 if mode is Mode.PD else 1)
-
-
 async def test_each_attempts_placement_is_kept_and_logged_with_its_reason(
     make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,39 +89,12 @@ async def test_token_1_is_held_until_decode_can_go_on(make_cluster: MakeCluster)
     assert abs(breakdown.unattributed_ms) < 0.01
 
 
-async def test_a_held_token_is_delivered_once_though_decode_fails(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(decode=2, first_token="decode")
-    cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
-    record = cluster.record()
-    await cluster.served(record)
-    assert record.attempts == 2
-
-
-async def test_a_token_that_ends_the_request_is_not_held(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(first_token="decode")
-    cluster.fleet["p0"].eos_token_id = 6
-    await cluster.served(cluster.record(), 1)
-
-
 async def test_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     result = await cluster.served(cluster.record(max_tokens=1))
     assert [call for call, _ in cluster.fleet["p0"].requests] == ["run"]
     assert cluster.fleet["d0"].requests == []
     assert (result.mode, result.decode_worker, result.kv_bytes_expected, result.proof) == (Mode.PD, "", 0, None)
-
-
-async def test_colocated_takes_the_least_loaded_of_all(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(decode=2, policy="least_tokens")
-    shares = [cluster.registry.begin("p0", 50), cluster.registry.begin("d0", 40), cluster.registry.begin("d1", 10)]
-    record = cluster.record(mode=Mode.COLOCATED)
-    result = await cluster.served(record)
-    assert (result.mode, result.prefill_worker, result.decode_worker) == (Mode.COLOCATED, "d1", "d1")
-    assert (result.kv_bytes_expected, result.proof) == (0, None)
-    assert EventKind.TOKEN_2_SAMPLED in record.timeline.events
-    assert EventKind.ROOM_MADE not in record.timeline.events
-    for share in shares:
-        share.end()
 
 
 @pytest.mark.parametrize(
@@ -152,19 +111,6 @@ async def test_auto_is_pd_unless_it_cannot_be_or_the_deployment_says_otherwise(
         remedy = "modes auto and colocated need none; .* by `pdserve scale --decode 1`"
         with pytest.raises(NotReady, match=rf"no decode worker is ready .*; {remedy}"):
             await cluster.served(cluster.record(mode=Mode.PD))
-
-
-@pytest.mark.parametrize("lost", ["p0", "d0"])
-async def test_auto_runs_where_a_worker_is_left(make_cluster: MakeCluster, lost: str) -> None:
-    cluster = make_cluster(patience_s=5.0, prefill_backlog_tokens=1)
-    cluster.fleet["p0"].hangs = {"prefill"}
-    first, queued = (asyncio.create_task(cluster.served(cluster.record(name=n, mode=Mode.AUTO))) for n in "ab")
-    await cluster.until(lambda: cluster.router.queued == 1 and bool(cluster.fleet["p0"].stuck))
-    cluster.fleet["p0"].hangs.clear()
-    cluster.fleet[lost].crash()
-    cluster.registry.lost(lost)
-    await asyncio.gather(first, queued)
-    await cluster.served(cluster.record(mode=Mode.AUTO))
 
 
 async def test_a_service_that_was_ready_waits_for_its_workers_as_long_as_its_patience_lasts(
@@ -202,15 +148,6 @@ async def test_without_patience_it_waits_until_the_deadline(make_cluster: MakeCl
         cluster.registry.add(cluster.fleet[worker_id])
     cluster.beat("p0", fake_links("d0"))
     await waiting
-
-
-@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED, Mode.AUTO])
-async def test_a_request_that_fits_no_worker_is_refused(make_cluster: MakeCluster, mode: Mode) -> None:
-    cluster = make_cluster()
-    for worker in cluster.registry.workers:
-        worker.info = replace(worker.info, num_blocks=2)
-    with pytest.raises(CapacityExceeded, match=r"5 \+ 4 tokens exceed the KV pool of every worker \(8 tokens"):
-        await cluster.served(cluster.record(mode=mode))
 
 
 async def test_nothing_ready_is_said_at_once_even_to_those_in_the_queue(make_cluster: MakeCluster) -> None:

@@ -7,19 +7,8 @@ import gc
 import pytest
 import torch
 
-from kv_transfer.memory import DeviceMemory
-from pdserve.core.errors import TransferRefused
-from pdserve.core.kv_layout import Region
 from tests.strict_cuda import CudaMisuse, StrictGpus
 from tests.strict_streams import POISON
-
-
-def test_nothing_works_before_init() -> None:
-    cuda = StrictGpus().process()
-    assert cuda.is_available()
-    for call in (lambda: cuda.zeros(8, 0), lambda: cuda.record(0), lambda: cuda.synchronize(0), lambda: cuda.memory(0)):
-        with pytest.raises(CudaMisuse, match="before CUDA was initialised: a segmentation fault"):
-            call()
 
 
 def test_memory_is_shared_and_neither_opened_at_home_nor_freed_under_a_reader() -> None:
@@ -39,20 +28,6 @@ def test_memory_is_shared_and_neither_opened_at_home_nor_freed_under_a_reader() 
         gpus.check()
     with pytest.raises(CudaMisuse, match="freed"):
         reader.synchronize(0)
-
-
-def test_events_belong_to_a_device() -> None:
-    cuda = StrictGpus(num_gpus=2).process()
-    cuda.init(0)
-    event = cuda.record(0)
-    assert event.query()
-    with pytest.raises(CudaMisuse, match="recorded on GPU 1 while GPU 0 is the current one"):
-        cuda.record(1)
-    cuda.init(1)
-    with pytest.raises(CudaMisuse, match="queried on GPU 0 while GPU 1"):
-        event.query()
-    with pytest.raises(CudaMisuse, match="invalid device ordinal"):
-        cuda.init(2)
 
 
 def test_a_recording_must_not_be_disturbed() -> None:
@@ -76,31 +51,6 @@ def test_a_recording_must_not_be_disturbed() -> None:
     cuda.synchronize(0)
 
 
-def test_a_peer_with_another_order_of_gpus_opens_by_its_own_index() -> None:
-    """Handles carry the index of the process that shared them, and the doctor's probes see all GPUs of a node."""
-    gpus = StrictGpus(num_gpus=2)
-    memory = DeviceMemory.create(64, "cuda:1", gpus.process())
-    peer = gpus.process(visible=[1])
-    with pytest.raises(CudaMisuse, match="invalid device ordinal"):
-        DeviceMemory.open(memory.handle, cuda=peer)
-    opened = DeviceMemory.open(memory.handle, 0, peer)
-    memory.view(Region(0, 4)).fill_(9)
-    assert opened.view(Region(0, 5)).tolist() == [9, 9, 9, 9, 0]
-    assert opened.settled()()
-
-
-def test_opening_initialises_cuda_first() -> None:
-    """`_new_shared_cuda` in a process without CUDA is a segmentation fault, and a worker does nothing else before."""
-    gpus = StrictGpus()
-    memory, worker = DeviceMemory.create(64, "cuda", gpus.process()), gpus.process()
-    opened = DeviceMemory.open(memory.handle, cuda=worker)
-    assert worker.calls[0] == "init"
-    opened.close()
-    memory.close()
-    with pytest.raises(TransferRefused, match="invalid resource handle"):
-        DeviceMemory.open(memory.handle, cuda=worker)
-
-
 def test_work_of_a_stream_is_done_when_the_host_waits_for_it() -> None:
     """Until then its results are poison."""
     cuda = StrictGpus().process()
@@ -122,21 +72,3 @@ def test_work_of_a_stream_is_done_when_the_host_waits_for_it() -> None:
     assert event.query()
     cuda.synchronize(0)
     assert target.tolist() == [4, 5, 0, 1]
-
-
-def test_a_stream_has_its_gpu_and_its_process() -> None:
-    gpus = StrictGpus(num_gpus=2)
-    cuda, other = gpus.process(), gpus.process()
-    for each in (cuda, other):
-        each.init(0)
-    stream = cuda.stream(1)
-    with cuda.on(stream):
-        event = cuda.record(1)
-        with pytest.raises(CudaMisuse, match="recorded on GPU 0 while GPU 1 is the current one"):
-            cuda.record(0)
-    with pytest.raises(CudaMisuse, match="waited for on GPU 1 while GPU 0"):
-        event.synchronize()
-    with pytest.raises(CudaMisuse, match="of another process"):
-        other.on(stream)
-    with pytest.raises(CudaMisuse, match="before CUDA was initialised"):
-        gpus.process().stream(0)

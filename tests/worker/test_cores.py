@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import Role, SharedCores
-from runtime.secret import ServiceSecret
-from tests.local_cluster import ROOT, free_port
-from tests.random_models import save_random_model
 from worker.cores import (
     CoreHolder,
     claim_cores,
@@ -195,40 +187,3 @@ def test_leaving_binds_every_thread() -> None:
         for each in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.sched_setaffinity(int(each), before)
-
-
-@pytest.mark.timeout(120)
-def test_a_second_service_on_the_same_core_says_so(tmp_path: Path) -> None:
-    """Two real workers that may use one core only, of two services."""
-    model = save_random_model(tmp_path, "gqa")
-    core = min(os.sched_getaffinity(0))
-    processes: list[subprocess.Popen[str]] = []
-    ports = [free_port(), free_port()]
-    try:
-        for port in ports:
-            config = PdserveConfig.parse({
-                "model": {"path": str(model)}, "gateway": {"port": port}, "engine": {"kv_memory_mb": 8},
-            })  # fmt: skip
-            spec = replace(make_spec(), config=config, registry_addresses=(f"127.0.0.1:{free_port()}",))
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ops.launch.worker", json.dumps(spec.to_wire())],
-                env={**os.environ, **ServiceSecret.new().environment(), "PYTHONPATH": str(ROOT)},
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-            )
-            processes.append(process)
-            said = ""
-            assert process.stderr is not None
-            for said in process.stderr:
-                if "engine ready" in said or "share cores" in said:
-                    break
-        # Other services on this host may share the core, too.
-        assert re.search(rf"prefill-0 \(core {core}\) with the services? on port [^;]*\b{ports[0]}\b", said)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.wait(20)
-            assert process.stderr is not None
-            process.stderr.close()

@@ -11,7 +11,6 @@ import pytest
 
 import worker.kv
 from contract.engine import Command, Computed, KVEvent, Progress, Release, Reserved
-from kv_transfer.transfer import TransferEnded
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, WorkerLost
@@ -165,56 +164,10 @@ async def test_events_come_in_order_and_the_result_goes_back(harness: Harness) -
     assert not harness.kv._running
 
 
-async def test_an_event_that_the_loop_sees_before_the_beginning_is_not_lost(harness: Harness) -> None:
-    """Its turn has found the pipe readable, for an earlier event; then the request begins and is submitted; and when
-    the pipe is read at last, the engine's answer is in it as well."""
-    handoff, hold, pipe = Handoff(1), threading.Event(), list[KVEvent]()
-
-    def read() -> None:
-        for event in pipe:
-            harness.engine.tell(event)
-
-    harness.kv._loop.call_soon_threadsafe(hold.wait, 10)
-    harness.kv._loop.call_soon_threadsafe(read)
-    async with harness.kv.begin(handoff) as running:
-        pipe.append(RESERVED)
-        hold.set()
-        async with asyncio.timeout(10):
-            assert await running.done == "done"
-    assert handoff.seen == [RESERVED]
-
-
 async def test_a_bug_is_raised_on_the_control_loop(harness: Harness) -> None:
     async with harness.kv.begin(Handoff(outcome=ZeroDivisionError("a bug"))) as running, asyncio.timeout(10):
         with pytest.raises(PdserveError, match="ZeroDivisionError: a bug"):
             await running.done
-
-
-async def test_a_request_that_fails_leaves_its_hand_off_at_rest(harness: Harness) -> None:
-    """`test_cancellations` has what is given up, at each of its waits."""
-    handoff = Handoff(1)
-
-    async def serve() -> None:
-        async with harness.kv.begin(handoff):
-            await come(handoff.running)
-            raise WorkerLost("the reason")
-
-    async with asyncio.timeout(10):
-        with pytest.raises(WorkerLost, match="the reason"):
-            await serve()
-    assert handoff.at_rest.is_set()
-    assert harness.engine.told == [Release("r")]
-    assert not harness.kv._running
-
-
-async def test_a_hand_off_that_ends_after_its_request_was_given_up_is_no_error(harness: Harness) -> None:
-    handoff = Handoff(1)
-    async with harness.kv.begin(handoff) as running:
-        await come(handoff.running)
-        running.done.cancel()
-        harness.tell(RESERVED)
-        await come(handoff.at_rest)
-    assert handoff.at_rest.is_set()
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -250,16 +203,6 @@ async def test_a_hand_off_that_cannot_begin_fails_at_once(harness: Harness) -> N
                 await running.done
     assert not handoff.running.is_set()
     assert not harness.kv._running
-
-
-async def test_an_event_of_a_hand_off_that_has_just_ended_is_no_error(harness: Harness) -> None:
-    handoff = Handoff(5, bug=TransferEnded("it is over"))
-    async with harness.kv.begin(handoff) as running:
-        harness.tell(RESERVED)
-        await come(handoff.running)
-        await asyncio.sleep(0.05)
-        assert not running.done.done()
-    assert handoff.at_rest.is_set()
 
 
 async def test_closing_fails_running_hand_offs(harness: Harness) -> None:

@@ -96,48 +96,6 @@ async def test_a_failed_link_is_retried_and_reported_once(ends: Ends, keeper: Li
     assert (ends.news, ends.asked.count("d1/1")) == (3, 1)
 
 
-async def test_a_link_that_is_no_longer_wanted_is_forgotten(ends: Ends, keeper: LinkKeeper) -> None:
-    keeper.want("a", [peer("d0")])
-    await settle()
-    ends.gate.clear()
-    keeper.want("a", [peer("d1")])
-    await settle()
-    keeper.want("a", [])
-    ends.gate.set()
-    await settle()
-    assert keeper.states() == []
-    assert ends.news == 1
-    assert set(ends.links) == {"d0"}, "d1 was given up"
-    keeper.want("a", [peer("d0")])
-    await settle()
-    assert keeper.states() == [LinkState("d0", "1", link("d0"))]
-
-
-async def test_a_broken_link_is_not_reported_and_opened_again(ends: Ends, keeper: LinkKeeper) -> None:
-    keeper.want("a", [peer("d0")])
-    await settle()
-    ends.links.clear()
-    assert keeper.states() == []
-    keeper.want("a", [peer("d0")])
-    await settle()
-    assert ends.asked == ["d0/1"] * 2
-    assert keeper.states() == [LinkState("d0", "1", link("d0"))]
-
-
-async def test_a_new_incarnation_is_linked_anew(ends: Ends, keeper: LinkKeeper) -> None:
-    keeper.want("a", [peer("d0")])
-    await settle()
-    ends.gate.clear()
-    keeper.want("a", [peer("d0", "2")])
-    await settle()
-    assert keeper.states() == [], "the link to the earlier one is of no use"
-    ends.gate.set()
-    await settle()
-    assert keeper.states() == [LinkState("d0", "2", link("d0"))]
-    assert ends.asked == ["d0/1", "d0/2"]
-    assert ends.news == 2
-
-
 async def test_an_unexpected_error_is_reported(
     ends: Ends, keeper: LinkKeeper, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,5 +1,5 @@
-"""What a worker makes of a request whose other half is at fault, and of one that is given up: it ends at once, it
-alone, and holds nothing.
+"""What a worker makes of a request whose other half is at fault: it ends at once, it alone, and holds nothing.
+(`pdserve simulate` has requests that are given up, that are late, and whose other half is lost.)
 
 A real worker with its engine process, its control stream, and a KV end of the test's own as its peer.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,14 @@ import decode_worker.receive
 import prefill_worker.push
 from contract import control
 from contract.engine import Abort, Command, KVRole
-from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     LayoutMismatch,
     PdserveError,
-    PeerLost,
-    TransferError,
     TransferRefused,
-    TransferTimeout,
     WorkerLost,
 )
 from pdserve.core.handoff import FirstToken, KVPeer
@@ -42,12 +35,10 @@ from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo
 from tests.host_pool import HostPool
-from tests.kv_transfer.status import status_of
+from tests.kv_transfer.conftest import sender_of
 from tests.local_cluster import free_port
 from tests.loopback import SECRET, create_transport
 from tests.output_stream import sent
-from tests.planted import delays
-from tests.random_models import greedy_tokens
 from worker.client import WorkerClient
 from worker.request_table import Handler, ServedRequest
 from worker.spec import WorkerSpec
@@ -75,12 +66,11 @@ async def running(
     model: Path,
     role: Role,
     handlers: Mapping[type[control.Work], Handler],
-    delays_ms: Mapping[str, float] | None = None,
     gateways: int = 1,
     **settings: Mapping[str, Any],
 ) -> AsyncIterator[tuple[Worker, WorkerClient]]:
     """A worker of a service with ``gateways``, none of which is there, and a client of it. ``settings`` are sections of
-    its configuration; ``delays_ms`` are planted in its engine."""
+    its configuration."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32"},
         "engine": {"block_size": 16, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16, "prefix_caching": False},
@@ -91,14 +81,10 @@ async def running(
     registries = tuple(f"127.0.0.1:{free_port()}" for _ in range(gateways))
     config = PdserveConfig.parse(sections)
     spec = WorkerSpec(f"{role}-0", role, "127.0.0.1", "127.0.0.1", "cpu", registries, "test", config=config)
-    if delays_ms is not None:
-        spec = replace(spec, engine_module=delays.ENGINE_MODULE)
     worker = Worker(spec, handlers, SECRET)
     serving = asyncio.create_task(worker.run())
     try:
-        with delays.in_environment(delays_ms or {}):
-            info = await worker.started
-        client = await WorkerClient.connect(info, SECRET)
+        client = await WorkerClient.connect(await worker.started, SECRET)
         try:
             yield worker, client
         finally:
@@ -109,7 +95,6 @@ async def running(
 
 
 Served = tuple[Worker, WorkerClient]
-_epochs = itertools.count(1)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -131,54 +116,12 @@ async def sending_to(info: WorkerInfo) -> AsyncIterator[KVSender]:
     """A prefill worker's KV end, linked."""
     pool = HostPool(info.layout, 16)
     transport = create_transport("tcp", pool.memory)
-    sender = KVSender(
-        pool,
-        [transport],
-        worker_id="test",
-        checksum=True,
-        message_bytes=2**20,
-        max_inflight_bytes=2**24,
-        clock=MonotonicClock(),
-        lease_s=TIMEOUT_S,
-        connect_timeout_s=AT_ONCE_S,
-    )
+    sender = sender_of(pool, transport, worker_id="test", connect_timeout_s=AT_ONCE_S)
     try:
         await sender.connect(info.worker_id, info.epoch, info.kv_endpoints)
         yield sender
     finally:
         await sender.aclose()
-        await transport.aclose()
-
-
-class Receiving:
-    """A decode worker's KV end: ``receiver``, and the peer that the prefill worker is given."""
-
-    def __init__(self, receiver: KVReceiver, peer: KVPeer) -> None:
-        self.receiver, self.peer = receiver, peer
-
-    def announce(self, attempt_id: str, blocks: Sequence[int], sender: WorkerInfo) -> None:
-        """Allocate blocks for a request's KV, and announce them to the prefill worker."""
-        self.receiver.announce(attempt_id, sender.worker_id, blocks, 0, MonotonicClock().now() + TIMEOUT_S)
-
-
-@contextlib.asynccontextmanager
-async def receiving_for(info: WorkerInfo) -> AsyncIterator[Receiving]:
-    """A decode worker's KV end."""
-    pool, epoch = HostPool(info.layout, 16), f"e{next(_epochs)}"
-    transport = create_transport("tcp", pool.memory)
-    receiver = KVReceiver(
-        pool,
-        [transport],
-        worker_id="test",
-        epoch=epoch,
-        checksum=True,
-        clock=MonotonicClock(),
-        lease_s=TIMEOUT_S,
-    )
-    try:
-        yield Receiving(receiver, KVPeer("test", epoch, await receiver.start("127.0.0.1")))
-    finally:
-        await receiver.aclose()
         await transport.aclose()
 
 
@@ -287,160 +230,6 @@ async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_
         await check_idle(worker)
 
 
-# --- prefill ---------------------------------------------------------------------------------------------------------
-
-
-async def test_prefill_fails_a_request_at_once_if_its_blocks_cannot_be_sent(model: Path, prefill: Served) -> None:
-    """The receiver wants fewer blocks than the prompt has. Both ends hear of it at once; the gateway does from prefill,
-    or (once that has given its token) from decode."""
-    worker, client = prefill
-    async with receiving_for(client.info) as decode:
-        decode.announce("good4", range(4), client.info)
-        decode.announce("bad4", range(4, 6), client.info)
-        bad, good = await asyncio.gather(
-            outputs(sent(client.push, request_for("bad4"), decode.peer)),
-            outputs(sent(client.push, request_for("good4"), decode.peer)),
-            return_exceptions=True,
-        )
-        why = "test wants 2 blocks of bad4 less 0; 4 are to be sent"
-        assert isinstance(bad, list) or (type(bad) is TransferRefused and why in str(bad))
-        async with asyncio.timeout(AT_ONCE_S):
-            with pytest.raises(TransferRefused, match=f"the sender of bad4 gave up: {why}"):
-                await decode.receiver.wait("bad4")
-            received = await decode.receiver.wait("good4")
-        assert isinstance(good, list)
-        assert [output.token_id for output in good] == greedy_tokens(model, PROMPT, 1)
-        first = msgspec.msgpack.decode(received.trailer, type=FirstToken)
-        assert first == FirstToken(good[0].token_id or 0, ends_here=False)
-        await check_idle(worker)
-
-
-async def test_prefill_holds_unannounced_blocks_until_the_deadline(model: Path, prefill: Served) -> None:
-    worker, client = prefill
-    async with receiving_for(client.info) as decode:
-        (output,) = await outputs(sent(client.push, request_for("r5", timeout_s=2.0), decode.peer))
-        assert [output.token_id] == greedy_tokens(model, PROMPT, 1)
-        await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 4)
-        await check_idle(worker)
-        # What is announced after that is told at once that it is over.
-        decode.announce("r5", range(4), client.info)
-        async with asyncio.timeout(AT_ONCE_S):
-            with pytest.raises(TransferError, match="the sender of r5 gave up: "):
-                await decode.receiver.wait("r5")
-
-
-async def test_prefill_holds_unannounced_blocks_until_an_abort(prefill: Served) -> None:
-    worker, client = prefill
-    async with receiving_for(client.info) as decode:
-        for name in ("a6", "b6"):
-            await outputs(sent(client.push, request_for(name), decode.peer))
-        await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 8)
-        await asyncio.sleep(0.3)
-        assert worker.load.free_blocks == NUM_BLOCKS - 8
-        async with asyncio.timeout(AT_ONCE_S):
-            await client.abort("a6")
-        assert "a6" not in worker._table
-        await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 4)
-        decode.announce("b6", range(4), client.info)
-        async with asyncio.timeout(AT_ONCE_S):
-            await decode.receiver.wait("b6")
-        await check_idle(worker)
-
-
-async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
-    """Regardless of what has been announced or sent by then, and at once if its peer is unreachable."""
-    async with (
-        running(model, Role.PREFILL, PREFILL, {"prefill": 300.0}) as (worker, client),
-        receiving_for(client.info) as decode,
-    ):
-        decode.announce("told", range(4), client.info)
-        streams = [
-            asyncio.create_task(outputs(sent(client.push, request_for(name), decode.peer)))
-            for name in ("told", "untold")
-        ]
-        await until(lambda: worker.load.free_blocks < NUM_BLOCKS)
-        async with asyncio.timeout(AT_ONCE_S):
-            await asyncio.gather(client.abort("told"), client.abort("untold"))
-            with pytest.raises(TransferError, match="the sender of told gave up: "):
-                await decode.receiver.wait("told")
-        await check_idle(worker)
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
-        async with receiving_for(client.info) as gone:
-            unreachable = gone.peer
-        with pytest.raises(PeerLost):  # token 1 is not faster
-            await outputs(sent(client.push, request_for("r"), unreachable))
-        await check_idle(worker)
-
-
-# --- decode ----------------------------------------------------------------------------------------------------------
-
-
-async def test_decode_fails_a_transfer_that_never_begins_by_its_deadline(decode: Served) -> None:
-    worker, client = decode
-    async with sending_to(client.info):
-        with pytest.raises(TransferTimeout, match="KV of r7 is incomplete and its deadline passed"):
-            await outputs(sent(client.receive, request_for("r7", timeout_s=1.0), TEST_PEER))
-        await check_idle(worker)
-
-
-async def test_decode_fails_at_once_if_its_sender_is_lost(decode: Served) -> None:
-    worker, client = decode
-    async with sending_to(client.info) as sender:
-        stream = asyncio.create_task(outputs(sent(client.receive, request_for("r8"), TEST_PEER)))
-        sender.push("r8", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
-        sender.send_blocks("r8", 0, range(2))
-        await until(lambda: status_of(sender, "r8") == "transferring")
-    with pytest.raises(PeerLost):
-        await stream
-    await check_idle(worker)
-
-
-async def test_decode_fails_a_request_without_room_at_its_deadline(decode: Served) -> None:
-    worker, client = decode
-    async with sending_to(client.info):
-        filling = [
-            asyncio.create_task(outputs(sent(client.receive, request_for(f"f{i}"), TEST_PEER))) for i in range(8)
-        ]
-        await until(lambda: worker.load.free_blocks <= 4 and worker.load.waiting > 0)
-        with pytest.raises(DeadlineExceeded, match="request r exceeded its deadline on worker decode-0"):
-            await outputs(sent(client.receive, request_for("r", timeout_s=0.5), TEST_PEER))
-        await asyncio.gather(*(client.abort(f"f{i}") for i in range(8)))
-        await check_idle(worker)
-        for each in filling:
-            each.cancel()
-        await asyncio.gather(*filling, return_exceptions=True)
-
-
-# --- both ends -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pauses_s", [(0.0, 0.3), (0.3, 0.0)])
-async def test_both_halves_in_any_order(
-    model: Path, prefill: Served, decode: Served, pauses_s: tuple[float, float]
-) -> None:
-    """Two workers that are connected by their KV link only, which the first request opens."""
-    (prefill_worker, to_prefill), (decode_worker, to_decode) = prefill, decode
-    request = request_for(f"order {pauses_s}", max_tokens=6)
-    streams = (
-        sent(to_prefill.push, request, to_decode.info.peer),
-        sent(to_decode.receive, request, to_prefill.info.peer),
-    )
-
-    async def half(pause_s: float, stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
-        await asyncio.sleep(pause_s)
-        return await outputs(stream)
-
-    first, rest = await asyncio.gather(*map(half, pauses_s, streams))
-    assert [output.token_id for output in (*first, *rest)] == greedy_tokens(model, PROMPT, 6)
-    assert rest[0].proof is not None
-    assert rest[0].proof.kv_bytes == to_decode.info.layout.expected_bytes(len(PROMPT))
-    assert rest[-1].finish_reason is FinishReason.LENGTH
-    await check_idle(prefill_worker)
-    await check_idle(decode_worker)
-
-
 # --- what is wrong at once -------------------------------------------------------------------------------------------
 
 
@@ -453,18 +242,16 @@ async def test_a_bug_in_a_part_of_a_request_fails_it_at_once(decode: Served) -> 
 
 async def test_requests_that_a_worker_cannot_serve_are_refused(prefill: Served) -> None:
     worker, client = prefill
-    async with receiving_for(client.info) as decode:
-        with pytest.raises(InvalidRequest, match="worker prefill-0 is a prefill worker and cannot receive"):
-            await outputs(sent(client.receive, request_for("r9"), TEST_PEER))
-        stream = asyncio.create_task(outputs(sent(client.push, request_for("twice9"), decode.peer)))
-        await until(lambda: "twice9" in worker._table)
-        second = await WorkerClient.connect(client.info, SECRET)
-        with pytest.raises(InvalidRequest, match="attempt_id: 'twice9' is running on worker prefill-0 already"):
-            await outputs(sent(second.push, request_for("twice9"), decode.peer))
-        await second.aclose()
-        assert len(await stream) == 1  # which the other one's end did not touch
-        await client.abort("twice9")
-        await check_idle(worker)
+    with pytest.raises(InvalidRequest, match="worker prefill-0 is a prefill worker and cannot receive"):
+        await outputs(sent(client.receive, request_for("r9"), TEST_PEER))
+    stream = asyncio.create_task(outputs(sent(client.run, request_for("twice9", max_tokens=100))))
+    await until(lambda: "twice9" in worker._table)
+    second = await WorkerClient.connect(client.info, SECRET)
+    with pytest.raises(InvalidRequest, match="attempt_id: 'twice9' is running on worker prefill-0 already"):
+        await outputs(sent(second.run, request_for("twice9")))
+    await second.aclose()
+    assert len(await stream) == 100  # which the other one's end did not touch
+    await check_idle(worker)
 
 
 async def test_an_unreadable_message_ends_its_stream_alone(decode: Served) -> None:

@@ -8,180 +8,80 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 
-from contract.engine import Command, KVRole, Pong, Step
-from engine.process.client import EngineClient
-from engine.spec import EngineSpec
-from pdserve.core.clock import Clock, MonotonicClock
-from runtime.awake_clock import awake_clock
-from tests.engine.harness import submit
+from contract.engine import Command
+from pdserve.core.clock import MonotonicClock
 from tests.virtual_time import IN_VIRTUAL_TIME, LoopClock
-from worker.watchdog import Watchdog
+from worker.watchdog import EngineProcess, Watchdog
 
 BUSY, IDLE = "while True: pass", "import time; print('asleep', flush=True); time.sleep(600)"
-NUM_LOOPS, STARVED_S = 8, 10.0
-TOKENS = 100
 
 
 class Engine:
-    """An ordinary process, which never answers a ping."""
+    """An engine that never answers a ping, and its process as the watchdog sees it: ``look`` by seconds of the loop."""
 
-    def __init__(self, code: str, core: int | None = None) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        self.pid = self.process.pid
-        if core is not None:
-            os.sched_setaffinity(self.pid, {core})
-        if code == IDLE:  # it computes until it sleeps
-            assert self.process.stdout is not None
-            assert self.process.stdout.readline()
-            while psutil.Process(self.pid).status() != psutil.STATUS_SLEEPING:
-                time.sleep(0.01)
+    pid = 0
+
+    def __init__(self, look: Callable[[float], tuple[float, bool, float]] = lambda now_s: (0.0, False, 0.0)) -> None:
+        self._look = look
+        self.killed = False
+
+    def look(self) -> tuple[float, bool, float]:
+        return self._look(asyncio.get_running_loop().time())
+
+    def kill(self) -> None:
+        self.killed = True
 
     def send(self, command: Command) -> None:
         """Drop the command."""
 
 
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    made: list[Engine] = []
-    yield made
-    end(made)
-
-
-def end(engines: list[Engine]) -> None:
-    while engines:
-        engine = engines.pop()
-        engine.process.kill()
-        with engine.process:  # waits for it, and closes its pipe
-            pass
-
-
-def starve(pids: list[int], engines: list[Engine]) -> None:
-    """Give processes the lowest priority on a core that `NUM_LOOPS` others of niceness 0 keep busy. Their threads then
-    get some milliseconds every five seconds."""
-    core = max(os.sched_getaffinity(0))
-    for thread in (each for pid in pids for each in psutil.Process(pid).threads()):
-        os.sched_setaffinity(thread.id, {core})
-        os.setpriority(os.PRIO_PROCESS, thread.id, 19)
-    engines += [Engine(BUSY, core) for _ in range(NUM_LOOPS)]
-
-
-def start(
-    engines: list[Engine], code: str, *, timeout_s: float = 0.6, clock: Clock | None = None, on_gpu: bool = False
-) -> tuple[Engine, Watchdog]:
-    engine = Engine(code)
-    engines.append(engine)
-    watchdog = Watchdog(engine, "decode-0", clock or MonotonicClock(), timeout_s, on_gpu=on_gpu)  # type: ignore[arg-type]
-    return engine, watchdog
-
-
-async def test_a_silent_idle_engine_is_killed(engines: list[Engine]) -> None:
-    engine, watchdog = start(engines, IDLE)
-    os.kill(engine.pid, signal.SIGSTOP)
-    async with asyncio.timeout(60):
-        await watchdog.run()
-    assert engine.process.wait(60) == -signal.SIGKILL
-
-
-async def test_a_silent_busy_engine_is_left_alone(engines: list[Engine]) -> None:
-    """A long step answers late, but it computes."""
-    engine, watchdog = start(engines, BUSY, timeout_s=2.0)  # in which it computes, whatever else this machine does
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(watchdog.run(), 4.5)
-    assert engine.process.poll() is None
-
-
-async def test_engines_that_get_no_cpu_are_left_alone(engines: list[Engine]) -> None:
-    """They could compute, but other programs have the core. One is the product's engine: its request is not given up,
-    and goes on when the core is free again."""
-    client, changes = EngineClient(), list[bool]()
-
-    def watch(watchdog: Watchdog) -> asyncio.Task[None]:
-        return asyncio.create_task(watchdog.run(lambda: changes.append(watchdog.is_silent)))
-
-    try:
-        await client.start(EngineSpec(model="tiny", num_blocks=64), 120.0)
-        watchdog = Watchdog(client, "decode-0", awake_clock(), 2.0)
-        plain = [start(engines, BUSY, timeout_s=2.0, on_gpu=on_gpu) for on_gpu in (False, True)]
-        num_tokens = 0
-
-        async def follow() -> None:
-            nonlocal num_tokens
-            async for event in client.events():
-                watchdog.progressed()
-                if isinstance(event, Pong):
-                    watchdog.pong()
-                elif isinstance(event, Step):
-                    num_tokens += len(event.tokens)
-
-        tasks = [asyncio.create_task(follow()), watch(watchdog), *(watch(each) for _, each in plain)]
-        starve([client.pid, *(engine.pid for engine, _ in plain)], engines)
-        client.send(submit("a", KVRole.LOCAL, range(100), TOKENS, ignore_eos=True))
-        await asyncio.sleep(STARVED_S)
-        assert num_tokens < TOKENS, "the engine is not starved"
-        assert (changes, client.returncode, [engine.process.poll() for engine, _ in plain]) == ([], None, [None, None])
-        for task in tasks[2:]:
-            task.cancel()
-        end(engines)
-        async with asyncio.timeout(120):
-            while num_tokens < TOKENS:  # noqa: ASYNC110 - the steps come over a pipe
-                await asyncio.sleep(0.05)
-        for task in tasks:
-            task.cancel()
-    finally:
-        await client.stop(5.0)
-
-
-async def test_an_engine_that_hangs_on_a_busy_host_is_killed(engines: list[Engine]) -> None:
-    """It waits for what never comes, and wants no CPU."""
-    engine, watchdog = start(engines, IDLE, timeout_s=2.0)
-    starve([engine.pid], engines)
-    async with asyncio.timeout(60):
-        await watchdog.run()
-    assert engine.process.wait(60) == -signal.SIGKILL
-
-
-async def test_an_engine_that_waits_for_a_hung_gpu_is_killed_though_it_spins(engines: list[Engine]) -> None:
-    engine, watchdog = start(engines, BUSY, on_gpu=True)
-    async with asyncio.timeout(60):
-        await watchdog.run()
-    assert engine.process.wait(60) == -signal.SIGKILL
+def watchdog_of(engine: Engine, *, on_gpu: bool = False) -> Watchdog:
+    return Watchdog(engine, "decode-0", LoopClock(), 6.0, on_gpu=on_gpu, process=engine)  # type: ignore[arg-type]
 
 
 @IN_VIRTUAL_TIME
-async def test_steps_prove_life_on_a_gpu(engines: list[Engine]) -> None:
+@pytest.mark.parametrize(
+    ("look", "on_gpu", "killed"),
+    [
+        (lambda now_s: (0.0, False, 0.0), False, True),
+        (lambda now_s: (now_s, False, 0.0), False, False),  # a long step answers late, but it computes
+        (lambda now_s: (0.0, True, 0.0), False, False),  # other programs have the CPUs
+        (lambda now_s: (0.0, True, 1.0), True, False),  # for all of the second between two looks
+        (lambda now_s: (0.0, False, 0.0), True, True),
+        (lambda now_s: (now_s, True, 0.0), True, True),  # it spins, and waits for a hung GPU
+    ],
+    ids=["idle", "busy", "starved", "starved on a GPU", "idle on a GPU", "spins on a GPU"],
+)
+async def test_a_silent_engine(look: Callable[[float], tuple[float, bool, float]], on_gpu: bool, killed: bool) -> None:
+    engine = Engine(look)
+    running = asyncio.create_task(watchdog_of(engine, on_gpu=on_gpu).run())
+    await asyncio.sleep(9.0)
+    assert (engine.killed, running.done()) == (killed, killed)
+    running.cancel()
+
+
+@IN_VIRTUAL_TIME
+async def test_steps_prove_life_on_a_gpu() -> None:
     """An engine that has no time for an answer between the steps that it tells of."""
-    engine, watchdog = start(engines, BUSY, timeout_s=6.0, clock=LoopClock(), on_gpu=True)
+    watchdog = watchdog_of(engine := Engine(), on_gpu=True)
     changes: list[bool] = []
     running = asyncio.create_task(watchdog.run(lambda: changes.append(watchdog.is_silent)))
     for _ in range(20):
         await asyncio.sleep(1.0)
         watchdog.progressed()
-    assert (changes, engine.process.poll()) == ([], None)
+    assert (changes, engine.killed) == ([], False)
     await asyncio.sleep(4.5)
     assert changes == [True]
     running.cancel()
 
 
 @IN_VIRTUAL_TIME
-async def test_an_idle_engine_that_answers_is_left_alone(engines: list[Engine]) -> None:
-    engine, watchdog = start(engines, IDLE, clock=LoopClock())
-    running = asyncio.create_task(watchdog.run())
-    for _ in range(20):
-        await asyncio.sleep(0.1)
-        watchdog.pong()
-    assert not running.done()
-    running.cancel()
-    assert engine.process.poll() is None
-
-
-@IN_VIRTUAL_TIME
-async def test_an_engine_is_silent_before_it_is_killed_and_may_come_back(engines: list[Engine]) -> None:
-    engine, watchdog = start(engines, IDLE, timeout_s=6.0, clock=LoopClock())
+async def test_an_engine_is_silent_before_it_is_killed_and_may_come_back() -> None:
+    watchdog = watchdog_of(engine := Engine())
     changes: list[bool] = []
     running = asyncio.create_task(watchdog.run(lambda: changes.append(watchdog.is_silent)))
     await asyncio.sleep(4.5)
@@ -189,5 +89,58 @@ async def test_an_engine_is_silent_before_it_is_killed_and_may_come_back(engines
     watchdog.pong()
     await asyncio.sleep(1.5)
     assert changes == [True, False]
-    assert engine.process.poll() is None
+    for _ in range(20):
+        await asyncio.sleep(1.0)
+        watchdog.pong()
+    assert not engine.killed
     running.cancel()
+
+
+# --- real processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Starts processes on one core."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def make(code: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        started.append(process)
+        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+        return process
+
+    yield make
+    for process in started:
+        process.kill()
+        with process:  # waits for it, and closes its pipe
+            pass
+
+
+def test_what_linux_tells_of_a_process(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
+    """One that sleeps, and two that want the same core."""
+    idle = start(IDLE)
+    assert idle.stdout is not None
+    assert idle.stdout.readline()
+    busy = [EngineProcess(start(BUSY).pid) for _ in range(2)]
+    sleeping, waited_s, cpu_s = EngineProcess(idle.pid), [0.0, 0.0], [0.0, 0.0]
+    deadline_s = time.monotonic() + 60
+    while min(waited_s) == 0.0 or min(cpu_s) == 0.0:
+        assert time.monotonic() < deadline_s, (waited_s, cpu_s)
+        time.sleep(0.05)
+        for index, each in enumerate(busy):
+            cpu_s[index], _, more_s = each.look()
+            waited_s[index] += more_s
+    while (look := sleeping.look())[1]:  # it computes until it sleeps
+        assert time.monotonic() < deadline_s
+    assert sleeping.look() == (look[0], False, 0.0)
+
+
+async def test_a_stopped_engine_is_killed(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
+    process = start(IDLE)
+    process.send_signal(signal.SIGSTOP)
+    engine = Engine()
+    engine.pid = process.pid
+    async with asyncio.timeout(60):
+        await Watchdog(engine, "decode-0", MonotonicClock(), 0.6).run()  # type: ignore[arg-type]
+    assert process.wait(60) == -signal.SIGKILL

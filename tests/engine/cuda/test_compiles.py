@@ -91,17 +91,17 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ("model", "capability"),
     [
         ("smollm-135m-float16", 75),
-        ("gemma-2-2b", 100),
+        ("smollm-135m", 89),
+        ("odd", 100),
         *(
             pytest.param(model, capability, marks=pytest.mark.soak)
             for model, capability in (
                 ("llama-3-8b", 80),
                 ("llama-3-8b", 90),
                 ("llama-3-8b", 100),
-                ("odd", 90),
+                ("gemma-2-2b", 100),
                 ("gemma-2-2b", 80),
                 ("gemma-2-2b", 90),
-                ("smollm-135m", 89),
             )
         ),
     ],

@@ -55,8 +55,8 @@ SHAPES = [  # tiles within a block and over several, heads of any size, windows 
 ]
 
 
-DTYPES = ["float32", "float16"] if INTERPRETED else list(TOLERANCES)
-"""The interpreter multiplies bfloat16 matrices as if they were integers."""
+DTYPES = [pytest.param("float32", marks=pytest.mark.soak), "float16"] if INTERPRETED else list(TOLERANCES)
+"""The interpreter multiplies bfloat16 matrices as if they were integers. Decoders (`test_decoder`) are in float32."""
 
 
 def make_pool(shape: Shape, dtype: str, device: torch.device) -> KVPool:

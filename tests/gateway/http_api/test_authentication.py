@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gateway.inference import OutputToken
-from gateway.validation import Submission
 from pdserve import AsyncClient, CapacityExceeded, Client, InvalidRequest, Unauthenticated
-from pdserve.core.sampling import SamplingParams
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
 from tests.gateway.http_api.conftest import Http, StartHttp
@@ -68,19 +62,6 @@ async def test_wrong_tokens_are_refused_over_grpc(http: Http, token: str) -> Non
 
     await asyncio.to_thread(blocking)
     assert not any(worker.requests for worker in http.service.fleet.values())
-
-
-async def test_a_good_token_is_let_in_over_grpc(http: Http) -> None:
-    async with AsyncClient(target(http), token=GOOD) as client:
-        assert (await client.generate(PROMPT, max_tokens=2).result()).token_ids == (4, 5)
-        assert (await client.status()).ready
-
-    def blocking() -> None:
-        with Client(target(http), token=GOOD) as client:
-            assert client.generate(PROMPT, max_tokens=2).result().token_ids == (4, 5)
-            assert client.status().ready
-
-    await asyncio.to_thread(blocking)
 
 
 async def test_grpc_tells_the_status_and_nothing_else(http: Http) -> None:
@@ -151,14 +132,6 @@ async def test_wrong_tokens_are_refused_over_http(http: Http, headers: dict[str,
         assert EXPIRED not in answer.text
     for path in ("/health", "/healthz", "/docs", "/"):
         assert (await http.client.get(path, headers=headers)).status_code == 200
-
-
-async def test_a_good_token_is_let_in_over_http(http: Http) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 2}
-    answer = await http.client.post("/v1/completions", json=body, headers=BEARER)
-    assert answer.status_code == 200, answer.text
-    for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
-        assert (await http.client.get(path, headers=BEARER)).status_code == 200
 
 
 async def test_the_openai_package_sends_its_key(http: Http) -> None:
@@ -241,18 +214,6 @@ async def test_streams_are_counted_while_they_run(start: StartHttp) -> None:
         streams[1].cancel()
 
 
-async def test_outputs_of_one_call_count_each(start: StartHttp) -> None:
-    http = await limited(start, concurrent=4, requests_per_minute=6)
-    assert (await complete(http, n=4)).status_code == 200
-    answer = await complete(http, n=5)
-    assert answer.status_code == 400, "it would never fit"
-    assert answer.json()["error"]["param"] == "concurrent"
-    answer = await complete(http, n=3)
-    assert answer.status_code == 429
-    assert answer.json()["error"]["message"].startswith("requests_per_minute: ")
-    await http.service.until(lambda: http.service.is_idle)
-
-
 async def test_callers_do_not_find_each_others_kv(http: Http) -> None:
     """KV is shared within a salt: those of two callers differ whatever they ask for, and over both APIs one caller has
     the same."""
@@ -324,65 +285,6 @@ async def test_callers_neither_see_nor_block_each_other(start: StartHttp) -> Non
         stream.cancel()
         await client.close()
     await http.service.until(lambda: http.service.is_idle)
-
-
-async def test_tokens_to_resume_after_are_charged(start: StartHttp) -> None:
-    """They are prefilled like those of the prompt."""
-    http = await limited(start, tokens_per_minute=30)
-    stub: Any = inference_pb2_grpc.InferenceStub(http.service.channel)
-
-    async def messages(resume: list[int]) -> int:
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(max_tokens=len(resume) + 1), resume_token_ids=resume
-        )
-        call = stub.Generate(request, metadata=(("authorization", f"Bearer {GOOD}"),))
-        return len([message async for message in call])
-
-    assert await messages([4, 5, 6]) == 2, "a token and the completion"
-    assert await messages(list(range(4, 24))) == 2
-    with pytest.raises(grpc.aio.AioRpcError, match="tokens_per_minute: the token allows 30 tokens per minute"):
-        await messages([4])
-
-
-async def test_a_context_that_is_prefilled_again_for_a_slow_reader_is_charged(start: StartHttp) -> None:
-    http = await start(entry("good", GOOD, limits={"tokens_per_minute": 60}), router={"max_unread_tokens": 4})
-    inference = http.service.gateway._inference
-    caller = inference.identify(f"Bearer {GOOD}")
-    submission = Submission(prompt=PROMPT, sampling=SamplingParams(max_tokens=40, temperature=0.0))
-    with inference.admission(caller, None) as arrival:
-        async with aclosing(inference.generate(submission, arrival)) as outputs:
-            await anext(outputs)
-            await http.service.until(lambda: bool(http.service.fleet["d0"].aborted))  # it was paused
-            read = [output async for output in outputs if isinstance(output, OutputToken)]
-    assert len(read) == 39
-    sent = [request for _, request in http.service.fleet["p0"].requests]
-    assert len(sent) > 1
-    again = sum(request.num_tokens for request in sent[1:])
-    assert again > 100
-    charged = caller.quota._tokens.wait_s(60, 60)  # at one token per second, which has made up for a few of them
-    assert again < charged <= len(PROMPT) + 40 + again
-
-
-async def test_calls_beyond_a_limit_pause_nobody(start: StartHttp) -> None:
-    """Arrivals in quick succession hold the outputs of running requests. Only calls that are let in count as such."""
-    http = await start(entry("good", GOOD, limits={"concurrent": 4}), entry("other", OTHER))
-    inference, router = http.service.gateway._inference, http.service.gateway.router
-    held = {}
-    for token in (GOOD, OTHER):
-        caller = inference.identify(f"Bearer {token}")
-        with contextlib.ExitStack() as calls:
-            for _ in range(4):
-                calls.enter_context(inference.admission(caller, None))
-            await asyncio.sleep(0.05)  # what these began is over
-            for _ in range(20):
-                with contextlib.suppress(CapacityExceeded):
-                    calls.enter_context(inference.admission(caller, None))
-                    router.was_read()
-                time.sleep(0.001)  # noqa: ASYNC251 - a busy gateway
-                await asyncio.sleep(0)
-            held[token] = router._arrivals.is_burst
-            await router._arrivals.settled()
-    assert held == {GOOD: False, OTHER: True}
 
 
 async def order_of(http: Http, *calls: tuple[str, dict[str, Any]]) -> list[str]:

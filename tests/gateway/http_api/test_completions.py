@@ -172,17 +172,6 @@ async def test_a_call_that_repeats_a_running_one_takes_it_over(http: Http) -> No
     await http.service.until(lambda: http.service.is_idle)
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
-async def test_of_equal_streams_one_gets_the_answer_and_the_others_end(http: Http, outputs: int) -> None:
-    http.service.fleet["d0"].delay_s["decode_step"] = 0.05
-    body = {"prompt": [60], "max_tokens": 4, "request_id": "one", "ignore_eos": True, "n": outputs, "stream": True}
-    answers = await asyncio.gather(*(http.post(PATH, **body) for _ in range(8)))
-    for answer in answers:
-        assert answer.status_code == 409 or answer.text.endswith("data: [DONE]\n\n")
-    assert sum("DuplicateRequest" not in answer.text for answer in answers) == 1
-    await http.service.until(lambda: http.service.is_idle)
-
-
 async def test_a_client_that_leaves_frees_everything(http: Http) -> None:
     http.service.fleet["d0"].hangs.add("decode_step")
     for stream in (False, True):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.http_api import server
-from tests.gateway.fuzzing import ANSWER_S, check_alive, ends_soon
+from tests.gateway.fuzzing import ANSWER_S, check_alive
 from tests.gateway.http_api.conftest import Http, StartHttp
 
 PATH = "/v1/completions"
@@ -137,13 +137,6 @@ async def test_paths_are_not_completed(http: Http) -> None:
         assert code == "UnknownModel" or "GET /docs shows those that are served" in answer.json()["error"]["message"]
 
 
-async def test_an_upgrade_is_ignored(http: Http) -> None:
-    upgrade = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
-    async with connected(http) as (reader, writer):
-        writer.write(upgrade)
-        assert (await asyncio.wait_for(reader.readline(), ANSWER_S)).startswith(b"HTTP/1.1 200")
-
-
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("data", [b"G", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-le"])
 async def test_a_head_that_does_not_end(http: Http, data: bytes) -> None:
@@ -209,14 +202,6 @@ async def test_a_body_that_never_ends(start_http: StartHttp, drips: bool) -> Non
     await check_alive(http.service)
 
 
-async def test_small_writes_leave_at_once(http: Http) -> None:
-    async with connected(http):
-        while connections_of(http) == 0:  # noqa: ASYNC110 - the server is asked
-            await asyncio.sleep(0.01)
-        for each in accepted(http):
-            assert each.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
 @pytest.mark.usefixtures("impatient")
 async def test_a_body_that_goes_on_after_its_refusal(http: Http) -> None:
     async with connected(http) as (reader, writer):
@@ -243,16 +228,6 @@ async def test_pipelined_requests_are_answered_in_their_order(http: Http) -> Non
             (length,) = [line.split()[1] for line in head.lower().splitlines() if line.startswith(b"content-length")]
             got.append(json.loads(await reader.readexactly(int(length)))["id"])
     assert got == ids
-    await check_alive(http.service)
-
-
-async def test_a_client_that_leaves_with_requests_in_the_pipe(http: Http) -> None:
-    http.service.fleet["d0"].hangs.add("decode_step")
-    async with connected(http) as (_, writer):
-        writer.write(post(BODY) * 3)
-        await http.service.until(lambda: http.service.gateway.router.running == 1)
-    await http.service.until(lambda: http.service.gateway.router.running == 0 and http.service.is_idle)
-    http.service.fleet["d0"].hangs.clear()
     await check_alive(http.service)
 
 
@@ -295,18 +270,8 @@ async def test_a_reader_that_stops_stops_nobody_else(http: Http) -> None:
 @pytest.mark.usefixtures("impatient")
 async def test_a_reader_that_stops_for_good(http: Http) -> None:
     async with connected(http, receive_bytes=4096) as (reader, writer):
-        writer.write(post({**LONG, "pdserve": {"timeout_s": 1.0}}))
+        writer.write(post({**LONG, "pdserve": {"timeout_s": 5.0}}))
         assert (await asyncio.wait_for(reader.readline(), ANSWER_S)).startswith(b"HTTP/1.1 200")
         await http.service.until(lambda: not http.service.gateway._inference._claims)
         await all_closed(http)
-    await check_alive(http.service)
-
-
-async def test_many_half_requests_at_once(http: Http) -> None:
-    ends_soon(http.service)
-    async with contextlib.AsyncExitStack() as stack:
-        for index in range(100):
-            _, writer = await stack.enter_async_context(connected(http))
-            writer.write(post(BODY)[: 20 + index])
-        await http.complete(**BODY)
     await check_alive(http.service)

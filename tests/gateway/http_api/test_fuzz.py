@@ -13,9 +13,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from gateway.http_api import requests
@@ -32,7 +29,7 @@ from tests.gateway.fuzzing import (
     short_and_soak,
 )
 from tests.gateway.http_api.conftest import Http, shared
-from tests.gateway.mutations import JsonMutator
+from tests.gateway.mutations import Mutator
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +99,9 @@ def check_answer(answer: httpx2.Response, data: bytes) -> None:
 async def test_damaged_bodies(http: Http, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
     ends_soon(http.service)
     found: Counter[int] = Counter()
-    mutators = {path: JsonMutator(samples, SEED) for path, samples in SAMPLES.items()}
+    mutators = {
+        path: Mutator([json.dumps(sample).encode() for sample in samples], SEED, 1) for path, samples in SAMPLES.items()
+    }
     weights = {COMPLETIONS: 5, CHAT: 4, TOKENIZE: 2, DETOKENIZE: 1}
     paths = [path for path, weight in weights.items() for _ in range(weight)]
     left = iter(range(draws.mutated_http))
@@ -151,137 +150,6 @@ async def test_what_schemathesis_draws_from_the_document(
     assert served.server_state.total_requests >= sum(counts.values())
     await check_alive(http.service)
     assert "unexpected error" not in caplog.text
-
-
-# --- built requests --------------------------------------------------------------------------------------------------
-
-token_ids = st.integers(0, 999)
-
-
-def optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=fields)
-
-
-sampling = optional(
-    temperature=st.none() | st.floats(0, 100) | st.integers(0, 100),
-    top_p=st.none() | st.floats(0, 1, exclude_min=True),
-    top_k=st.none() | st.integers(-1, 2**32 - 1),
-    min_p=st.none() | st.floats(0, 1),
-    seed=st.none() | st.integers(0, 2**63 - 1),
-    n=st.none() | st.integers(1, 3),
-    stop=st.none() | st.text(min_size=1, max_size=20) | st.lists(st.text(min_size=1, max_size=20), max_size=16),
-    stop_token_ids=st.none() | st.lists(token_ids, max_size=20),
-    ignore_eos=st.booleans(),
-    repetition_penalty=st.none() | st.floats(0, 10, exclude_min=True),
-    presence_penalty=st.none() | st.floats(-2, 2),
-    frequency_penalty=st.none() | st.floats(-2, 2),
-    logit_bias=st.none() | st.dictionaries(token_ids.map(str), st.floats(-100, 100), max_size=20),
-    max_completion_tokens=st.none() | st.integers(1, 60),
-    return_token_ids=st.booleans(),
-    cache_salt=st.none() | st.text(max_size=256),
-    session_id=st.none() | st.text(max_size=256),
-    request_id=st.none() | st.just("") | st.from_regex(r"[A-Za-z0-9._:-]{1,120}", fullmatch=True),
-    model=st.sampled_from([None, "fake"]),
-    user=st.none() | st.text(),
-    metadata=st.none() | st.dictionaries(st.text(), st.text(), max_size=16),
-    pdserve=optional(
-        mode=st.sampled_from(["auto", "pd", "colocated"]), timeout_s=st.floats(60, 86_400), breakdown=st.booleans()
-    ),
-    min_tokens=st.just(0),
-)
-text = st.text(min_size=1, max_size=20)
-streams = st.sampled_from([
-    {}, {"stream": False}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}},
-    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-])  # fmt: skip
-prompts = st.fixed_dictionaries({
-    "prompt": text | st.lists(text, min_size=1, max_size=3) | st.lists(token_ids, min_size=1, max_size=60)
-    | st.lists(st.lists(token_ids, min_size=1, max_size=20), min_size=1, max_size=3)
-})  # fmt: skip
-log_probabilities = st.sampled_from([{}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20}, {"echo": True},
-    {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 0, "max_tokens": 0}])  # fmt: skip
-structures = st.sampled_from([
-    {}, {}, {"structured_outputs": None}, {"response_format": None}, {"response_format": {"type": "text"}},
-    {"response_format": {"type": "json_object"}}, {"response_format": SCHEMA},
-    *({"structured_outputs": {kind: value}} for kind, value in (
-        ("json", {}), ("json", "{}"), ("json_object", True), ("regex", "[a-z]"), ("choice", ["é", "b"]),
-        ("grammar", 'start: "a"'),
-    )),
-])  # fmt: skip
-forced_calls = st.sampled_from([
-    {"tools": TOOLS, "tool_choice": choice} for choice in ("required", {"type": "function", "function": {"name": "f"}})
-])  # fmt: skip
-messages = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
-            "content": st.none()
-            | st.text(max_size=10)
-            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=5)}), max_size=2),
-        },
-        optional={"name": st.text(max_size=5), "tool_calls": st.just(CALLS)},
-    ),
-    min_size=1,
-    max_size=2,
-)
-chats_of_messages = st.fixed_dictionaries({"messages": messages})
-chat_options = st.sampled_from([
-    {}, {"tools": None}, {"logprobs": False}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20},
-    {"tool_choice": "none"}, {"add_generation_prompt": False},
-])  # fmt: skip
-
-
-completions = st.tuples(prompts, sampling, streams, log_probabilities, structures)
-chats = st.tuples(chats_of_messages, sampling, streams, chat_options, structures | forced_calls)
-
-
-def draw_built(url: str, count: int) -> None:
-    """Check that ``count`` valid requests are answered with what the document says. Blocks."""
-    checks = settings(max_examples=count // 2, deadline=None, suppress_health_check=list(HealthCheck))
-    with httpx2.Client(base_url=url, timeout=ANSWER_S) as client:
-        components = client.get("/openapi.json").json()["components"]
-
-        def check(path: str, answer: str, parts: tuple[dict[str, Any], ...]) -> None:
-            body = {name: value for part in parts for name, value in part.items()}
-            if any(body.get(name) for name in ("structured_outputs", "response_format", "tools")):
-                body.pop("ignore_eos", None)  # these exclude what could leave no token
-                biases = body.get("logit_bias") or {}
-                body["logit_bias"] = {key: bias for key, bias in biases.items() if abs(bias) < 100}
-            if "max_tokens" in body:
-                body.pop("max_completion_tokens", None)
-            whole, chunk = (
-                Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components})
-                for name in (answer, f"{answer}Chunk")
-            )
-            got = client.post(path, json=body)
-            assert got.status_code == 200, got.text
-            if not body.get("stream"):
-                whole.validate(got.json())
-                return
-            *events, done, end = got.text.split("\n\n")
-            assert (done, end) == ("data: [DONE]", "")
-            for event in events:
-                chunk.validate(json.loads(event.removeprefix("data: ")))
-
-        @checks
-        @given(completions)
-        def completion(parts: tuple[dict[str, Any], ...]) -> None:
-            check(COMPLETIONS, "Completion", parts)
-
-        @checks
-        @given(chats)
-        def chat(parts: tuple[dict[str, Any], ...]) -> None:
-            check(CHAT, "Chat", parts)
-
-        completion()
-        chat()
-
-
-@short_and_soak
-async def test_built_requests(http: Http, draws: Draws) -> None:
-    ends_soon(http.service)
-    await asyncio.to_thread(draw_built, http.url, draws.built_http)
-    await check_alive(http.service)
 
 
 # --- what was found --------------------------------------------------------------------------------------------------

@@ -28,14 +28,10 @@ RIGHT = [
     OWN.upper(),
 ]  # fmt: skip
 WRONG = [
-    "rebound.example", "localhost.example", "127.0.0.1.example", "127.1", "localhostx", ".localhost.example", "[::1",
-    "[localhost]", "::1", "a b", "127.0.0.1@rebound.example", "rebound.example#127.0.0.1", f"{OWN}.example", "\xff",
-    "//",
+    "rebound.example", "localhost.example", "127.0.0.1.example", "127.1", ".localhost.example", "[::1", "::1", "a b",
+    "127.0.0.1@rebound.example", f"{OWN}.example", "\xff", "//",
 ]  # fmt: skip
-ROUTES = [
-    ("GET", "/"), ("GET", "/health"), ("GET", "/live.json"), ("GET", "/metrics"), ("GET", "/v1/models"),
-    ("GET", "/openapi.json"), ("GET", "/nowhere"), ("POST", PATH), ("POST", "/tokenize"),
-]  # fmt: skip
+ROUTES = [("GET", "/"), ("GET", "/health"), ("GET", "/nowhere"), ("POST", PATH)]
 
 
 async def asked_for(http: Http, host: str, method: str = "POST", path: str = PATH) -> httpx2.Response:

@@ -1,18 +1,14 @@
-"""What large bodies cost: CPU time, memory, and the time of the event loop. With a context of 131,072 tokens and tokens
-of up to 128 bytes, for which a body may have 33 MB."""
+"""What large bodies may hold, and the memory they take. With a context of 131,072 tokens and tokens of up to 128 bytes,
+for which a body may have 33 MB."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import json
-import random
 import re
 import socket
-import time
-from collections.abc import AsyncIterator, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -124,10 +120,6 @@ def repeated(before: bytes, unit: bytes, after: bytes, size: int) -> bytes:
     return before + b",".join([unit] * count) + after
 
 
-def keys(count: int) -> bytes:
-    return b",".join(b'"k%d":1' % number for number in range(count))
-
-
 END = b',"max_tokens":1000000}'
 """No request may have so many, so every one of them is refused when it has been read."""
 MESSAGE = b'{"messages":[{"role":"user","content":"x",'
@@ -135,51 +127,11 @@ ASKED = b'{"messages":[{"role":"user","content":"x"}],'
 CALLS = MESSAGE + b'"tool_calls":[{"function":{"arguments":"'
 PLACES: dict[str, tuple[str, bytes, bytes]] = {
     "prompt": (COMPLETIONS, b'{"prompt":[', b"]" + END),
-    "nested prompt": (COMPLETIONS, b'{"prompt":[[', b"]]" + END),
-    "stop": (COMPLETIONS, b'{"prompt":"x","stop":[', b"]" + END),
     "unknown field": (COMPLETIONS, b'{"prompt":"x","a":[', b"]" + END),
-    "tokens": (DETOKENIZE, b'{"tokens":[', b"]}"),
     "message": (CHAT, MESSAGE + b'"a":[', b"]}]" + END),
-    "messages": (CHAT, b'{"messages":[', b"]" + END),
-    "content": (CHAT, b'{"messages":[{"role":"user","content":[', b"]}]" + END),
     "tools": (CHAT, ASKED + b'"tools":[{"a":[', b"]}]" + END),
-    "variables": (CHAT, ASKED + b'"chat_template_kwargs":{"a":[', b"]}" + END),
-    "tokenized message": (TOKENIZE, MESSAGE + b'"a":[', b"]}]}"),
     "arguments": (CHAT, CALLS + b"[", b']"}}]}]' + END),
 }
-UNITS = (
-    b"0", b"123456", b'""', b"[]", b"{}", b"[0]", b"[[]]", b'["x"]', b"null", b"1e300", b"9" * 4000, b"0." + b"1" * 900,
-    b'{"type":"text","text":""}', b'{"role":"user","content":"x"}', b'{"a":[{"b":{}}]}',
-    b"[" * 50 + b"]" * 50, b'{"a":' * 50 + b"1" + b"}" * 50,
-)  # fmt: skip
-
-
-def shapes(size: int, per_place: int) -> Iterator[tuple[str, str, bytes]]:
-    """Bodies of ``size`` bytes: what each is, its path, and its data. ``per_place``: kinds of values in each place."""
-    draw = random.Random(7)
-    for place, (path, before, after) in PLACES.items():
-        for unit in [b"[0]", *draw.sample(UNITS, per_place - 1)]:
-            escaped = unit.replace(b"\\", b"\\\\").replace(b'"', b'\\"') if place == "arguments" else unit
-            yield f"{unit[:40]!r} in {place}", path, repeated(before, escaped, after, size)
-    fields = size // 10
-    yield "fields", COMPLETIONS, b'{"prompt":"x",' + keys(fields) + END
-    yield "metadata", COMPLETIONS, b'{"prompt":"x","metadata":{' + keys(fields) + b"}" + END
-    yield "biases", COMPLETIONS, b'{"prompt":"x","logit_bias":{' + keys(fields) + b"}" + END
-    yield "fields of a message", CHAT, MESSAGE + keys(fields) + b"}]" + END
-    for kind, text in (
-        ("ASCII", b"word "), ("two bytes", "é".encode()), ("four bytes", "😀".encode()), ("escapes", b"\\n"),
-        ("numbered", b"\\u00e9"), ("code", b'{\\"a\\": [0]}, '), ("spaces", b" "),
-    ):  # fmt: skip
-        yield f"text of {kind}", COMPLETIONS, b'{"prompt":"' + text * (size // len(text)) + b'"' + END
-        yield (
-            f"message of {kind}",
-            CHAT,
-            MESSAGE.replace(b'"x"', b'"' + text * (size // len(text)) + b'"') + (b'"a":1}]' + END),
-        )
-    yield "space", COMPLETIONS, b" " * size + b'{"prompt":"x"' + END
-    yield "openings", COMPLETIONS, b"[" * size
-    yield "closings", CHAT, b"]" * size
-    yield "one number", COMPLETIONS, b'{"prompt":"x","top_p":0.' + b"1" * size + END
 
 
 def blocking_post(http: Http, path: str, data: bytes) -> tuple[int, str]:
@@ -206,9 +158,8 @@ def forget_peak() -> int:
     return peak_bytes()
 
 
-CPU_S, TOKENIZED_CPU_S, MEMORY_BYTES = 0.25, 2.0, 768 * MIB
-"""Bounds for a body of 1 MiB, for one whose prompt was tokenized or that has 16 MiB, and for every body: at least five
-times what was measured. CPU time counts, so that it does not matter who else uses the machine."""
+MEMORY_BYTES = 96 * MIB
+"""Bound for a body of 4 MiB: at least five times what was measured."""
 
 
 @pytest.mark.parametrize("place", ["prompt", "unknown field", "message", "tools", "arguments"])
@@ -218,67 +169,8 @@ async def test_no_body_takes_much_memory(http_128k: Http, place: str) -> None:
     before_bytes = forget_peak()
     status, text = await asyncio.to_thread(blocking_post, http_128k, path, data)
     assert (status, bool(TOO_MUCH.search(text))) == (400, True), text[:200]
-    assert peak_bytes() - before_bytes < MEMORY_BYTES / 8
+    assert peak_bytes() - before_bytes < MEMORY_BYTES
     await check_alive(http_128k.service)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("size_mib", "per_place"), [(1, 4), (16, 1)], ids=["1MiB", "16MiB"])
-async def test_no_body_takes_long(http_128k: Http, size_mib: int, per_place: int) -> None:
-    for what, path, data in shapes(size_mib * MIB - 1000, per_place):
-        cpu_s = []
-        before_bytes = forget_peak()
-        for _ in range(3):
-            begun_s = time.process_time()
-            status, text = await asyncio.to_thread(blocking_post, http_128k, path, data)
-            cpu_s.append(time.process_time() - begun_s)
-            if cpu_s[-1] < CPU_S / 2:
-                break
-        most_s = TOKENIZED_CPU_S if size_mib > 1 or '"message":"prompt: ' in text else CPU_S
-        assert min(cpu_s) < most_s, (what, cpu_s, text[:200])
-        assert peak_bytes() - before_bytes < MEMORY_BYTES, (what, text[:200])
-        assert status in (200, 400, 413), (what, text[:200])
-    await check_alive(http_128k.service)
-
-
-STEP_S = 0.1
-"""Longest turn of the event loop, in its own CPU time, which is at least five times what was measured."""
-
-
-@contextlib.asynccontextmanager
-async def longest_turn() -> AsyncIterator[list[float]]:
-    """The CPU times of the turns of this event loop. Garbage of the tests is not collected in one of them."""
-    turns_s: list[float] = []
-
-    async def look() -> None:
-        while True:
-            begun_s = time.thread_time()
-            await asyncio.sleep(0)
-            turns_s.append(time.thread_time() - begun_s)
-
-    gc.collect()
-    gc.freeze()
-    looking = asyncio.create_task(look())
-    try:
-        yield turns_s
-    finally:
-        looking.cancel()
-        gc.unfreeze()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("size_mib", [1, 32])
-@pytest.mark.parametrize("place", ["prompt", "unknown field", "message", "tools", "arguments"])
-async def test_no_body_holds_the_event_loop(http_128k: Http, size_mib: int, place: str) -> None:
-    path, before, after = PLACES[place]
-    data = repeated(before, b"[0]", after, size_mib * MIB - 1000)
-    longest_s = []
-    for _ in range(3):
-        async with longest_turn() as turns_s:
-            status, text = await asyncio.to_thread(blocking_post, http_128k, path, data)
-        assert (status, bool(TOO_MUCH.search(text))) == (400, True), text[:200]
-        longest_s.append(max(turns_s))
-    assert min(longest_s) < STEP_S, longest_s
 
 
 # --- what is refused, and what is not --------------------------------------------------------------------------------

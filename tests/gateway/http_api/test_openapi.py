@@ -90,26 +90,6 @@ def test_routes_and_statuses(document: dict[str, Any]) -> None:
     assert set(routes["get /metrics"]["responses"]["200"]["content"]) == {"text/plain"}
 
 
-@pytest.mark.parametrize(
-    ("body", "valid"),
-    [
-        ({"prompt": "x"}, True),
-        ({"prompt": [1, 2], "logit_bias": {"5": 1.5}, "stop": None, "pdserve": {"mode": "pd"}}, True),
-        ({"prompt": ["x", "y"], "stream": True, "stream_options": {"include_usage": True}}, True),
-        ({}, False),
-        ({"prompt": "x", "tokens": 5}, False),
-        ({"prompt": "x", "logit_bias": {"a": 1.5}}, False),
-        ({"prompt": "x", "pdserve": {"modus": "pd"}}, False),
-        ({"prompt": "x", "max_tokens": "5"}, False),
-    ],
-)
-async def test_bodies_are_valid_if_they_are_accepted(
-    http: Http, document: dict[str, Any], body: dict[str, Any], valid: bool
-) -> None:
-    assert schema_of(document, "CompletionBody").is_valid(body) is valid
-    assert ((await http.post("/v1/completions", **body)).status_code == 200) is valid
-
-
 async def test_events_are_what_it_says(http: Http, document: dict[str, Any]) -> None:
     options = {
         "max_tokens": 3, "logprobs": 1, "ignore_eos": True, "return_token_ids": True, "pdserve": {"breakdown": True},
