@@ -19,7 +19,7 @@ from gateway.metrics import Metrics, scaling_metrics, service_metrics
 from gateway.scaling_report import ScalingReport
 from ops.cli.config import documented_defaults
 from ops.launch.ports import DEFAULT_BASE, PORTS_PER_WORKER, first_port
-from pdserve.core.config import PdserveConfig
+from pdserve.core.config import PdserveConfig, descriptions
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = tuple(ROOT / "docs" / name for name in ("limits.md", "operations.md", "security.md"))
@@ -74,11 +74,11 @@ def ports(*paths: str) -> Iterator[tuple[str, ...]]:
 def keys(pattern: str) -> Iterator[tuple[str, ...]]:
     """The keys of the configuration that match ``pattern``."""
     yield "key", "default", "what"
-    for section, part in PdserveConfig.model_fields.items():
-        for name, field in part.annotation.model_fields.items():  # type: ignore[union-attr]  # each section is a model
+    for section, part in PdserveConfig():
+        for name, what in descriptions(type(part)).items():
             if re.match(pattern, key := f"{section}.{name}"):
-                default = field.default
-                yield f"`{key}`", "–" if default is None else _shown(name, default), field.description or ""
+                default = getattr(part, name)
+                yield f"`{key}`", "–" if default is None else _shown(name, default), what
 
 
 def metrics(pattern: str) -> Iterator[tuple[str, ...]]:

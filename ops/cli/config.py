@@ -17,20 +17,20 @@ def config() -> None:
 
 def documented_defaults() -> str:
     """The default configuration as a commented file; `PdserveConfig.parse` reads it back."""
-    from pdserve.core.config import NAMES, PdserveConfig
+    from pdserve.core.config import NAMES, PdserveConfig, descriptions
 
     lines = [
         "# The configuration of `pdserve up -c FILE`: all keys with their defaults. Omit the ones you do not change."
     ]
-    for name, section in PdserveConfig.model_fields.items():
-        lines += ["", f"# {section.description}", f"{name}:"]
-        assert section.annotation is not None
-        for key, field in section.annotation.model_fields.items():
+    about = descriptions(PdserveConfig)
+    for name, section in PdserveConfig():
+        lines += ["", f"# {about[name]}", f"{name}:"]
+        for key, text in descriptions(type(section)).items():
             named = NAMES.get(f"{name}.{key}")
-            choices = _choices(field.annotation) if named is None else named()
+            choices = _choices(type(section).model_fields[key].annotation) if named is None else named()
             suffix = " | ".join(choices)
-            lines.append(f"  # {field.description}{suffix and f' [{suffix}]'}")
-            lines.append(f"  {key}: {_yaml(field.get_default(call_default_factory=True, validated_data={}))}")
+            lines.append(f"  # {text}{suffix and f' [{suffix}]'}")
+            lines.append(f"  {key}: {_yaml(getattr(section, key))}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,8 +4,11 @@ Unknown keys and invalid values raise `ConfigError` with the dotted key, the pro
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -92,148 +95,118 @@ KVFailurePolicy = Literal["retry", "recompute", "fail"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class ModelConfig(_Section):
     """What is served."""
 
-    path: str = Field(
-        "tiny",
-        description="a folder, 'org/name' or 'org/name@revision' on the Hugging Face Hub, 'tiny', 'dummy:135m', "
-        "'dummy:8b' or 'dummy:PATH/config.json'",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="auto: the checkpoint's own type if the devices of all workers compute it natively, else the "
-        "fastest type that they do (for bfloat16: float16 on GPUs before Ampere, float32 on CPUs without bfloat16 "
-        "instructions); an explicit type is used everywhere, with a warning where it is emulated",
-    )
-    name: str | None = Field(None, description="the name shown to clients; default: the folder's, or org/name")
-    chat_template: Path | None = Field(
-        None, description="a Jinja template for chats, instead of the one in the model's folder"
-    )
+    path: str = "tiny"
+    """a folder, 'org/name' or 'org/name@revision' on the Hugging Face Hub, 'tiny', 'dummy:135m', 'dummy:8b' or
+    'dummy:PATH/config.json'"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the checkpoint's own type if the devices of all workers compute it natively, else the fastest type that
+    they do (for bfloat16: float16 on GPUs before Ampere, float32 on CPUs without bfloat16 instructions); an explicit
+    type is used everywhere, with a warning where it is emulated"""
+    name: str | None = None
+    """the name shown to clients; default: the folder's, or org/name"""
+    chat_template: Path | None = None
+    """a Jinja template for chats, instead of the one in the model's folder"""
 
 
 class ClusterConfig(_Section):
     """The workers and where they run."""
 
-    prefill: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="prefill workers")
-    decode: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="decode workers")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray sees GPUs, else cpu")
-    cores_per_worker: Positive = Field(1, description="cores of a CPU device slot, and threads of its engine")
-    oversubscribe: bool = Field(False, description="allow more workers than device slots, which then share slots")
-    address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
-    placement: PlacementPolicy = Field(
-        "pack",
-        description="pack: as few nodes as possible, with pairs of prefill and decode on one node; spread: each role "
-        "on as many nodes as possible, prefill and decode on different nodes if possible; strict_spread: a node for "
-        "each worker, or an error",
-    )
-    worker_resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray resources of each worker, instead of those of its device slot"
-    )
-    prefill_resources: dict[str, float] = Field(
-        default_factory=dict,
-        description="further Ray resources of each prefill worker, such as {prefill: 1}, which restrict it to nodes "
-        "that have them",
-    )
-    decode_resources: dict[str, float] = Field(
-        default_factory=dict, description="the same for decode workers, such as {decode: 1}"
-    )
-    nodes: Positive | None = Field(
-        None, description="nodes that a joined Ray must have before workers are placed; up waits for them"
-    )
-    autoscale: bool = Field(
-        False, description="ask Ray for more nodes if the workers do not fit onto the present ones, instead of failing"
-    )
-    port_base: Annotated[int, Field(ge=1024, le=65_000)] | None = Field(
-        None,
-        description="first port of gateway and workers: the registry's port, followed by four ports per worker; "
-        "default: 20000 on a Ray that is joined, free ports on a Ray of its own",
-    )
-    mps: Annotated[Literal["auto", "off"], Off] = Field(
-        "auto",
-        description="on GPUs, CUDA's Multi-Process Service, with which transfers and steps run on a GPU at the same "
-        "time. auto: a daemon per node if nvidia-cuda-mps-control is there, or the one that runs already; off: they "
-        "take turns (docs/gpu.md)",
-    )
-    mps_transfer_threads: Annotated[int, Field(ge=1, le=100)] = Field(
-        25, description="with MPS, the percentage of a GPU's multiprocessors that transfers may use"
-    )
-    mps_memory_mb: Annotated[int, Field(ge=1)] | None = Field(
-        None,
-        description="with MPS, the most GPU memory that each of the two processes of a worker may allocate, in MiB; "
-        "KV pools are sized by it; default: no limit",
-    )
-    start_timeout_s: Seconds = Field(180.0, description="time limit of the start-up")
-    tls_cert: File | None = Field(
-        None,
-        description="certificate for connections inside the service (mutual TLS), a file on each host, in PEM: for the "
-        "name pdserve-worker, followed by those between it and its CA; with tls_key and tls_ca, or none of them",
-    )
-    tls_key: File | None = Field(None, description="its private key, in PEM, without a passphrase")
-    tls_ca: File | None = Field(None, description="the CA of these certificates, used for nothing else; in PEM")
+    prefill: int = Field(1, ge=0, le=1024)
+    """prefill workers"""
+    decode: int = Field(1, ge=0, le=1024)
+    """decode workers"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where Ray sees GPUs, else cpu"""
+    cores_per_worker: Positive = 1
+    """cores of a CPU device slot, and threads of its engine"""
+    oversubscribe: bool = False
+    """allow more workers than device slots, which then share slots"""
+    address: str = "local"
+    """'local' starts a Ray of its own; 'auto' or host:port joins one"""
+    placement: PlacementPolicy = "pack"
+    """pack: as few nodes as possible, with pairs of prefill and decode on one node; spread: each role on as many nodes
+    as possible, prefill and decode on different nodes if possible; strict_spread: a node for each worker, or an
+    error"""
+    worker_resources: dict[str, float] = {}
+    """Ray resources of each worker, instead of those of its device slot"""
+    prefill_resources: dict[str, float] = {}
+    """further Ray resources of each prefill worker, such as {prefill: 1}, which restrict it to nodes that have them"""
+    decode_resources: dict[str, float] = {}
+    """the same for decode workers, such as {decode: 1}"""
+    nodes: Positive | None = None
+    """nodes that a joined Ray must have before workers are placed; up waits for them"""
+    autoscale: bool = False
+    """ask Ray for more nodes if the workers do not fit onto the present ones, instead of failing"""
+    port_base: int | None = Field(None, ge=1024, le=65_000)
+    """first port of gateway and workers: the registry's port, followed by four ports per worker; default: 20000 on a
+    Ray that is joined, free ports on a Ray of its own"""
+    mps: Annotated[Literal["auto", "off"], Off] = "auto"
+    """on GPUs, CUDA's Multi-Process Service, with which transfers and steps run on a GPU at the same time. auto: a
+    daemon per node if nvidia-cuda-mps-control is there, or the one that runs already; off: they take turns
+    (docs/gpu.md)"""
+    mps_transfer_threads: int = Field(25, ge=1, le=100)
+    """with MPS, the percentage of a GPU's multiprocessors that transfers may use"""
+    mps_memory_mb: Positive | None = None
+    """with MPS, the most GPU memory that each of the two processes of a worker may allocate, in MiB; KV pools are sized
+    by it; default: no limit"""
+    start_timeout_s: Seconds = 180.0
+    """time limit of the start-up"""
+    tls_cert: File | None = None
+    """certificate for connections inside the service (mutual TLS), a file on each host, in PEM: for the name
+    pdserve-worker, followed by those between it and its CA; with tls_key and tls_ca, or none of them"""
+    tls_key: File | None = None
+    """its private key, in PEM, without a passphrase"""
+    tls_ca: File | None = None
+    """the CA of these certificates, used for nothing else; in PEM"""
 
 
 class EngineConfig(_Section):
     """Memory and scheduling of an engine."""
 
-    block_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None, description="tokens of a KV block; default 64 (few large blocks transfer faster than many small ones)"
-    )
-    num_blocks: Positive | None = Field(None, description="KV blocks of the pool; default: what kv_memory_mb holds")
-    kv_memory_mb: Positive | None = Field(
-        None,
-        description="memory of the KV pool in MiB; default 512 on a CPU; on a GPU what weights and the "
-        "largest step leave of its memory",
-    )
-    max_num_batched_tokens: Positive | None = Field(
-        None,
-        description="token budget of one step; longer prompts are chunked; default 512 on a CPU, and on a GPU 8192 for "
-        "prefill and 2048 for decode workers",
-    )
-    max_num_seqs: Positive = Field(64, description="requests that may run in one step")
-    chunk_tokens: int | Literal["off"] | None = Field(
-        None,
-        description="most tokens of one prompt that a step computes; default: the budget. off: prompts are never "
-        "split, and one that exceeds the budget gets a step of its own",
-    )
-    batching: Literal["continuous", "static"] = Field(
-        "continuous",
-        description="continuous: requests join the running batch as soon as there is room; static: a batch is "
-        "admitted when nothing is running, and no request joins until all of it has ended",
-    )
-    prefix_caching: bool = Field(
-        True,
-        description="keep KV blocks of past prompts and reuse them for prompts with the same beginning (within one "
-        "salt)",
-    )
-    offload_folder: File | None = Field(
-        None,
-        description="a folder for KV blocks that the pool has no room for any more, on each host; a worker uses a "
-        "subfolder with its name, finds its blocks there again after a restart, and reads what a prompt begins with",
-    )
-    offload_disk_mb: Positive = Field(4096, description="most MiB of each worker in offload_folder")
-    offload_host_mb: Annotated[int, Field(ge=0)] = Field(
-        0, description="memory of the host in MiB for such blocks of a GPU, before they go to offload_folder"
-    )
-    hang_timeout_s: Seconds = Field(
-        6.0, description="an engine that neither answers nor computes for this long is killed and restarted"
-    )
-    max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
-    cuda_graphs: bool = Field(
-        True, description="on a GPU, record decode steps as CUDA graphs at start-up: slower start, faster decode"
-    )
-    prefill_attention: Literal["auto", "flashinfer", "triton"] = Field(
-        "auto",
-        description="on a GPU, what computes the attention of prompts; auto: FlashInfer where it is installed (extra "
-        "cuda) and supports model and GPU, else Triton kernels; status tells which",
-    )
-    run_ahead: bool | None = Field(
-        None,
-        description="prepare and launch the next step while the device computes the current one; default: on GPUs",
-    )
+    block_size: int | None = Field(None, ge=1, le=1024)
+    """tokens of a KV block; default 64 (few large blocks transfer faster than many small ones)"""
+    num_blocks: Positive | None = None
+    """KV blocks of the pool; default: what kv_memory_mb holds"""
+    kv_memory_mb: Positive | None = None
+    """memory of the KV pool in MiB; default 512 on a CPU; on a GPU what weights and the largest step leave of its
+    memory"""
+    max_num_batched_tokens: Positive | None = None
+    """token budget of one step; longer prompts are chunked; default 512 on a CPU, and on a GPU 8192 for prefill and
+    2048 for decode workers"""
+    max_num_seqs: Positive = 64
+    """requests that may run in one step"""
+    chunk_tokens: int | Literal["off"] | None = None
+    """most tokens of one prompt that a step computes; default: the budget. off: prompts are never split, and one that
+    exceeds the budget gets a step of its own"""
+    batching: Literal["continuous", "static"] = "continuous"
+    """continuous: requests join the running batch as soon as there is room; static: a batch is admitted when nothing is
+    running, and no request joins until all of it has ended"""
+    prefix_caching: bool = True
+    """keep KV blocks of past prompts and reuse them for prompts with the same beginning (within one salt)"""
+    offload_folder: File | None = None
+    """a folder for KV blocks that the pool has no room for any more, on each host; a worker uses a subfolder with its
+    name, finds its blocks there again after a restart, and reads what a prompt begins with"""
+    offload_disk_mb: Positive = 4096
+    """most MiB of each worker in offload_folder"""
+    offload_host_mb: int = Field(0, ge=0)
+    """memory of the host in MiB for such blocks of a GPU, before they go to offload_folder"""
+    hang_timeout_s: Seconds = 6.0
+    """an engine that neither answers nor computes for this long is killed and restarted"""
+    max_model_len: Positive | None = None
+    """longest prompt plus output; default: the model's context"""
+    cuda_graphs: bool = True
+    """on a GPU, record decode steps as CUDA graphs at start-up: slower start, faster decode"""
+    prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
+    """on a GPU, what computes the attention of prompts; auto: FlashInfer where it is installed (extra cuda) and
+    supports model and GPU, else Triton kernels; status tells which"""
+    run_ahead: bool | None = None
+    """prepare and launch the next step while the device computes the current one; default: on GPUs"""
 
     @model_validator(mode="after")
     def _offload_needs_the_cache(self) -> Self:
@@ -265,51 +238,36 @@ class EngineConfig(_Section):
 class TransferConfig(_Section):
     """KV transfer between workers."""
 
-    transport: Transport = Field(
-        "auto",
-        description="auto: for each pair the best transport that both ends share: shm on one host, cuda_ipc on one "
-        "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA and needs pip install nixl",
-    )
-    overlap: Literal["none", "chunk", "layer"] = Field(
-        "layer",
-        description="when blocks are sent. layer: each group of layers while the next one is computed; chunk: each "
-        "chunk of the prompt while the next one is computed; none: all at the end",
-    )
-    layer_groups: Annotated[int, Field(ge=2, le=256)] = Field(
-        8, description="layer groups per chunk for overlap: layer (at most one per layer)"
-    )
-    checksum: bool = Field(
-        True,
-        description="xxh3-64 checksum of every message, verified before its blocks count as received; nixl always "
-        "uses checksums",
-    )
-    message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
-        4 * 2**20, description="target size of one message; blocks are coalesced up to it; over NCCL at least 32 MiB"
-    )
-    max_inflight_bytes: Annotated[int, Field(ge=4096)] = Field(
-        16 * 2**20, description="most unacknowledged bytes to one worker; over NCCL at least 128 MiB"
-    )
-    on_kv_failure: KVFailurePolicy = Field(
-        "retry",
-        description="what to do if a request's KV transfer fails. retry: another hand-off, if possible from the same "
-        "prefill worker, which sends its blocks again without computing them; recompute: one worker computes the "
-        "prompt and the output so far and continues; fail: an error at once",
-    )
-    connect_timeout_s: Seconds = Field(10.0, description="time limit of a handshake with a peer")
-    lease_s: Seconds = Field(30.0, description="how long blocks are held for a peer that does not respond")
-    interface: str | None = Field(
-        None,
-        description="interface for KV on every host: a device (eth1), a network (10.1.0.0/16), or an address or name; "
-        "default: the address by which Ray knows the host",
-    )
-    shape_gbps: Annotated[float, Field(gt=0, le=10_000)] | None = Field(
-        None,
-        description="for experiments: the rate of each KV link in each direction, in 10^9 bits per second, bounded in "
-        "user space (tcp, grpc_stream, and torch_dist on CPUs; auto then means tcp); default: not bounded",
-    )
-    shape_round_trip_ms: Annotated[float, Field(ge=0, le=10_000)] = Field(
-        0.0, description="for experiments: a round trip added to each KV link in user space, half in each direction"
-    )
+    transport: Transport = "auto"
+    """auto: for each pair the best transport that both ends share: shm on one host, cuda_ipc on one GPU, torch_dist
+    (NCCL) between GPUs, else tcp; nixl is for RDMA and needs pip install nixl"""
+    overlap: Literal["none", "chunk", "layer"] = "layer"
+    """when blocks are sent. layer: each group of layers while the next one is computed; chunk: each chunk of the prompt
+    while the next one is computed; none: all at the end"""
+    layer_groups: int = Field(8, ge=2, le=256)
+    """layer groups per chunk for overlap: layer (at most one per layer)"""
+    checksum: bool = True
+    """xxh3-64 checksum of every message, verified before its blocks count as received; nixl always uses checksums"""
+    message_bytes: int = Field(4 * 2**20, ge=4096, le=64 * 2**20)
+    """target size of one message; blocks are coalesced up to it; over NCCL at least 32 MiB"""
+    max_inflight_bytes: int = Field(16 * 2**20, ge=4096)
+    """most unacknowledged bytes to one worker; over NCCL at least 128 MiB"""
+    on_kv_failure: KVFailurePolicy = "retry"
+    """what to do if a request's KV transfer fails. retry: another hand-off, if possible from the same prefill worker,
+    which sends its blocks again without computing them; recompute: one worker computes the prompt and the output so far
+    and continues; fail: an error at once"""
+    connect_timeout_s: Seconds = 10.0
+    """time limit of a handshake with a peer"""
+    lease_s: Seconds = 30.0
+    """how long blocks are held for a peer that does not respond"""
+    interface: str | None = None
+    """interface for KV on every host: a device (eth1), a network (10.1.0.0/16), or an address or name; default: the
+    address by which Ray knows the host"""
+    shape_gbps: float | None = Field(None, gt=0, le=10_000)
+    """for experiments: the rate of each KV link in each direction, in 10^9 bits per second, bounded in user space (tcp,
+    grpc_stream, and torch_dist on CPUs; auto then means tcp); default: not bounded"""
+    shape_round_trip_ms: float = Field(0.0, ge=0, le=10_000)
+    """for experiments: a round trip added to each KV link in user space, half in each direction"""
 
 
 class RolePolicies(_Section):
@@ -322,62 +280,48 @@ class RolePolicies(_Section):
 class SloConfig(_Section):
     """Objectives of a service, in milliseconds."""
 
-    ttft_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time to the first token")
-    itl_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time between tokens")
+    ttft_ms: float | None = Field(None, gt=0)
+    """time to the first token"""
+    itl_ms: float | None = Field(None, gt=0)
+    """time between tokens"""
 
 
 class RouterConfig(_Section):
     """Routing of requests to workers."""
 
-    policy: str | RolePolicies = Field(
-        "kv_aware",
-        description="how a worker is chosen among the ready ones (docs/routing.md): one name for both roles, or "
-        "{prefill: NAME, decode: NAME}; requests of mode colocated are placed by that of prefill",
-    )
-    prefix_fetch: Annotated[PrefixFetching, Off] = Field(
-        "auto",
-        description="KV of a prompt's beginning that another worker has cached. auto: it is fetched if, by the costs "
-        "measured here, that is clearly quicker than to compute it; always: it is fetched, for experiments; off",
-    )
-    slo: SloConfig = Field(
-        default_factory=SloConfig,
-        validate_default=True,
-        description="objectives, which policy slo needs: ttft_ms for prefill, itl_ms for decode",
-    )
-    first_token: Literal["prefill", "decode"] = Field(
-        "prefill",
-        description="when the client gets token 1 of a disaggregated request. prefill: as soon as it is sampled; "
-        "decode: once the KV has arrived and decode can go on, as in services that discard prefill's token",
-    )
-    prefill_backlog_tokens: Positive = Field(
-        1024, description="a prefill worker is free while fewer prompt tokens than this wait on it, or none"
-    )
-    max_queue: Positive = Field(
-        1024, description="most waiting requests; further ones are refused (RESOURCE_EXHAUSTED)"
-    )
-    max_queue_tokens: Positive = Field(
-        4_194_304,
-        description="most tokens of waiting requests, prompts and max_tokens together; further requests are refused "
-        "(RESOURCE_EXHAUSTED). A prompt token takes about 40 bytes of the gateway's memory",
-    )
-    max_attempts: Positive = Field(
-        5,
-        description="most attempts in a row without a new token when workers or transfers fail; after a failed "
-        "transfer the last attempt runs on one worker",
-    )
-    patience_s: Annotated[float, Field(ge=0, le=86_400)] | None = Field(
-        None,
-        description="in a service that was ready, how long a request waits for a worker to become ready again; then it "
-        "is refused (UNAVAILABLE). None: until its deadline",
-    )
-    max_unread_tokens: Annotated[int, Field(ge=2)] = Field(
-        1024,
-        description="most tokens of a request that its client has not read; beyond that the request leaves its "
-        "workers, and continues once the client has read them",
-    )
-    heartbeat_s: Seconds = Field(0.5, description="how often workers report")
-    heartbeat_timeout_s: Seconds = Field(3.0, description="a worker without a heartbeat for this long counts as dead")
-    forget_s: Seconds = Field(60.0, description="how long a dead worker is shown")
+    policy: str | RolePolicies = "kv_aware"
+    """how a worker is chosen among the ready ones (docs/routing.md): one name for both roles, or {prefill: NAME,
+    decode: NAME}; requests of mode colocated are placed by that of prefill"""
+    prefix_fetch: Annotated[PrefixFetching, Off] = "auto"
+    """KV of a prompt's beginning that another worker has cached. auto: it is fetched if, by the costs measured here,
+    that is clearly quicker than to compute it; always: it is fetched, for experiments; off"""
+    slo: SloConfig = Field(default_factory=SloConfig, validate_default=True)
+    """objectives, which policy slo needs: ttft_ms for prefill, itl_ms for decode"""
+    first_token: Literal["prefill", "decode"] = "prefill"
+    """when the client gets token 1 of a disaggregated request. prefill: as soon as it is sampled; decode: once the KV
+    has arrived and decode can go on, as in services that discard prefill's token"""
+    prefill_backlog_tokens: Positive = 1024
+    """a prefill worker is free while fewer prompt tokens than this wait on it, or none"""
+    max_queue: Positive = 1024
+    """most waiting requests; further ones are refused (RESOURCE_EXHAUSTED)"""
+    max_queue_tokens: Positive = 4_194_304
+    """most tokens of waiting requests, prompts and max_tokens together; further requests are refused
+    (RESOURCE_EXHAUSTED). A prompt token takes about 40 bytes of the gateway's memory"""
+    max_attempts: Positive = 5
+    """most attempts in a row without a new token when workers or transfers fail; after a failed transfer the last
+    attempt runs on one worker"""
+    patience_s: float | None = Field(None, ge=0, le=86_400)
+    """in a service that was ready, how long a request waits for a worker to become ready again; then it is refused
+    (UNAVAILABLE). None: until its deadline"""
+    max_unread_tokens: int = Field(1024, ge=2)
+    """most tokens of a request that its client has not read; beyond that the request leaves its workers, and continues
+    once the client has read them"""
+    heartbeat_s: Seconds = 0.5
+    """how often workers report"""
+    heartbeat_timeout_s: Seconds = 3.0
+    """a worker without a heartbeat for this long counts as dead"""
+    forget_s: Seconds = 60.0
+    """how long a dead worker is shown"""
 
     def policy_of(self, role: str) -> str:
         """``policy`` for ``prefill`` or ``decode``."""
@@ -416,55 +360,38 @@ class RouterConfig(_Section):
 class GatewayConfig(_Section):
     """The public servers."""
 
-    host: str = Field(
-        "127.0.0.1",
-        description="address that the gRPC and HTTP servers listen on; 0.0.0.0 (or :: with IPv6): all of this host. "
-        "One that others can reach needs TLS, and tokens or client certificates, unless insecure",
-    )
-    port: Annotated[int, Field(ge=0, le=65_535)] = Field(
-        DEFAULT_PORT, description="port of the gRPC server; 0 picks one"
-    )
-    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
-        1,
-        description="gateways, each a process of its own with the same workers; the others use the ports after port "
-        "(and http_port)",
-    )
-    http_port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
-        None,
-        description="port of the OpenAI-compatible HTTP server; 0 turns it off; default: 8000 for a service on the "
-        "default port, else 0, so that several services of one host do not meet",
-    )
-    tls_cert: File | None = Field(
-        None, description="certificate of the gRPC and HTTP servers, in PEM, followed by those between it and its CA"
-    )
-    tls_key: File | None = Field(None, description="its private key, in PEM, without a passphrase")
-    tls_client_ca: File | None = Field(
-        None, description="only clients with a certificate of one of these CAs may connect (mTLS); in PEM"
-    )
-    tokens: File | None = Field(
-        None,
-        description="YAML file with the tokens of clients and their limits (see docs/security.md and `pdserve token "
-        "new`), read again when it changes; default: calls need no token",
-    )
-    insecure: bool = Field(
-        False, description="allow a host that others can reach without TLS or tokens, for networks that are trusted"
-    )
-    allowed_hosts: tuple[HostName, ...] = Field(
-        (),
-        description="names by which clients reach the HTTP server, besides its addresses, localhost, host and the name "
-        "of its machine; '*' allows all. Checked without tokens and TLS, against web pages that use DNS rebinding",
-    )
-    report: File | None = Field(
-        None,
-        description="report.html that the live page links for operators; default: that of the last run of bench or an "
-        "experiment by this user on the gateway's host",
-    )
-    default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
-    otlp_endpoint: str | None = Field(
-        None,
-        description="OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request, such as "
-        "http://localhost:4317; needs the extra otel",
-    )
+    host: str = "127.0.0.1"
+    """address that the gRPC and HTTP servers listen on; 0.0.0.0 (or :: with IPv6): all of this host. One that others
+    can reach needs TLS, and tokens or client certificates, unless insecure"""
+    port: int = Field(DEFAULT_PORT, ge=0, le=65_535)
+    """port of the gRPC server; 0 picks one"""
+    replicas: int = Field(1, ge=1, le=64)
+    """gateways, each a process of its own with the same workers; the others use the ports after port (and http_port)"""
+    http_port: int | None = Field(None, ge=0, le=65_535)
+    """port of the OpenAI-compatible HTTP server; 0 turns it off; default: 8000 for a service on the default port, else
+    0, so that several services of one host do not meet"""
+    tls_cert: File | None = None
+    """certificate of the gRPC and HTTP servers, in PEM, followed by those between it and its CA"""
+    tls_key: File | None = None
+    """its private key, in PEM, without a passphrase"""
+    tls_client_ca: File | None = None
+    """only clients with a certificate of one of these CAs may connect (mTLS); in PEM"""
+    tokens: File | None = None
+    """YAML file with the tokens of clients and their limits (see docs/security.md and `pdserve token new`), read again
+    when it changes; default: calls need no token"""
+    insecure: bool = False
+    """allow a host that others can reach without TLS or tokens, for networks that are trusted"""
+    allowed_hosts: tuple[HostName, ...] = ()
+    """names by which clients reach the HTTP server, besides its addresses, localhost, host and the name of its machine;
+    '*' allows all. Checked without tokens and TLS, against web pages that use DNS rebinding"""
+    report: File | None = None
+    """report.html that the live page links for operators; default: that of the last run of bench or an experiment by
+    this user on the gateway's host"""
+    default_timeout_s: Seconds = 600.0
+    """deadline of requests that bring none"""
+    otlp_endpoint: str | None = None
+    """OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request, such as http://localhost:4317; needs
+    the extra otel"""
 
     def replica(self, number: int) -> GatewayConfig:
         """The section as one of the ``replicas`` uses it."""
@@ -483,35 +410,34 @@ class GatewayConfig(_Section):
 class ScalingConfig(_Section):
     """The controller that moves workers between the roles, toward objectives."""
 
-    controller: Annotated[Literal["off", "roles", "workers"], Off] = Field(
-        "off",
-        description="roles: while one role misses its objective and the other has capacity to spare, a worker of the "
-        "other takes its role; workers: also adds workers, for which Ray is asked, and removes them (docs/routing.md)",
-    )
-    ttft_ms: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="objective of the time to the first token; default: router.slo.ttft_ms"
-    )
-    itl_ms: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="objective of the time between tokens; default: router.slo.itl_ms"
-    )
-    attainment: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.9, description="share of first tokens, and of gaps between tokens, that have to meet their objective"
-    )
-    interval_s: Annotated[float, Field(ge=0.1, le=3600)] = Field(2.0, description="how often the gateways are asked")
-    hold_s: Seconds = Field(
-        15.0,
-        description="how long an objective has to be missed before a worker moves; after that none moves for twice as "
-        "long, and none is removed before four times as long without need of it",
-    )
-    min_prefill: Positive = Field(1, description="fewest prefill workers")
-    min_decode: Positive = Field(1, description="fewest decode workers")
-    max_prefill: Positive | None = Field(None, description="most prefill workers; default: not bounded")
-    max_decode: Positive | None = Field(None, description="most decode workers; default: not bounded")
-    min_workers: Positive = Field(2, description="fewest workers in all")
-    max_workers: Positive | None = Field(None, description="most workers in all; controller workers needs it")
-    drain_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        30.0, description="how long a worker that is removed may finish its requests"
-    )
+    controller: Annotated[Literal["off", "roles", "workers"], Off] = "off"
+    """roles: while one role misses its objective and the other has capacity to spare, a worker of the other takes its
+    role; workers: also adds workers, for which Ray is asked, and removes them (docs/routing.md)"""
+    ttft_ms: float | None = Field(None, gt=0)
+    """objective of the time to the first token; default: router.slo.ttft_ms"""
+    itl_ms: float | None = Field(None, gt=0)
+    """objective of the time between tokens; default: router.slo.itl_ms"""
+    attainment: float = Field(0.9, gt=0, lt=1)
+    """share of first tokens, and of gaps between tokens, that have to meet their objective"""
+    interval_s: float = Field(2.0, ge=0.1, le=3600)
+    """how often the gateways are asked"""
+    hold_s: Seconds = 15.0
+    """how long an objective has to be missed before a worker moves; after that none moves for twice as long, and none
+    is removed before four times as long without need of it"""
+    min_prefill: Positive = 1
+    """fewest prefill workers"""
+    min_decode: Positive = 1
+    """fewest decode workers"""
+    max_prefill: Positive | None = None
+    """most prefill workers; default: not bounded"""
+    max_decode: Positive | None = None
+    """most decode workers; default: not bounded"""
+    min_workers: Positive = 2
+    """fewest workers in all"""
+    max_workers: Positive | None = None
+    """most workers in all; controller workers needs it"""
+    drain_s: float = Field(30.0, ge=0, le=86_400)
+    """how long a worker that is removed may finish its requests"""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -535,25 +461,31 @@ class ScalingConfig(_Section):
 class LoggingConfig(_Section):
     """The logs of gateway, workers and engines. They contain no prompt and no output."""
 
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="the least level that is logged")
-    format: Literal["text", "json"] = Field(
-        "text", description="text: a line to read; json: an object per line, for a log collector"
-    )
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """the least level that is logged"""
+    format: Literal["text", "json"] = "text"
+    """text: a line to read; json: an object per line, for a log collector"""
 
 
 class PdserveConfig(_Section):
     """The whole file."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="what is served")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="which workers run, and where")
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and scheduling of each engine")
-    transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
-    router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
-    gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
-    scaling: ScalingConfig = Field(
-        default_factory=ScalingConfig, description="a controller of roles and workers, off by default"
-    )
-    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="what processes write to their logs")
+    model: ModelConfig = ModelConfig()
+    """what is served"""
+    cluster: ClusterConfig = ClusterConfig()
+    """which workers run, and where"""
+    engine: EngineConfig = EngineConfig()
+    """memory and scheduling of each engine"""
+    transfer: TransferConfig = TransferConfig()
+    """how KV blocks travel"""
+    router: RouterConfig = RouterConfig()
+    """which workers a request gets"""
+    gateway: GatewayConfig = GatewayConfig()
+    """the front door"""
+    scaling: ScalingConfig = ScalingConfig()
+    """a controller of roles and workers, off by default"""
+    logging: LoggingConfig = LoggingConfig()
+    """what processes write to their logs"""
 
     @property
     def objectives(self) -> SloConfig:
@@ -636,3 +568,16 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             section = annotation
     return sorted(section.model_fields)
+
+
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """What the keys of ``section`` are for: their docstrings. They are read from the source when they are asked for,
+    because pydantic's own way to do so takes 0.1 s of every start."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, str] = {}
+    for key, docstring in pairwise(definition.body):
+        match key, docstring:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str() as text)):
+                found[name] = " ".join(text.split())
+    return found

@@ -17,7 +17,7 @@ import yaml
 
 from ops.cli.config import documented_defaults
 from ops.launch.state import ServiceState
-from pdserve.core.config import PdserveConfig
+from pdserve.core.config import PdserveConfig, descriptions
 from pdserve.version import VERSION
 from tests.command_line import PDSERVE
 from tests.pdserve.scripted_service import ScriptedService
@@ -291,10 +291,9 @@ def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
     data = yaml.safe_load(ran.out)
     assert PdserveConfig.parse(data) == PdserveConfig()
     assert list(data) == list(PdserveConfig.model_fields)
-    for name, section in PdserveConfig.model_fields.items():
-        fields = section.annotation.model_fields  # type: ignore[union-attr]
-        assert list(data[name]) == list(fields)
-        assert all(f"# {field.description}" in ran.out for field in fields.values())
+    for name, section in PdserveConfig():
+        assert list(data[name]) == list(type(section).model_fields)
+        assert all(f"# {text}" in ran.out for text in descriptions(type(section)).values())
 
 
 def plant_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, cpuinfo: str) -> None:
