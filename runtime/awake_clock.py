@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
-
-from pdserve.core.clock import Clock, MonotonicClock
 
 TICK_S = 0.1
 MOST_S = 0.25
@@ -20,29 +19,17 @@ MOST_S = 0.25
 class AwakeClock:
     """Seconds for which an event loop ran. Read it every `TICK_S` on that loop, or use `awake_clock`, which does so."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or MonotonicClock()
-        self._read_s = self._clock.now()
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._read_s = now()
         self._awake_s = 0.0
 
     def now(self) -> float:
         """Seconds for which the loop has run since the clock was created."""
-        now_s = self._clock.now()
+        now_s = self._now()
         self._awake_s += min(now_s - self._read_s, MOST_S)
         self._read_s = now_s
         return self._awake_s
-
-
-class _LoopClock:
-    """The clock by which an event loop calls its timers: the host's, or that of a simulated world."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)  # weak, because `_CLOCKS` would keep the loop otherwise
-
-    def now(self) -> float:
-        """Seconds of that clock."""
-        loop = self._loop()
-        return time.monotonic() if loop is None else loop.time()
 
 
 _CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, AwakeClock] = WeakKeyDictionary()
@@ -53,7 +40,9 @@ def awake_clock() -> AwakeClock:
     loop = asyncio.get_running_loop()
     clock = _CLOCKS.get(loop)
     if clock is None:
-        clock = _CLOCKS[loop] = AwakeClock(_LoopClock(loop))
+        # By the clock of its timers, which a simulated world has, too. Weak, because `_CLOCKS` would keep it otherwise.
+        weak = ref(loop)
+        clock = _CLOCKS[loop] = AwakeClock(lambda: time.monotonic() if (here := weak()) is None else here.time())
         loop.call_soon(_tick, loop, clock)
     return clock
 

@@ -6,14 +6,15 @@ The plan of a step is copied to the GPU at once. With CPU tensors, Triton's inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.kernels.cuda_decode_attention import attend_decodes
-from engine.kernels.cuda_flashinfer import FlashInferChunks, FlashInferPrefill
+from engine.kernels.cuda_flashinfer import FlashInferPrefill
 from engine.kernels.cuda_prefill_attention import attend_chunks, tile_rows
 from engine.model.attention import Attention, AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
@@ -40,7 +41,8 @@ class CUDAStep(AttentionStep):
     tiles: torch.Tensor | None
     splits: int  # programs per decode
     softcap: float | None = None  # soft cap of the scores (None: there is none)
-    chunks: FlashInferChunks | None = None
+    # what computes the chunks, by window (`engine.kernels.cuda_flashinfer.FlashInferPrefill.plan`)
+    chunks: Mapping[int | None, Any] | None = None
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -61,7 +63,7 @@ class CUDAStep(AttentionStep):
         if self.tiles is not None:
             attend_chunks(query, layer.k, layer.v, self.tables, self.tiles, window, scale, out, self.softcap)
         if self.chunks is not None:
-            self.chunks.attend(query[decodes:], layer, window, scale, out[decodes:])
+            self.chunks[window].run(query[decodes:], (layer.k, layer.v), out=out[decodes:])
         return out.flatten(1)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.model.decoder import Decoder
-from engine.model.kv_pool import KVPool, LayerKV
+from engine.model.kv_pool import KVPool
 from engine.model.upload import upload
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import MAX_IN_FLIGHT
@@ -58,21 +57,6 @@ def make_wrappers(device: torch.device) -> MakeWrapper:
     return lambda: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
 
 
-@dataclass(frozen=True, slots=True)
-class FlashInferChunks:
-    """The chunks of one step, planned: a wrapper for each window."""
-
-    wrappers: Mapping[int | None, Any]
-    scale: float
-
-    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float, out: torch.Tensor) -> None:
-        """Compute the attention of ``query`` (``[rows, heads, head_dim]``, the rows of all chunks in order) into
-        ``out`` (the same shape, contiguous)."""
-        if scale != self.scale:
-            raise ValueError(f"attention was planned with scale {self.scale}, not {scale}")
-        self.wrappers[window].run(query, (layer.k, layer.v), out=out)
-
-
 class FlashInferPrefill:
     """Plans the chunks of steps over ``pool``, for ``num_heads`` query heads and layers with any of ``windows`` (None:
     no window). Scores are multiplied by ``scale``, then softly capped by ``softcap`` (None: not at all).
@@ -95,8 +79,9 @@ class FlashInferPrefill:
         self._softcap = softcap
         self._sets = [{window: make_wrapper() for window in windows} for _ in range(MAX_IN_FLIGHT)]
 
-    def plan(self, seqs: Sequence[ScheduledSeq]) -> FlashInferChunks:
-        """Plan the step of the chunks ``seqs``, whose rows follow each other."""
+    def plan(self, seqs: Sequence[ScheduledSeq]) -> Mapping[int | None, Any]:
+        """Plan the step of the chunks ``seqs``. Returns a wrapper for each window, whose ``run`` computes the attention
+        of all their rows (``[rows, heads, head_dim]``) over the keys and values of a layer."""
         wrappers = self._sets.pop(0)
         self._sets.append(wrappers)
         pool, block_size = self._pool, self._pool.layout.block_size
@@ -130,7 +115,7 @@ class FlashInferPrefill:
                 q_data_type=pool.tensor.dtype,
                 kv_data_type=pool.tensor.dtype,
             )
-        return FlashInferChunks(wrappers, self._scale)
+        return wrappers
 
     def check(self) -> None:
         """Plan and compute a chunk over the first block, which is not changed. Compiles the kernels if they are not.
@@ -139,8 +124,9 @@ class FlashInferPrefill:
         plan = self.plan([ScheduledSeq("check", [0] * rows, 0, [0], False, SamplingParams())])
         shape = (rows, self._num_heads, self._pool.head_dim)
         query = torch.zeros(shape, dtype=self._pool.tensor.dtype, device=self._pool.tensor.device)
-        for window in plan.wrappers:
-            plan.attend(query, self._pool.layers[0], window, self._scale, torch.empty_like(query))
+        layer = self._pool.layers[0]
+        for wrapper in plan.values():
+            wrapper.run(query, (layer.k, layer.v), out=torch.empty_like(query))
 
 
 def _pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

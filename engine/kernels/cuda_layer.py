@@ -10,7 +10,7 @@ from checkpoints.shape import Activation, ModelShape
 from engine.kernels.cuda_decode_attention import FUSED
 from engine.model.decoder import DecoderLayer
 from engine.model.kv_pool import LayerKV
-from engine.model.layers import MLP, GroupedExperts, Linear, LoopedExperts, RMSNorm
+from engine.model.layers import GatedMLP, GroupedExperts, Linear, LoopedExperts, RMSNorm, RoutedExperts
 from engine.model.weights import ExpertWeights, MLPWeights
 
 _HEADS = 8  # heads of one program of the rope kernel
@@ -168,19 +168,16 @@ def rotate_and_write(
     return query
 
 
-class CUDAMLP(MLP):
-    """The gated MLP. Gate and up are one product."""
+class CUDAMLP(GatedMLP):
+    """The MLP on GPUs. Gate and up are one product."""
 
     def __init__(self, weights: MLPWeights, activation: Activation) -> None:
         self._gate_up = Linear(weights.gate_up, weights.gate_up_bias)
         self._down = Linear(weights.down, weights.down_bias)
         self._activation = activation
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(gate_times(self._gate_up(x), self._activation))
-
-    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._down.plus(gate_times(self._gate_up(x), self._activation), residual)
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return gate_times(self._gate_up(x), self._activation)
 
 
 class CUDALayer(DecoderLayer):
@@ -188,7 +185,7 @@ class CUDALayer(DecoderLayer):
 
     scales_queries = False
 
-    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> MLP:
+    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> GatedMLP | RoutedExperts:
         if isinstance(weights, MLPWeights):
             return CUDAMLP(weights, shape.activation)
         assert shape.experts is not None

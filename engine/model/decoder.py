@@ -13,7 +13,7 @@ from torch.nn import functional
 from checkpoints.shape import ModelShape, Rope
 from engine.model.attention import AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.layers import MLP, GatedMLP, LoopedExperts, RMSNorm, linear
+from engine.model.layers import GatedMLP, LoopedExperts, RMSNorm, RoutedExperts, linear
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
@@ -73,7 +73,7 @@ class DecoderLayer:
             qk_norm = weights.qk_norm if shape.norm_offset == 0.0 else weights.qk_norm.float() + shape.norm_offset
             self.qk_norm = qk_norm.repeat_interleave(repeats, dim=0)
 
-    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> MLP:
+    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> GatedMLP | RoutedExperts:
         """The MLP of the device."""
         if isinstance(weights, MLPWeights):
             return GatedMLP(weights, shape.activation)

@@ -120,20 +120,9 @@ class RMSNorm:
         return wide.div_(torch.hypot(length, self._least)).mul_(self._scaled_weight).to(x.dtype)
 
 
-class MLP(ABC):
-    """What a layer computes after attention, of rows ``x`` (``[rows, hidden]``)."""
-
-    @abstractmethod
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The MLP of ``x``: ``[rows, hidden]``."""
-
-    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The MLP of ``x`` plus ``residual`` (``[rows, hidden]``), which it may overwrite."""
-        return residual.add_(self(x))
-
-
-class GatedMLP(MLP):
-    """The product of an activated gate and a second projection, projected back, with the device's fastest products."""
+class GatedMLP:
+    """The product of an activated gate and a second projection, projected back, with the device's fastest products.
+    Rows are ``[rows, hidden]``."""
 
     def __init__(self, weights: MLPWeights, activation: Activation) -> None:
         gate, up = weights.gate_up.chunk(2)
@@ -142,19 +131,32 @@ class GatedMLP(MLP):
         self._down = linear(weights.down, weights.down_bias)
         self._activated = self._gate.silu if activation == "silu" else self._gate.gelu_tanh
 
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self._up.times(x, self._activated(x))
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._up.times(x, self._activated(x)))
+        """The MLP of ``x``."""
+        return self._down(self._inner(x))
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._down.plus(self._up.times(x, self._activated(x)), residual)
+        """The MLP of ``x`` plus ``residual``, which it may overwrite."""
+        return self._down.plus(self._inner(x), residual)
 
 
-class RoutedExperts(MLP):
-    """A mixture of experts: each token is computed by a few of many MLPs, which a router chooses."""
+class RoutedExperts(ABC):
+    """A mixture of experts in place of an MLP: each token is computed by a few of many MLPs, which a router chooses."""
 
     def __init__(self, weights: ExpertWeights, experts: Experts) -> None:
         self._router = linear(weights.router)
         self._experts = experts
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """As `GatedMLP`."""
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """As `GatedMLP`."""
+        return residual.add_(self(x))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights (float32) and the numbers of the experts of ``x`` (``[rows, hidden]``), each

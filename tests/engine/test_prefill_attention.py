@@ -63,10 +63,10 @@ def test_steps_in_flight_do_not_share_a_wrapper(pool: KVPool) -> None:
     seq = ScheduledSeq("a", [0] * 4, 0, [0], False, GREEDY)
     before = prefill.plan([seq])
     for _ in range(5):
-        for wrapper in before.wrappers.values():
+        for wrapper in before.values():
             wrapper.in_flight = True
         after = prefill.plan([seq])
-        for wrapper in before.wrappers.values():
+        for wrapper in before.values():
             wrapper.in_flight = False
         before = after
 
@@ -75,12 +75,11 @@ def test_what_cannot_be_computed_is_an_error(pool: KVPool) -> None:
     prefill = FlashInferPrefill(StrictWrapper, pool, HEADS, {None}, 0.5, None)
     plan = prefill.plan([ScheduledSeq("a", [0] * 4, 0, [0], False, GREEDY)])
     query = torch.zeros(4, HEADS, HEAD_DIM).bfloat16()
-    with pytest.raises(ValueError, match="planned with scale"):
-        plan.attend(query, pool.layers[0], None, 1.0, torch.empty_like(query))
+    keys_values = (pool.layers[0].k, pool.layers[0].v)
     with pytest.raises(Misuse, match="q is"):
-        plan.attend(query[:3], pool.layers[0], None, 0.5, torch.empty_like(query[:3]))
+        plan[None].run(query[:3], keys_values, out=torch.empty_like(query[:3]))
     with pytest.raises(Misuse, match="before plan"):
-        StrictWrapper().run(query, (pool.layers[0].k, pool.layers[0].v), out=torch.empty_like(query))
+        StrictWrapper().run(query, keys_values, out=torch.empty_like(query))
     before = pool.tensor.clone()
     prefill.check()
     assert torch.equal(pool.tensor, before)
