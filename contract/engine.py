@@ -15,6 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from contract import control
+from contract.control import Message
 from pdserve.core.handoff import FirstToken
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logprobs import TokenLogprobs
@@ -27,10 +29,6 @@ class KVRole(StrEnum):
     LOCAL = "local"  # prefill and decode here (colocated)
     PUSH = "push"  # prefill here and sample one token, then hold the blocks until `Release`
     RECEIVE = "receive"  # allocate the blocks of the prompt, wait for `KVReady`, then decode
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """A command or an event. Encoded as a list: the name of the class, then its fields in order."""
 
 
 # --- commands: worker → engine ---------------------------------------------------------------------------------------
@@ -124,7 +122,7 @@ class Ready(Message, frozen=True):
     cores: list[int]
     load_s: float
     eos_token_ids: list[int]
-    notes: list[str] = []
+    notes: list[str] = []  # noqa: RUF012 - each message gets a copy
 
 
 class Failed(Message, frozen=True):
@@ -176,7 +174,7 @@ class Step(Message, frozen=True):
 
     sampled_s: float
     step_started_s: float
-    tokens: list[TokenOut] = []
+    tokens: list[TokenOut] = []  # noqa: RUF012 - each step gets a copy
 
 
 class Pong(Message, frozen=True):
@@ -248,13 +246,12 @@ Command = CoreCommand | Ping
 EngineEvent = Ready | Failed | Rejected | Finished | Step | Pong | Load | CacheChanged
 KVEvent = Reserved | Computed
 
-_encoder = msgspec.msgpack.Encoder()
 M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
     """Encode a message as one frame."""
-    body = _encoder.encode(message)
+    body = control.encode(message)
     return len(body).to_bytes(4, "little") + body
 
 

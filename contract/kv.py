@@ -26,6 +26,8 @@ from typing import Annotated
 import msgspec
 import xxhash
 
+from contract.control import Message
+from contract.control import encode as encode
 from pdserve.core.errors import ChecksumMismatch, LayoutMismatch, TransferError, TransferRefused, from_wire
 from pdserve.core.kv_layout import KVLayout
 
@@ -47,11 +49,7 @@ EosTokenIds = Annotated[list[Count], msgspec.Meta(max_length=MAX_EOS_TOKEN_IDS)]
 Trailer = Annotated[bytes, msgspec.Meta(max_length=MAX_TRAILER_BYTES)]
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    pass
-
-
-class Hello(_Header, frozen=True):
+class Hello(Message, frozen=True):
     """The first message of a link: the sender's id, the receiver's epoch as the sender knows it, and what both ends
     must agree on: the pool's layout, whether messages are hashed, and the model's end-of-sequence ids (ascending)."""
 
@@ -62,7 +60,7 @@ class Hello(_Header, frozen=True):
     eos_token_ids: EosTokenIds
 
 
-class HelloOk(_Header, frozen=True):
+class HelloOk(Message, frozen=True):
     """The receiver accepts the link. ``layout`` is that of its pool."""
 
     worker_id: Id
@@ -70,7 +68,7 @@ class HelloOk(_Header, frozen=True):
     layout: KVLayout
 
 
-class Probe(_Header, frozen=True):
+class Probe(Message, frozen=True):
     """Measures the link (`kv_transfer.link_rate`): the payload goes from one probe area to the other
     (`kv_transfer.pool.Pool.probe`). ``left`` more probes of the same train follow."""
 
@@ -78,20 +76,20 @@ class Probe(_Header, frozen=True):
     left: Count
 
 
-class Probed(_Header, frozen=True):
+class Probed(Message, frozen=True):
     """The receiver has fetched a train of probes, which took ``micros`` microseconds. ``ceiling`` is the link's."""
 
     micros: Micros
     ceiling: BytesPerS
 
 
-class Rated(_Header, frozen=True):
+class Rated(Message, frozen=True):
     """A hand-off has raised the link's ceiling."""
 
     ceiling: BytesPerS
 
 
-class Announce(_Header, frozen=True):
+class Announce(Message, frozen=True):
     """The receiver has room for a prompt's ``num_blocks`` blocks, the first ``num_skipped`` of which it holds already.
 
     ``nonce`` names the hand-off; messages with another one are refused. The i-th of the remaining blocks goes into slot
@@ -104,7 +102,7 @@ class Announce(_Header, frozen=True):
     num_skipped: Count
 
 
-class Open(_Header, frozen=True):
+class Open(Message, frozen=True):
     """The sender begins the hand-off. It is repeated as a heartbeat until the hand-off ends."""
 
     nonce: Nonce
@@ -113,7 +111,7 @@ class Open(_Header, frozen=True):
     sent_us: Micros
 
 
-class Blocks(_Header, frozen=True):
+class Blocks(Message, frozen=True):
     """The payload is ``num_layers`` layers, from ``first_layer``, of ``num_blocks`` blocks for the slots from
     ``first_slot``, block by block. ``export_us`` is the time in microseconds that the sender has spent on reading and
     hashing since the hand-off began. ``last`` marks the last message, which may have a ``trailer``."""
@@ -133,21 +131,21 @@ class Blocks(_Header, frozen=True):
     trailer: Trailer
 
 
-class Ack(_Header, frozen=True):
+class Ack(Message, frozen=True):
     """The blocks of message ``seq`` are verified and in the pool."""
 
     nonce: Nonce
     seq: Count
 
 
-class Confirm(_Header, frozen=True):
+class Confirm(Message, frozen=True):
     """The sender still held the blocks when everything was acknowledged. Required on links whose receiver may read late
     (`KVLink.reads_late`) and does not hash."""
 
     nonce: Nonce
 
 
-class Refused(_Header, frozen=True):
+class Refused(Message, frozen=True):
     """Message ``seq`` was refused, or the link if ``nonce`` is empty. ``kind`` and ``message`` are those of
     `pdserve.core.errors.to_wire`."""
 
@@ -157,7 +155,7 @@ class Refused(_Header, frozen=True):
     message: ErrorMessage
 
 
-class Abort(_Header, frozen=True):
+class Abort(Message, frozen=True):
     """The hand-off has ended at the end that sends this."""
 
     nonce: Nonce
@@ -208,13 +206,7 @@ def checksum(payload: Sequence[memoryview], trailer: bytes) -> int:
     return digest.intdigest()
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
-
-
-def encode(header: Header) -> bytes:
-    """The wire form of a header."""
-    return _encoder.encode(header)
 
 
 def decode(data: bytes) -> Header:

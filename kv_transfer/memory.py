@@ -18,11 +18,12 @@ import numpy as np
 from pdserve.core.errors import TransferRefused
 from pdserve.core.kv_layout import Region
 from runtime import memory_file
-from runtime.cuda import Cuda
 from runtime.poison import ends_if_poisoned
 
 if TYPE_CHECKING:
     import torch
+
+    from runtime.cuda import Cuda
 
 _PAGE = 4096
 
@@ -174,9 +175,9 @@ class DeviceMemory:
 
 
 def _torch_cuda() -> Cuda:
-    from runtime.torch_cuda import TorchCuda  # imports torch, which a worker without a GPU may do without
+    from runtime.cuda import Cuda  # imports torch, which a worker without a GPU may do without
 
-    return TorchCuda()
+    return Cuda()
 
 
 Memory: TypeAlias = HostMemory | DeviceMemory

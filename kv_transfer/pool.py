@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import KVLayout, Region, probe_area
-from runtime.cuda import Cuda
+
+if TYPE_CHECKING:
+    from runtime.cuda import Cuda  # imports torch
 
 
 class Pool:

@@ -1,7 +1,7 @@
 """The CUDA calls of pdserve: start, memory, sharing between processes, events, streams, graphs, and synchronisation.
 
-`runtime.torch_cuda.TorchCuda` makes them on a GPU. `tests.strict_cuda.StrictGpus` checks their order without one.
-GPUs are named by their index in this process, so that calls need no tensors.
+They need a GPU, except for `Cuda.is_available`. `tests.strict_cuda.StrictGpus` checks their order without one. GPUs are
+named by their index in this process, so that calls need no tensors.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, cast
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,73 +57,112 @@ class Graph(Protocol):
         ...
 
 
-class Cuda(Protocol):
-    """CUDA in this process. Every call but `is_available` needs `init` before it, in the same thread or another."""
+class Cuda:
+    """CUDA in this process, by torch. Every call but `is_available` needs `init` before it, in the same thread or
+    another."""
+
+    def __init__(self) -> None:
+        self._recorders: dict[int, torch.cuda.Stream] = {}  # one per GPU: graphs share memory within a stream only
 
     def is_available(self) -> bool:
         """Whether this process sees a GPU. Does not initialise CUDA."""
-        ...
+        return torch.cuda.is_available()
 
     def init(self, index: int) -> torch.device:
         """Initialise CUDA in this process, and make GPU ``index`` the current one of this thread. Returns it as a
         device of tensors. May be called again."""
-        ...
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
 
     def name(self, index: int) -> str:
         """The name of the GPU's model."""
-        ...
+        return torch.cuda.get_device_name(index)
 
     def uuid(self, index: int) -> str:
         """Identifies the GPU in all processes."""
-        ...
+        return str(torch.cuda.get_device_properties(index).uuid)
 
     def memory(self, index: int) -> MemoryFigures:
         """The memory of GPU ``index``."""
-        ...
+        return MemoryFigures(
+            total=torch.cuda.get_device_properties(index).total_memory,
+            free=torch.cuda.mem_get_info(index)[0],
+            held=torch.cuda.memory_allocated(index),
+            peak=torch.cuda.max_memory_allocated(index),
+        )
 
     def reset_peak(self, index: int) -> None:
         """Begin a new peak for `memory`. Memory that is cached, but not in use, goes back to the GPU."""
-        ...
+        torch.cuda.synchronize(index)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(index)
 
     def zeros(self, num_bytes: int, index: int) -> torch.Tensor:
         """Allocate ``num_bytes`` zeros (uint8). torch's OutOfMemoryError if there is no room."""
-        ...
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
 
     def share(self, data: torch.Tensor) -> list[Any]:
         """A handle with which other processes open the memory of ``data``, which must exist for as long as they
         do."""
-        ...
+        return list(data.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
 
     def open(self, handle: Sequence[Any], index: int | None = None) -> torch.Tensor:
         """Open the memory behind another process's handle (uint8). ``index`` is the GPU's index here, if it may differ
         from its index there. RuntimeError, TypeError or ValueError if that fails."""
-        ...
+        # `_new_shared_cuda` does not initialise CUDA, and without it the process dies of a segmentation fault.
+        # `torch.multiprocessing.reductions.rebuild_cuda_tensor` calls `_lazy_init` first for the same reason.
+        at = handle[0] if index is None else index
+        device = self.init(at)
+        storage = torch.UntypedStorage._new_shared_cuda(at, *handle[1:])
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def record(self, index: int, *, timed: bool = False) -> Event:
         """Record an event in the current stream of GPU ``index``. The GPU notes the time of one that is ``timed``."""
-        ...
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(index))
+        return cast(Event, event)
 
     def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         """Have the current stream of GPU ``index`` copy ``tensors`` to memory of their own on the host. Does not wait,
         and neither does anything that is launched later. Returns a function that waits until the GPU has computed and
         copied them, and returns the copies; without tensors, it waits until the GPU has come here."""
-        ...
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        copied = self.record(index)
+
+        def wait() -> list[torch.Tensor]:
+            copied.synchronize()
+            return copies
+
+        return wait
 
     def stream(self, index: int) -> Stream:
         """A new stream of GPU ``index``. Its work does not wait for that of other streams, and vice versa."""
-        ...
+        return torch.cuda.Stream(torch.device("cuda", index))  # type: ignore[no-untyped-call]
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Make ``stream`` the current one of its GPU, and its GPU the current one of this thread."""
-        ...
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def synchronize(self, index: int) -> None:
         """Wait until GPU ``index`` has computed everything that this process has launched."""
-        ...
+        torch.cuda.synchronize(index)
 
     def record_graph(self, work: Callable[[], object], index: int, beside: Graph | None = None) -> Graph:
         """Run ``work``, so that its kernels are compiled and its workspaces exist, then run it again and record what it
         launches on GPU ``index``. While it is recorded, nothing may synchronise, allocate by `zeros`, or be shared.
         Memory of intermediate results is shared with ``beside``, a graph of the same GPU that never runs at the same
         time."""
-        ...
+        if index not in self._recorders:
+            self._recorders[index] = cast(torch.cuda.Stream, self.stream(index))
+        recorder, current = self._recorders[index], torch.cuda.current_stream(index)
+        recorder.wait_stream(current)
+        with torch.cuda.stream(recorder):
+            work()
+        current.wait_stream(recorder)
+        torch.cuda.synchronize(index)
+        graph = torch.cuda.CUDAGraph()
+        memory = None if beside is None else cast(torch.cuda.CUDAGraph, beside).pool()
+        with torch.cuda.graph(graph, pool=memory, stream=recorder):
+            work()
+        return graph

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -42,15 +41,6 @@ class NativeDtypes:
 
     device: str
     dtypes: tuple[str, ...]
-
-    def to_wire(self) -> dict[str, Any]:
-        """Serialize to plain values."""
-        return {"device": self.device, "dtypes": list(self.dtypes)}
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> NativeDtypes:
-        """Parse the result of `to_wire`."""
-        return cls(data["device"], tuple(data["dtypes"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.cuda import Graph, MemoryFigures, Stream
+from runtime.cuda import Cuda, Graph, MemoryFigures, Stream
 from tests.strict_streams import StrictStream, current_stream
 
 
@@ -148,8 +148,8 @@ class StrictGraph:
         self._work()
 
 
-class StrictCuda:
-    """See `runtime.cuda.Cuda`. Tensors are on the host. ``calls`` are the names of all calls so far."""
+class StrictCuda(Cuda):
+    """Overrides all calls. Tensors are on the host. ``calls`` are the names of all calls so far."""
 
     def __init__(self, gpus: StrictGpus, visible: Sequence[int]) -> None:
         self._gpus, self._visible = gpus, list(visible)

@@ -32,7 +32,6 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
 from runtime.cuda import Cuda
 from runtime.dtypes import choose_dtype, native_dtypes
-from runtime.torch_cuda import TorchCuda
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def build_engine(
     started_s = time.monotonic()
     torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
-    cuda = cuda or TorchCuda()
+    cuda = cuda or Cuda()
     on_gpu = spec.device != "cpu"
     device = _gpu(cuda) if on_gpu else torch.device("cpu")
     source = resolve_model(spec.model, log.info)

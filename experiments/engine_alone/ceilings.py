@@ -13,7 +13,6 @@ import torch
 
 from engine.model.layers import linear
 from runtime.cuda import Cuda
-from runtime.torch_cuda import TorchCuda
 
 _REPEATS = 3
 _TICK_S = 0.5e-6  # the resolution of CUDA's events
@@ -45,7 +44,7 @@ class Ceilings:
     ) -> None:
         self._index, self._cuda = device.index or 0, None
         if device.type == "cuda":
-            self._cuda = cuda or TorchCuda()
+            self._cuda = cuda or Cuda()
             device = self._cuda.init(self._index)
         self.device = device
         """Where its tensors lie."""

@@ -24,7 +24,6 @@ from kv_transfer.memory import DeviceMemory, Memory
 from kv_transfer.transports.inbox import Content
 from runtime.cuda import Cuda, Stream
 from runtime.poison import ends_if_poisoned
-from runtime.torch_cuda import TorchCuda
 
 if TYPE_CHECKING:
     _Store: Any = object
@@ -220,7 +219,7 @@ class Communicators:
     def __init__(self, store: Any, rank: int, index: int, cuda: Cuda | None = None) -> None:
         distributed: Any = torch.distributed
         set_defaults()
-        self._cuda = cuda or TorchCuda()
+        self._cuda = cuda or Cuda()
         self._rank, self._index, self._device = rank, index, self._cuda.init(index)
         self._aborted = False
         self._by_sender: list[Any] = []

@@ -25,7 +25,7 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES
-from runtime.torch_cuda import TorchCuda
+from runtime.cuda import Cuda
 from tests.kv_transfer.conftest import sender_of
 from tests.kv_transfer.peer_process import LARGE
 from tests.loopback import create_transport
@@ -105,7 +105,7 @@ async def facing(devices: Devices) -> AsyncIterator[Facing]:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             await process.communicate()
     if isinstance(pool.memory, DeviceMemory):
-        TorchCuda().synchronize(pool.memory.index)
+        Cuda().synchronize(pool.memory.index)
 
 
 async def said(process: asyncio.subprocess.Process) -> dict[str, Any]:

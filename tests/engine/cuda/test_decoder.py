@@ -21,7 +21,6 @@ from engine.model.runner import LastTokens, ModelRunner
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from runtime.cuda import Cuda
-from runtime.torch_cuda import TorchCuda
 from tests.engine.harness import BLOCK, GREEDY, generate
 from tests.engine.test_quantized import write_quantized
 from tests.random_models import greedy_tokens_of_all, save_random
@@ -93,7 +92,7 @@ def make_engine(
     attention = CUDAAttention(pool, shape.attention_softcap)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
     recordable = shape.experts is None or groups_natively(weights.norm.dtype, device)
-    cuda: Cuda = TorchCuda() if device.type == "cuda" else StrictGpus().process()
+    cuda: Cuda = Cuda() if device.type == "cuda" else StrictGpus().process()
     cuda.init(0)
     if recordable and (recorded or device.type == "cuda"):
         graphs.capture(cuda, 0)

@@ -13,7 +13,7 @@ import torch
 
 from engine.model.kv_pool import KVPool
 from pdserve.core.kv_layout import KVLayout
-from runtime.torch_cuda import TorchCuda
+from runtime.cuda import Cuda
 
 LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=16, num_layers=3, num_kv_heads=2, head_dim=64)
 BLOCKS = 10
@@ -51,7 +51,7 @@ pool.close()
 def test_blocks_are_read_and_written_by_another_process(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("memory of CPUs is shared another way")
-    pool = KVPool.on_cuda(LAYOUT, BLOCKS, TorchCuda(), 0)
+    pool = KVPool.on_cuda(LAYOUT, BLOCKS, Cuda(), 0)
     pool.tensor.copy_(torch.randn(pool.tensor.shape))
     torch.cuda.synchronize()
     share = [f"x{v.hex()}" if isinstance(v, bytes) else v for v in pool.handle["share"]]
