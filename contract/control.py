@@ -11,9 +11,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from pdserve.core.block_update import BlockUpdate
 from pdserve.core.errors import PdserveError, from_wire, to_wire
 from pdserve.core.handoff import KVPeer, PeerLink, PrefixSource
+from pdserve.core.prefix_digests import BlockUpdate
 from pdserve.core.request import Request
 from pdserve.core.timeline import ClockOffset
 from pdserve.core.worker import Links, OutputSink, Role, TokenOutput, WorkerInfo, WorkerLoad
@@ -160,8 +160,9 @@ class BeatAnswer(Message, frozen=True):
     """The answer to a heartbeat. A ``superseded`` worker has to end: another one has taken its name, it was retired, or
     it belongs to another service. ``peers`` are all decode workers known to this gateway, which a prefill worker should
     have links to. ``blocks_after`` is up to where the gateway knows the changes of the worker's prefix cache
-    (`pdserve.core.block_update`); None if it does not follow them. ``role`` is what the service wants the worker to be,
-    by this ``version`` of its members (None: the gateway was not told). Of several gateways the highest version counts.
+    (`pdserve.core.prefix_digests.BlockUpdate`); None if it does not follow them. ``role`` is what the service wants the
+    worker to be, by this ``version`` of its members (None: the gateway was not told). Of several gateways the highest
+    version counts.
     """
 
     gateway_epoch: str

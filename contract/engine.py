@@ -19,8 +19,8 @@ from contract import control
 from contract.control import Message
 from pdserve.core.handoff import FirstToken
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Request
+from pdserve.core.sampling import TokenLogprobs
 
 
 class KVRole(StrEnum):
@@ -201,7 +201,7 @@ class Load(Message, frozen=True):
 
 class CacheChanged(Message, frozen=True):
     """Blocks that the prefix cache finds since the last such event, and blocks that it no longer finds: the
-    `pdserve.core.prefix_digests.block_hash` of each, packed (`pdserve.core.block_update.pack`)."""
+    `pdserve.core.prefix_digests.block_hash` of each, packed (`pdserve.core.prefix_digests.pack`)."""
 
     added: bytes
     removed: bytes

@@ -27,10 +27,9 @@ from contract.engine import (
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.scheduling.structures import Matcher, Structures
-from pdserve.core.block_update import pack
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.prefix_digests import block_hash
+from pdserve.core.prefix_digests import block_hash, pack
 
 Sampled = Mapping[str, SampledToken]
 """The next token of each part of a step with ``sample``, by request id."""

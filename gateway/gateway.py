@@ -14,8 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Metric
 
-from checkpoints.folder import tokenizer_note
-from checkpoints.source import ModelSource
+from checkpoints.source import ModelSource, tokenizer_note
 from contract.control import MAX_BEAT_BYTES
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.connection_guard import ConnectionGuard

@@ -33,10 +33,9 @@ from gateway.validation import (
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InvalidRequest, NotReady, PdserveError, RequestAborted
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode, Request
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from pdserve.core.timeline import GATEWAY, Breakdown, EventKind, Figure
 from router.deadline import Deadline
 from router.router import Router

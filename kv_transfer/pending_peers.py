@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from runtime.limited_log import LimitedLog
+from runtime.logs import LimitedLog
 
 INTRODUCTION_S = 5.0
 """Limit: time until a connection has proven and introduced itself. Then: closed."""

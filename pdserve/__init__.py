@@ -37,39 +37,6 @@ if TYPE_CHECKING:
     from pdserve.core.request import Mode
     from pdserve.core.timeline import Breakdown, ClockOffset, Event, EventKind, Figure
 
-_HOME = {
-    "AsyncClient": "pdserve.client.async_client",
-    "AsyncStream": "pdserve.client.async_client",
-    "Breakdown": "pdserve.core.timeline",
-    "CapacityExceeded": "pdserve.core.errors",
-    "Client": "pdserve.client.sync_client",
-    "ClockOffset": "pdserve.core.timeline",
-    "ConfigError": "pdserve.core.errors",
-    "DeadlineExceeded": "pdserve.core.errors",
-    "Event": "pdserve.core.timeline",
-    "EventKind": "pdserve.core.timeline",
-    "Figure": "pdserve.core.timeline",
-    "Generation": "pdserve.client.generation",
-    "InvalidRequest": "pdserve.core.errors",
-    "LaunchError": "pdserve.core.errors",
-    "LayoutMismatch": "pdserve.core.errors",
-    "Mode": "pdserve.core.request",
-    "ModelError": "pdserve.core.errors",
-    "NotReady": "pdserve.core.errors",
-    "PdserveError": "pdserve.core.errors",
-    "PrefixFetch": "pdserve.client.generation",
-    "RequestAborted": "pdserve.core.errors",
-    "ServiceStatus": "pdserve.client.status",
-    "ServiceWorker": "pdserve.client.status",
-    "Stream": "pdserve.client.sync_client",
-    "Token": "pdserve.client.generation",
-    "TopLogprob": "pdserve.client.generation",
-    "TransferDetails": "pdserve.client.generation",
-    "TransferError": "pdserve.core.errors",
-    "Unauthenticated": "pdserve.core.errors",
-    "WorkerLost": "pdserve.core.errors",
-}
-
 __all__ = [
     "AsyncClient",
     "AsyncStream",
@@ -104,10 +71,25 @@ __all__ = [
 ]
 
 
+_HOMES = (
+    "core.errors",
+    "core.request",
+    "core.timeline",
+    "client.generation",
+    "client.status",
+    "client.sync_client",
+    "client.async_client",
+)
+"""The modules that the names come from. Each imports at most those before it."""
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name in __all__:
+        for home in _HOMES:
+            module = importlib.import_module(f"pdserve.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

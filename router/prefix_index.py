@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pdserve.core.block_update import SNAPSHOT, BlockUpdate, unpack
-from pdserve.core.prefix_digests import PrefixDigests
+from pdserve.core.prefix_digests import SNAPSHOT, BlockUpdate, PrefixDigests, unpack
 
 MAX_BLOCKS = 16_384
 """Blocks of one worker that are kept: with 64 tokens each, the KV of a million tokens."""

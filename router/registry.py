@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from contract.control import WorkerHandle
-from pdserve.core.block_update import BlockUpdate
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
 from pdserve.core.errors import LayoutMismatch, NotReady, PdserveError
 from pdserve.core.handoff import PeerLink
+from pdserve.core.prefix_digests import BlockUpdate
 from pdserve.core.request import Mode, Request
 from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.breaker import Breaker, BreakerState

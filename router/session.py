@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdserve.core.handoff import PrefixFetch, TransferProof
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import REQUEST_TRANSITIONS, FailedAttempt, Mode, Request, RequestStatus, check_transition
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from pdserve.core.timeline import Timeline
 from router.deadline import Deadline
 

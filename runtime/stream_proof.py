@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from runtime.limited_log import LimitedLog
+from runtime.logs import LimitedLog
 from runtime.secret import NONCE_BYTES, PROOF_BYTES, AuthenticationFailed, ServiceSecret, Side, new_nonce
 
 MEET = "Meet"

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contract.engine import Command, EngineEvent, KVEvent, Ping, Pong, Ready, Submit
 from engine.core import ComputedStep, EngineCore
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
-from engine.scheduling.kv_connector import TransferConnector
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kv_transfer.memory import HostMemory
 from pdserve.core.kv_layout import KVLayout, Region
@@ -52,7 +52,7 @@ class WorldEngine:
         self._wake = asyncio.Event()
         clock = worker.world
         self.runner = _Runner(layout, memory)
-        connector = TransferConnector(clock, layout, layer_groups)
+        connector = KVConnector(clock, layout, layer_groups)
         self.scheduler = Scheduler(config, clock, connector)
         self._pipe = _Pipe(control, self._events, self._kv_reader)
         self.core = EngineCore(self.scheduler, self.runner, clock, self._pipe, run_ahead)

@@ -31,8 +31,8 @@ from pdserve.core.worker import Role, WorkerInfo
 from router.registry import WorkerRegistry
 from router.router import Router
 from runtime.awake_clock import RunningAwakeClock, awake_clock
-from runtime.loop_thread import LoopThread
 from runtime.secret import ServiceSecret
+from runtime.threads import LoopThread
 from simulator.engine import WorldEngine
 from simulator.kv_link import WorldTransport
 from simulator.loop import World, WorldLoop

@@ -15,9 +15,8 @@ from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixSource, TransferProof
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Request
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from pdserve.core.timeline import ClockOffset, Event, EventKind
 from pdserve.core.worker import Links, OutputSink, Role, TokenOutput, WorkerInfo
 

@@ -15,12 +15,12 @@ from engine.spec import EngineSpec
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.pool import Pool
 from kv_transfer.transports.shaped import Shape
-from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate, pack, unpack
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import LaunchError, PeerLost
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.prefix_digests import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate, pack, unpack
 from pdserve.core.worker import WorkerLoad
 from runtime.awake_clock import awake_clock
 from runtime.plane_tls import PlaneTls

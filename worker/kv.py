@@ -26,7 +26,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, WorkerLost, from_wire, to_wire
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
-from runtime.loop_thread import LoopThread
+from runtime.threads import LoopThread
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.kernels.cuda_decode_attention import attend_decodes
 from engine.kernels.cuda_flashinfer import FlashInferPrefill
-from engine.kernels.cuda_prefill_attention import attend_chunks, tile_rows
+from engine.kernels.cuda_paged_attention import attend_chunks, attend_decodes, tile_rows
 from engine.model.attention import Attention, AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
@@ -36,7 +35,7 @@ class CUDAStep(AttentionStep):
     # ``[decodes]``, tokens that a decode sees without a window, including its own; 0 for padding
     contexts: torch.Tensor
     tables: torch.Tensor  # ``[sequences, blocks]``, the block tables
-    # argument of `engine.kernels.cuda_prefill_attention.attend_chunks` (None: there are no chunks, or ``chunks``
+    # argument of `engine.kernels.cuda_paged_attention.attend_chunks` (None: there are no chunks, or ``chunks``
     # computes them)
     tiles: torch.Tensor | None
     splits: int  # programs per decode

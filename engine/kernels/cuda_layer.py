@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from checkpoints.shape import Activation, ModelShape
-from engine.kernels.cuda_decode_attention import FUSED
+from engine.kernels.cuda_paged_attention import FUSED
 from engine.model.decoder import DecoderLayer
 from engine.model.kv_pool import LayerKV
 from engine.model.layers import GatedMLP, GroupedExperts, Linear, LoopedExperts, RMSNorm, RoutedExperts

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.cuda_decode_attention import FUSED
+from engine.kernels.cuda_paged_attention import FUSED
 from engine.model.token_draw import INCREMENT, MULTIPLIERS, Key, first_bits
 from engine.model.upload import upload
 

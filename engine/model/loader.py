@@ -11,9 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.families import family_of
-from checkpoints.folder import read_tensor_shapes
 from checkpoints.shape import ModelShape
-from checkpoints.source import DUMMY_SEED, ModelSource
+from checkpoints.source import DUMMY_SEED, ModelSource, read_tensor_shapes
 from engine.model.weights import Matrix, ModelWeights, QuantizedTensor, named_tensors, quantized_parts
 from pdserve.core.errors import ModelError
 

@@ -20,10 +20,9 @@ from engine.model.decoder import Decoder
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
-from engine.offload.connector import OffloadConnector
-from engine.offload.stores import BlockStore, DiskStore, MemoryStore
+from engine.offload import BlockStore, DiskStore, MemoryStore, OffloadConnector
 from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
-from engine.scheduling.kv_connector import TransferConnector
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.scheduling.structures import Structures
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
@@ -134,7 +133,7 @@ def build_engine(
     return BuiltEngine(runner, limits, ready, structures)
 
 
-def make_connector(spec: EngineSpec, pool: KVPool, clock: Clock, done: Callable[[KVReady], None]) -> TransferConnector:
+def make_connector(spec: EngineSpec, pool: KVPool, clock: Clock, done: Callable[[KVReady], None]) -> KVConnector:
     """The connector of a worker, which also keeps cold blocks if ``spec`` asks for it. `ConfigError` if the folder
     cannot be used."""
     store: BlockStore | None = None
@@ -148,7 +147,7 @@ def make_connector(spec: EngineSpec, pool: KVPool, clock: Clock, done: Callable[
             )
         store = MemoryStore(spec.offload_host_bytes, store)
     if store is None:
-        return TransferConnector(clock, pool.layout, spec.layer_groups)
+        return KVConnector(clock, pool.layout, spec.layer_groups)
     return OffloadConnector(clock, pool.layout, spec.layer_groups, store, pool.read, pool.write, done)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.sequence import PromptLogprobs, TokenHistory
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, TokenLogprobs
 
 PENDING = -1
 """In place of a token id: the token that the step before this one samples for the request, which is not known yet."""

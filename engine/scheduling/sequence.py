@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from contract.engine import KVRole, Submit
 from engine.scheduling.structures import Matcher
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
-from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 class TokenHistory:

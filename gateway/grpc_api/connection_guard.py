@@ -24,7 +24,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from pdserve.core.clock import Clock
-from runtime.limited_log import LimitedLog
+from runtime.logs import LimitedLog
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,15 @@ from gateway.inference import Completion
 from gateway.tokenizer import Tokenizer
 from gateway.validation import Submission
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Mode
-from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams, StructuredOutputs
+from pdserve.core.sampling import (
+    MAX_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+    StructuredOutputs,
+    TokenLogprobs,
+)
 from pdserve.pb import inference_pb2 as pb
 
 PROTO = "proto/pdserve/pb/inference.proto"

@@ -13,8 +13,7 @@ from gateway.http_api.requests import ChatBody, CompletionBody, GenerationBody, 
 from gateway.inference import Completion, OutputToken
 from gateway.tokenizer import Tokenizer
 from gateway.tool_calls import ToolCallParser
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from router.session import Session
 
 Object = dict[str, Any]

@@ -95,7 +95,7 @@ def _answer(service: Target, body: dict[str, Any]) -> tuple[str, Generation | No
     what had arrived)."""
     from google.protobuf.json_format import ParseDict
 
-    from pdserve.client.assembler import Assembler
+    from pdserve.client.generation import Assembler
     from pdserve.core.errors import PdserveError
     from pdserve.pb import inference_pb2 as pb
 

@@ -36,9 +36,8 @@ def model_info(
 ) -> None:
     """Count a model's parameters, the size of its KV cache (as it is, and with MHA, GQA, MQA, MLA or a window), and
     what fits into memory. A config.json is enough, and models that pdserve does not serve are counted as well."""
-    from checkpoints.folder import tokenizer_note
     from checkpoints.outline import is_served, outline_from_hf
-    from checkpoints.source import config_of, resolve_model
+    from checkpoints.source import config_of, resolve_model, tokenizer_note
     from pdserve.core.errors import InvalidRequest
     from pdserve.core.kv_layout import DTYPE_BYTES
     from runtime.dtypes import choose_dtype

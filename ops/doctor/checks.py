@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
-from checkpoints.folder import tokenizer_note
 from checkpoints.hub import HubId
+from checkpoints.source import tokenizer_note
 from gateway.security import security_of
 from gateway.tokenizer import load_tokenizer
 from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, read_clock

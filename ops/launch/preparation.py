@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoints.folder import check_weight_files, tokenizer_note
-from checkpoints.source import ModelSource, resolve_model
+from checkpoints.source import ModelSource, check_weight_files, resolve_model, tokenizer_note
 from gateway.security import security_of
 from ops.launch.plan import roles_of
 from ops.launch.ports import free_ports

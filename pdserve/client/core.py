@@ -1,5 +1,8 @@
 """What the blocking client and the one for asyncio share: the connection to a gateway, a stream's state, and the turns
-of several gateways."""
+of several gateways.
+
+It is written as coroutines. The blocking client overrides what waits by functions that block, and runs the coroutines
+with `run`, without an event loop."""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.client.assembler import Assembler
-from pdserve.client.channel import CHANNEL_OPTIONS, client_closed, credentials_of, error_from_status
-from pdserve.client.generation import Generation, Token
+from pdserve.client.channel import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, client_closed, credentials_of, error_from_status
+from pdserve.client.generation import Assembler, Generation, Token
 from pdserve.client.request import Ask
+from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions, Target, Targets
 from pdserve.core.errors import NotReady, PdserveError, RequestAborted
 from pdserve.pb import inference_pb2 as pb
@@ -48,6 +51,38 @@ class GatewayCore(ABC):
         self._stub: Any = pb_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
+    @abstractmethod
+    async def connect(self, timeout_s: float) -> None:
+        """See `Client.connect`."""
+
+    async def connect_once(self, timeout_s: float) -> None:
+        """`connect` for a stream."""
+        await self.connect(timeout_s)
+
+    @abstractmethod
+    async def _call(self, method: Any, request: Any, timeout_s: float, metadata: Any = ()) -> Any:
+        """The answer to a unary call."""
+
+    async def status(self, timeout_s: float) -> ServiceStatus:
+        """See `Client.status`."""
+        await self.connect(timeout_s)  # for its error message if nothing answers
+        try:
+            with self._while_open():
+                request = pb.GetStatusRequest()
+                answer = await self._call(self._stub.GetStatus, request, timeout_s, self._access)
+                return ServiceStatus.from_proto(answer)
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+
+    async def ready(self, timeout_s: float) -> bool:
+        """See `Client.ready`."""
+        try:
+            with self._while_open():
+                answer = await self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
     def start(self, ask: Ask, token_ids: Sequence[int]) -> Any:
         """Ask for the tokens after ``token_ids``. Returns gRPC's call."""
         with self._while_open():
@@ -69,6 +104,17 @@ class GatewayCore(ABC):
 
 
 G = TypeVar("G", bound=GatewayCore)
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine of the blocking client, which calls blocking functions where that for asyncio waits for
+    its event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    raise AssertionError("a coroutine of the blocking client has waited for an event loop")
 
 
 class StreamCore(ABC, Generic[G]):
@@ -77,8 +123,9 @@ class StreamCore(ABC, Generic[G]):
     ``gateways`` are asked in this order, in a circle: the next one if one is not ready, or is lost during the call; it
     goes on after the tokens that have arrived. None is asked a second time before a further token has arrived."""
 
-    def __init__(self, ask: Ask, gateways: Sequence[G]) -> None:
+    def __init__(self, ask: Ask, gateways: Sequence[G], arrivals: Any) -> None:
         self._ask = ask
+        self._arrivals = arrivals  # a queue, of `Arrival`
         self._gateways = tuple(gateways)
         self._gateway = self._gateways[0]
         self._failed: set[str] = set()  # targets
@@ -93,6 +140,65 @@ class StreamCore(ABC, Generic[G]):
     def target(self) -> str:
         """The gateway that is asked."""
         return self._gateway.target
+
+    async def _advance(self) -> Token | None:
+        """The next token; None at the end of the stream."""
+        self._check_open()
+        if self._result is not None:
+            return None
+        try:
+            return await self._next()
+        except PdserveError as error:
+            self._error = self._error or error  # keeps the error of a cancellation meanwhile
+        except BaseException:
+            self._abort("reading its stream was cancelled or interrupted")
+            raise
+        raise self._error
+
+    async def _next(self) -> Token | None:
+        if (assembler := self._assembler) is None:
+            await self._connect()
+            assembler = self._begin()
+        while True:
+            arrival, token = await self._take(assembler)
+            if token is not None:
+                return token
+            if isinstance(arrival, tuple):
+                continue
+            if (error := self._failure(assembler, arrival)) is not None:
+                try:
+                    self._lost(error)
+                    await self._connect()
+                    self._resume(assembler)
+                except BaseException:
+                    self._arrivals.put_nowait(arrival)
+                    raise
+            else:
+                self._arrivals.put_nowait(arrival)  # for other readers of this stream
+                self._end(assembler, arrival)
+                return None
+
+    async def _connect(self) -> None:
+        """Connect to the first gateway that answers."""
+        while True:
+            try:
+                return await self._gateway.connect_once(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+            except NotReady as error:
+                self._turn(error)
+
+    @abstractmethod
+    async def _take(self, assembler: Assembler) -> tuple[Arrival, Token | None]:
+        """Wait for the next arrival, and `_add` a message."""
+
+    async def _whole(self) -> Generation:
+        """Read the remaining tokens and return the whole generation."""
+        try:
+            while await self._advance() is not None:
+                pass
+        finally:  # an interruption may come between two tokens
+            self._abort("reading its stream was interrupted")
+        assert self._result is not None
+        return self._result
 
     def cancel(self) -> None:
         """Cancel the request, unless it has ended. Readers get `RequestAborted`."""
@@ -196,5 +302,17 @@ class ClientCore(Generic[G]):
         first = next(self._turns) % len(self._gateways)
         return [*self._gateways[first:], *self._gateways[:first]]
 
-    def _not_ready(self, timeout_s: float) -> NotReady:
-        return NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")
+    async def _status(self, timeout_s: float) -> ServiceStatus:
+        *others, last = self._gateways
+        for gateway in others:
+            with suppress(NotReady):
+                return await gateway.status(timeout_s)
+        return await last.status(timeout_s)
+
+    def _polls(self, timeout_s: float) -> Iterator[float]:
+        """The time limits of questions whether the service is ready, until it is. `NotReady` after ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            yield max(0.05, deadline_s - time.monotonic())
+            if time.monotonic() >= deadline_s:
+                raise NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")

@@ -81,10 +81,11 @@ AGED_S = 10.0
 in the gateway's queue (`router.fair_queue`) and on a worker (`engine.scheduling.scheduler`)."""
 
 
-def check_priority(priority: int) -> None:
-    """`InvalidRequest` unless a message can hold it."""
+def check_priority(priority: int) -> int:
+    """``priority``; `InvalidRequest` unless a message can hold it."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidRequest(f"priority: {priority} is not within -{MAX_PRIORITY} and {MAX_PRIORITY}")
+    return priority
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -42,9 +42,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     text: str
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any]) -> StructuredOutputs:
+    def of(cls, asked: Any) -> StructuredOutputs:
         """Of an object as vLLM has it, with one of the fields ``json`` (a schema, or its text), ``json_object`` (true),
         ``regex``, ``choice`` (a list of texts) and ``grammar``. `InvalidRequest` for anything else."""
+        if not isinstance(asked, Mapping):
+            raise InvalidRequest(f"structured_outputs: must be an object, not {type(asked).__name__}")
         kinds = ("json", "json_object", "regex", "choice", "grammar")
         if unknown := [key for key in asked if key not in kinds]:
             raise InvalidRequest(
@@ -100,7 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     the output, ``presence_penalty`` is subtracted once, and ``frequency_penalty`` for each occurrence (0: off).
     ``logit_bias`` is added to the logits of its token ids; -100 forbids a token, 100 forbids all others. ``logprobs``
     requests log-probabilities of each token and of that many likeliest ones (None: none), of the model's own
-    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``prompt_logprobs`` requests the same of the prompt's tokens
+    distribution (`pdserve.core.sampling.TokenLogprobs`). ``prompt_logprobs`` requests the same of the prompt's tokens
     after the first; the prompt is then computed without a prefix cache. ``structured_outputs`` limits the output to
     texts that match it; the end of the text ends the output. ``engine/model/sampler.py`` defines the order of these
     operations."""
@@ -190,3 +192,14 @@ def _json(field: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field}: it cannot be written as JSON: {error}") from None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities under the model's own distribution, ``log_softmax(logits)``, before bias,
+    penalties, temperature, and filters. They do not depend on how the token was sampled.
+
+    ``logprob`` is that of the sampled token. ``top`` are the likeliest ``(token id, logprob)``, likeliest first (ties:
+    lower id first); the sampled token is included only if it is among them."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()

@@ -12,8 +12,7 @@ import msgspec
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixFetch, TransferProof
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from pdserve.core.timeline import Event
 
 WorkerEpoch = tuple[str, str]

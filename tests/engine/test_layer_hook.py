@@ -9,7 +9,7 @@ import torch
 
 from contract.engine import Computed, KVRole, Progress
 from engine.scheduling.batch import LayerHook, ScheduledSeq
-from engine.scheduling.kv_connector import WORTH_BYTES, TransferConnector
+from engine.scheduling.kv_connector import WORTH_BYTES, KVConnector
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import FakeClock
 from pdserve.core.kv_layout import KVLayout
@@ -27,7 +27,7 @@ def hook_of(
     groups: int, parts: list[ScheduledSeq], pushed: tuple[str, ...] = ("a",)
 ) -> tuple[LayerHook | None, list[Computed]]:
     """The hook of a step that computes ``parts``, of which ``pushed`` travel, and what it tells."""
-    connector = TransferConnector(FakeClock(), LAYOUT, groups)
+    connector = KVConnector(FakeClock(), LAYOUT, groups)
     for name in ("a", "b"):
         role = KVRole.PUSH if name in pushed else KVRole.LOCAL
         connector.allocate(Sequence.from_submit(submit(name, role, [1] * 4096, 9), 0, 0.0, ()), 0)

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import engine.process.build
-from checkpoints.folder import check_weight_files, tokenizer_note
-from checkpoints.source import ModelSource, resolve_model
+from checkpoints.source import ModelSource, check_weight_files, resolve_model, tokenizer_note
 from engine.model.loader import check_weights, load_weights
 from engine.model.weights import ModelWeights
 from engine.model.weights import named_tensors as all_tensors

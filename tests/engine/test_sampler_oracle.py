@@ -19,10 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.model.logit_adjustments import adjust
-from engine.model.sampler import sample
-from engine.model.token_blocks import argmax, largest
-from engine.model.token_draw import uniform
+from engine.model.sampler import adjust, sample
+from engine.model.token_draw import argmax, largest, uniform
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.sampling import SamplingParams
 from tests.engine.sampling_reference import replayed, weights

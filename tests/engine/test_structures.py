@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 
 from contract.engine import Abort, KVReady, KVRole, Submit
 from engine.core import EngineCore
-from engine.model.logit_adjustments import adjust
 from engine.model.runner import ModelRunner
-from engine.scheduling.kv_connector import TransferConnector
+from engine.model.sampler import adjust
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.scheduling.sequence import TokenHistory
 from engine.scheduling.structures import Matcher, Structures
@@ -205,7 +205,7 @@ def run(core: EngineCore, outbox: Outbox, *submits: Submit) -> dict[str, list[in
 
 def core_of(runner: ModelRunner, structures: object, run_ahead: bool = False) -> tuple[EngineCore, Outbox]:
     clock = MonotonicClock()
-    connector = TransferConnector(clock, runner.pool.layout, 0)
+    connector = KVConnector(clock, runner.pool.layout, 0)
     scheduler = Scheduler(SchedulerConfig(64, 4, 512, BLOCK, 64, [EOS]), clock, connector)
     return make_core(runner, scheduler, run_ahead, structures)
 

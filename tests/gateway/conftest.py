@@ -18,9 +18,9 @@ from checkpoints.source import DUMMIES, ModelSource
 from contract.control import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 from gateway.gateway import Gateway
 from gateway.tokenizer import Tokenizer
-from pdserve.core.block_update import BlockUpdate
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import WorkerLost
+from pdserve.core.prefix_digests import BlockUpdate
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc

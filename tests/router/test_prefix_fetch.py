@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdserve.core.block_update import SNAPSHOT, BlockUpdate, pack
 from pdserve.core.config import RouterConfig
 from pdserve.core.handoff import PrefixFetch, TransferProof
-from pdserve.core.prefix_digests import PrefixDigests
+from pdserve.core.prefix_digests import SNAPSHOT, BlockUpdate, PrefixDigests, pack
 from pdserve.core.request import Mode
 from pdserve.core.worker import TokenOutput
 from router.cost_model import MIN_SAMPLES, Costs

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from runtime import stream_proof
-from runtime.limited_log import LimitedLog
+from runtime.logs import LimitedLog
 from runtime.secret import SECRET_VARIABLE, AuthenticationFailed, ServiceSecret, Side, new_nonce
 from runtime.stream_proof import StreamDialler, StreamListener
 

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from contract.control import MAX_BEAT_BYTES
 from engine.scheduling.block_manager import BlockManager
-from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate, pack, unpack
-from pdserve.core.prefix_digests import PrefixDigests, block_hash
+from pdserve.core.prefix_digests import (
+    MAX_UPDATE_BLOCKS,
+    SNAPSHOT,
+    BlockUpdate,
+    PrefixDigests,
+    block_hash,
+    pack,
+    unpack,
+)
 from router.prefix_index import PrefixIndex
 from worker import incarnation
 from worker.incarnation import CachedBlocks

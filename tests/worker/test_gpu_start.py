@@ -18,7 +18,7 @@ from engine.model.kv_pool import KVPool
 from engine.process.build import BuiltEngine, build_engine
 from engine.process.cuda_build import CONTEXT_BYTES, CudaParts, default_pool_bytes
 from engine.scheduling.batch import ScheduledSeq
-from engine.scheduling.kv_connector import TransferConnector
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler
 from engine.spec import EngineSpec
 from kv_transfer.factory import choose, create_transport, offered_transports
@@ -142,7 +142,7 @@ def _block(pool: Pool, block_id: int) -> torch.Tensor:
 def _compute_prompt(engine: Engine) -> int:
     """How many events its KV thread gets."""
     clock = MonotonicClock()
-    connector = TransferConnector(clock, engine.built.ready.layout, layer_groups=2)
+    connector = KVConnector(clock, engine.built.ready.layout, layer_groups=2)
     core, outbox = make_core(engine.built.runner, Scheduler(engine.built.scheduler_config, clock, connector))
     core.take(submit("r", KVRole.PUSH, list(range(70)), 8))
     while core.step():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import cuda_decode_attention, cuda_layer, cuda_prefill_attention, cuda_top_p
+from engine.kernels import cuda_layer, cuda_paged_attention, cuda_top_p
 from tests.engine.cuda.conftest import INTERPRETED
 
 if INTERPRETED:
@@ -76,10 +76,10 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         recorders.append(Recorder(getattr(module, name), capability))
         monkeypatch.setattr(module, name, recorders[-1])
 
-    monkeypatch.setattr(cuda_prefill_attention, "capability_of", lambda device: divmod(capability, 10))
-    stand_in(cuda_decode_attention, "_attend_split")
-    stand_in(cuda_decode_attention, "_combine_splits")
-    stand_in(cuda_prefill_attention, "_attend_tile")
+    monkeypatch.setattr(cuda_paged_attention, "capability_of", lambda device: divmod(capability, 10))
+    stand_in(cuda_paged_attention, "_attend_split")
+    stand_in(cuda_paged_attention, "_combine_splits")
+    stand_in(cuda_paged_attention, "_attend_tile")
     stand_in(cuda_top_p, "_draw_row")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for name in ("_rms_norm", "_gate_times", "_rotate_and_write"):
@@ -121,9 +121,9 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
     query = cuda_layer.rotate_and_write(qkv, cos, sin, meta(heads + kv_heads, head_dim), 1e-5, slots, keys, values)
     out = meta(rows, heads, head_dim)
     softcap = 50.0 if model in ("gemma-2-2b", "odd") else None
-    cuda_decode_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, out, softcap)
+    cuda_paged_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, out, softcap)
     for window in (None, 4096):
-        cuda_prefill_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
+        cuda_paged_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
     cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
     weights = meta(1, 128 * 1024 + 512, dtype=torch.float32)

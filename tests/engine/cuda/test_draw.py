@@ -9,8 +9,7 @@ import torch
 
 from engine.kernels.cuda_top_p import draw_rows
 from engine.model.sampler import draw_tokens
-from engine.model.token_blocks import blocks, padded
-from engine.model.token_draw import Key, draw_in_turns
+from engine.model.token_draw import Key, blocks, draw_in_turns, padded
 from pdserve.core.sampling import SamplingParams
 
 VOCABULARY = 9000  # three pieces for a program, the last one short

@@ -10,8 +10,8 @@ import torch
 
 from checkpoints.shape import Activation
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention
-from engine.kernels.cuda_decode_attention import attend_decodes
 from engine.kernels.cuda_layer import gate_times, rms_norm, rotate_and_write
+from engine.kernels.cuda_paged_attention import attend_decodes
 from engine.model.kv_pool import TORCH_DTYPES, KVPool, LayerKV
 from engine.model.rope import rotate_
 from engine.scheduling.batch import ScheduledSeq

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.engine import KVReady, KVRole
-from engine.offload.connector import OffloadConnector
-from engine.offload.stores import BlockStore, MemoryStore
+from engine.offload import BlockStore, MemoryStore, OffloadConnector
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import FakeClock

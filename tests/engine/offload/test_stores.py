@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.offload import stores
-from engine.offload.stores import DiskStore, MemoryStore
+from engine.offload import DiskStore, MemoryStore, stores
 from pdserve.core.errors import ConfigError
 
 SIZE = 1000
@@ -152,7 +151,7 @@ def test_a_disk_that_is_too_slow_or_full_loses_blocks_and_nothing_else(
 
 def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(folder: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from engine.offload.stores import DiskStore\n"
+        "import sys; from pathlib import Path; from engine.offload import DiskStore\n"
         "store = DiskStore(Path(sys.argv[1]), 'k', 2**30)\n"
         "number = 0\n"
         "while True:\n"

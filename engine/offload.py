@@ -1,4 +1,6 @@
-"""Where the KV of cold blocks goes: stores outside of the pool, keyed by the digests of the prefix cache."""
+"""The KV connector of an engine that keeps cold blocks, and the stores outside of the pool that they go to, by the
+digests of the prefix cache. The connector stores what the cache forgets, and reads it back into the blocks of requests
+that begin with it."""
 
 from __future__ import annotations
 
@@ -6,15 +8,142 @@ import contextlib
 import fcntl
 import logging
 import os
+import queue
 import struct
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from contract.engine import KVReady
+from engine.scheduling.kv_connector import KVConnector
+from engine.scheduling.sequence import Sequence
+from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
-from runtime.limited_log import LimitedLog
+from pdserve.core.kv_layout import KVLayout
+from runtime.logs import LimitedLog
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """Blocks of a request that are being read: digests and blocks. ``num_blocks`` are in place, cached ones included.
+    They are written with ``lock`` held, and no more once it is ``cancelled``."""
+
+    attempt_id: str
+    num_blocks: int
+    wanted: list[tuple[bytes, int]]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    cancelled: bool = False
+
+
+class OffloadConnector(KVConnector):
+    """A `KVConnector` that also keeps cold blocks in ``store``.
+
+    A block that the prefix cache forgets is copied from the pool at once, and the store keeps it. A request whose KV
+    does not come from another worker, and whose beginning continues in the store where the prefix cache ends, awaits
+    the blocks that a thread reads for it; ``done`` is called in that thread with the command that lets it run. Blocks
+    that cannot be read are computed. ``read`` copies a block of the pool, and ``write`` overwrites one: steps that are
+    launched after it see that.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        layout: KVLayout,
+        layer_groups: int,
+        store: BlockStore,
+        read: Callable[[int], bytes],
+        write: Callable[[int, bytes], None],
+        done: Callable[[KVReady], None],
+    ) -> None:
+        super().__init__(clock, layout, layer_groups)
+        self._block_size = layout.block_size
+        self._store = store
+        self._read_block, self._write_block = read, write
+        self._done = done
+        self._planned: set[str] = set()
+        self._readings: dict[str, _Reading] = {}
+        self._queue: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read_all, name="offload-reader", daemon=True)
+        self._reader.start()
+
+    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
+        """The tokens of the run of blocks that are in the cache or in the store, if the store has the last of them."""
+        if num_tokens := super().remote_tokens(seq, num_cached_blocks):
+            return num_tokens
+        if seq.prefix is None:
+            return 0
+        most = (len(seq.token_ids) - 1) // self._block_size  # at least one token is computed
+        digests = seq.prefix.first(most, seq.token_ids)
+        end = num_cached_blocks
+        while end < most and digests[end] in self._store:
+            end += 1
+        if end <= num_cached_blocks:
+            return 0
+        self._planned.add(seq.attempt_id)
+        return end * self._block_size
+
+    def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
+        """Begin to read the blocks of a request that awaits them."""
+        pinned = super().allocate(seq, num_cached_blocks)
+        if seq.attempt_id in self._planned and seq.prefix is not None:
+            self._planned.remove(seq.attempt_id)
+            end = seq.num_remote_tokens // self._block_size
+            digests = seq.prefix.first(end, seq.token_ids)
+            wanted = list(zip(digests, seq.block_ids, strict=False))[num_cached_blocks:end]
+            reading = self._readings[seq.attempt_id] = _Reading(seq.attempt_id, num_cached_blocks, wanted)
+            self._queue.put(reading)
+        return pinned
+
+    def release(self, seq: Sequence) -> bool:
+        """Stop reading for the request as well."""
+        self._planned.discard(seq.attempt_id)
+        reading = self._readings.pop(seq.attempt_id, None)
+        if reading is not None:
+            with reading.lock:  # waits for the block that is being written
+                reading.cancelled = True
+        return super().release(seq)
+
+    def evicted(self, block: int, digest: bytes) -> None:
+        """Keep a block that the prefix cache has forgotten."""
+        if digest not in self._store:
+            self._store.put(digest, self._read_block(block))
+
+    @property
+    def num_stored_blocks(self) -> int:
+        """Number of blocks in the store."""
+        return self._store.num_blocks
+
+    def close(self) -> None:
+        """End the reader, and close the store."""
+        self._queue.put(None)
+        self._reader.join()
+        self._store.close()
+
+    def _read_all(self) -> None:
+        while (reading := self._queue.get()) is not None:
+            try:
+                self._read(reading)
+            except (RuntimeError, ValueError, OSError, MemoryError):  # the request must not wait for ever
+                _log.exception("%s: cold blocks cannot be read; they are computed", reading.attempt_id)
+            if not reading.cancelled:
+                self._done(KVReady(reading.attempt_id, None, reading.num_blocks * self._block_size))
+
+    def _read(self, reading: _Reading) -> None:
+        """Read the wanted blocks, up to the first that the store does not give."""
+        for digest, block in reading.wanted:
+            data = self._store.get(digest)
+            with reading.lock:
+                if data is None or reading.cancelled:
+                    return
+                self._write_block(block, data)
+            reading.num_blocks += 1
+
 
 _log = logging.getLogger(__name__)
 
