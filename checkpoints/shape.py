@@ -156,26 +156,26 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Number of weights in the matrices of one layer; with experts, the mean over the layers."""
-        return self._attention_matrices + sum(map(self._mlp_matrices, range(self.num_layers))) // self.num_layers
+        return self._attention_matrices + self._mlps() // self.num_layers
 
     @property
     def active_layer_matrices(self) -> int:
         """Number of weights that one token is multiplied with in a layer: as `layer_matrices`, with the experts of one
         token only."""
-        return self._attention_matrices + sum(map(self._active_mlp, range(self.num_layers))) // self.num_layers
+        return self._attention_matrices + self._mlps(active=True) // self.num_layers
 
     @property
     def num_parameters(self) -> int:
         """Number of all weights; a tied head counts once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layers = sum(self._mlp_matrices(i) for i in range(self.num_layers))
-        return embeddings + layers + self.num_layers * (self._attention_matrices + self._vectors) + self.hidden_size
+        return (
+            embeddings + self._mlps() + self.num_layers * (self._attention_matrices + self._vectors) + self.hidden_size
+        )
 
     @property
     def active_parameters(self) -> int:
         """Number of weights that compute one token: `num_parameters` without the experts that it does not use."""
-        idle = sum(self._mlp_matrices(i) - self._active_mlp(i) for i in range(self.num_layers))
-        return self.num_parameters - idle
+        return self.num_parameters - self._mlps() + self._mlps(active=True)
 
     @property
     def _attention_matrices(self) -> int:
@@ -191,16 +191,18 @@ class ModelShape:
         vectors += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         return vectors + (q_size + kv_size if self.qk_norm_spans_heads else 2 * self.head_dim) * self.qk_norm
 
-    def _mlp_matrices(self, layer: int) -> int:
-        if self.experts is None or not self.has_experts(layer):
-            return 3 * self.hidden_size * self.intermediate_size
-        return self.experts.count * self.hidden_size * (1 + 3 * self.experts.intermediate_size)
+    @property
+    def _expert_layers(self) -> int:
+        return sum(map(self.has_experts, range(self.num_layers)))
 
-    def _active_mlp(self, layer: int) -> int:
-        if self.experts is None or not self.has_experts(layer):
-            return self._mlp_matrices(layer)
-        experts = self.experts
-        return self.hidden_size * (experts.count + 3 * experts.per_token * experts.intermediate_size)
+    def _mlps(self, active: bool = False) -> int:
+        """Weights of all MLPs; of experts all, or those that are ``active`` for one token."""
+        plain = 3 * self.hidden_size * self.intermediate_size
+        mixed = 0
+        if self.experts is not None:
+            computing = self.experts.per_token if active else self.experts.count
+            mixed = self.hidden_size * (self.experts.count + 3 * computing * self.experts.intermediate_size)
+        return (self.num_layers - self._expert_layers) * plain + self._expert_layers * mixed
 
     def weight_bytes(self, dtype: str, keep_quantized: bool = False) -> int:
         """Bytes of all weights in ``dtype``. With ``keep_quantized`` those that the checkpoint stores in 8 bits take
@@ -209,9 +211,8 @@ class ModelShape:
             return self.num_parameters * DTYPE_BYTES[dtype]
         routers = 0
         if self.experts is not None:
-            routers = sum(self.has_experts(i) for i in range(self.num_layers)) * self.experts.count * self.hidden_size
-        quantized = self.num_layers * self._attention_matrices - routers
-        quantized += sum(self._mlp_matrices(i) for i in range(self.num_layers))
+            routers = self._expert_layers * self.experts.count * self.hidden_size
+        quantized = self.num_layers * self._attention_matrices - routers + self._mlps()
         scales = quantized // (self.quantization.block[1] or self.hidden_size)
         return (self.num_parameters - quantized) * DTYPE_BYTES[dtype] + quantized + 4 * scales
 

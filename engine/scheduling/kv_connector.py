@@ -1,4 +1,4 @@
-"""The interface between the scheduler and KV transfer, and what a worker's engine has behind it."""
+"""What is between the scheduler and KV transfer."""
 
 from __future__ import annotations
 
@@ -18,66 +18,13 @@ message."""
 
 
 class KVConnector:
-    """Moves KV between the blocks of an engine and other places: another engine's pool, host memory, a simulated link.
-    This one moves nothing; others override what they need.
+    """Moves KV between the blocks of an engine and other places. This one tells a worker's KV threads which blocks of
+    which requests to move, and when: it turns what the scheduler does with blocks into `KVEvent` messages, by each
+    request's `KVRole`. Subclasses reach other places.
 
     The scheduler owns the blocks and calls the connector, and never waits for it. The connector or its owner answers
     with `Scheduler.kv_ready` when the KV that a request awaits is in its blocks, and with `Scheduler.release` when
     nothing reads the blocks of a request any more. A connector must not call these from its own methods.
-    """
-
-    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
-        """Return how many of the first tokens of the new request ``seq`` get their KV from elsewhere; 0 if it computes
-        all of them. If it is all of its tokens, the next token must come with the KV (see `Scheduler.kv_ready`). Its
-        first ``num_cached_blocks`` blocks are in the prefix cache now."""
-        return 0
-
-    def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
-        """Note that ``seq`` has the blocks of all its tokens for the first time. The first ``num_cached_blocks`` hold
-        the right KV; if it has remote tokens, their KV may now be written to the other blocks.
-
-        Returns whether its blocks are pinned, because something outside the engine reads them. Then the request is
-        never preempted, and `computed` is called after its steps. Only a request that samples a single token may be
-        pinned, because it never grows.
-        """
-        return False
-
-    def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
-        """Note that `Scheduler.pin_prefix` has pinned these cached blocks, maybe none, until `Scheduler.release`."""
-
-    def computed(self, seq: Sequence) -> None:
-        """Note that a step computed tokens of ``seq``, whose blocks are pinned, or that KV which it awaited is there.
-        Its new tokens are known."""
-
-    def release(self, seq: Sequence) -> bool:
-        """Note that ``seq`` computes nothing any more. Returns whether its blocks may be freed now; if not, they are
-        held until `Scheduler.release`. The blocks of an aborted request are freed in any case."""
-        return True
-
-    def layer_hook(self, parts: Seq[ScheduledSeq], send: Callable[[Computed], None]) -> LayerHook | None:
-        """A hook that calls ``send`` with the progress of ``parts`` within the step, or None if there is nothing to
-        send before the step ends."""
-        return None
-
-    @property
-    def num_stored_blocks(self) -> int:
-        """Number of blocks that are kept outside of the pool."""
-        return 0
-
-    def evicted(self, block: int, digest: bytes) -> None:
-        """Note that the prefix cache has forgotten ``block``, which holds the KV of ``digest`` until the next step."""
-
-    def take_events(self) -> list[KVEvent]:
-        """Return the events since the last call, in order."""
-        return []
-
-    def close(self) -> None:
-        """End what it runs, because the engine ends."""
-
-
-class TransferConnector(KVConnector):
-    """Tells a worker's KV threads which blocks of which requests to move, and when. It turns what the scheduler does
-    with blocks into `KVEvent` messages, by each request's `KVRole`.
 
     A RECEIVE request awaits the KV of its whole prompt: `Reserved` names the blocks that it goes to, and the worker
     answers with `KVReady`. The blocks of a PUSH request are pinned: `Computed` tells how much KV is in them, and the
@@ -97,12 +44,21 @@ class TransferConnector(KVConnector):
         self._progress: list[Progress] = []
 
     def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
-        """Return the number of prompt tokens for a RECEIVE request, whose token 1 comes with the KV, else the number of
-        those whose KV may come from another worker's cache."""
+        """Return how many of the first tokens of the new request ``seq`` get their KV from elsewhere; 0 if it computes
+        all of them. If it is all of its tokens, the next token must come with the KV (see `Scheduler.kv_ready`). Its
+        first ``num_cached_blocks`` blocks are in the prefix cache now.
+
+        Here: all of a RECEIVE request, whose token 1 comes with the KV; else those that another worker has cached."""
         return seq.num_prompt_tokens if seq.kv_role is KVRole.RECEIVE else seq.num_prefix_tokens
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
-        """Announce the blocks of a request that awaits KV. Pin those of a PUSH request, and tell of cached ones."""
+        """Note that ``seq`` has the blocks of all its tokens for the first time. The first ``num_cached_blocks`` hold
+        the right KV; if it has remote tokens, their KV may now be written to the other blocks.
+
+        Returns whether its blocks are pinned, because something outside the engine reads them. Then the request is
+        never preempted, and `computed` is called after its steps. Only a request that samples a single token may be
+        pinned, because it never grows.
+        """
         if seq.kv_role is KVRole.RECEIVE:
             self._reserved(seq.attempt_id, seq.block_ids, num_cached_blocks)
         elif seq.num_prefix_tokens:
@@ -116,14 +72,15 @@ class TransferConnector(KVConnector):
         return False
 
     def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
-        """Answer a `PinPrefix`."""
+        """Note that `Scheduler.pin_prefix` has pinned these cached blocks, maybe none, until `Scheduler.release`."""
         self._reserved(attempt_id, block_ids, len(block_ids))
 
     def _reserved(self, transfer_id: str, block_ids: Seq[int], num_cached_blocks: int) -> None:
         self._events.append(Reserved(transfer_id, list(block_ids), num_cached_blocks, self._clock.now()))
 
     def computed(self, seq: Sequence) -> None:
-        """Announce the progress of a PUSH request. Its first output goes with the last tokens."""
+        """Note that a step computed tokens of ``seq``, whose blocks are pinned, or that KV which it awaited is there.
+        Its new tokens are known; the first output goes with the last tokens."""
         first = None
         if seq.num_output_tokens:
             token_id = seq.token_ids[-1]
@@ -132,13 +89,14 @@ class TransferConnector(KVConnector):
         self._progress.append(progress)
 
     def release(self, seq: Sequence) -> bool:
-        """Hold the blocks of a PUSH request, unless they have been released already."""
+        """Note that ``seq`` computes nothing any more. Returns whether its blocks may be freed now; if not, they are
+        held until `Scheduler.release`. The blocks of an aborted request are freed in any case."""
         self._pushing.discard(seq.attempt_id)
         return not seq.pinned
 
     def layer_hook(self, parts: Seq[ScheduledSeq], send: Callable[[Computed], None]) -> LayerHook | None:
-        """A hook that sends the progress of the PUSH requests among ``parts`` within the step, or None if there is
-        nothing to send before the step ends."""
+        """A hook that calls ``send`` with the progress of ``parts`` within the step, or None if there is nothing to
+        send before the step ends."""
         if self._layout is None or not self._layer_groups or not self._pushing:
             return None
         pushed = [part for part in parts if part.attempt_id in self._pushing]
@@ -158,6 +116,14 @@ class TransferConnector(KVConnector):
 
         return LayerHook(after, done)
 
+    @property
+    def num_stored_blocks(self) -> int:
+        """Number of blocks that are kept outside of the pool."""
+        return 0
+
+    def evicted(self, block: int, digest: bytes) -> None:
+        """Note that the prefix cache has forgotten ``block``, which holds the KV of ``digest`` until the next step."""
+
     def take_events(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
@@ -165,6 +131,9 @@ class TransferConnector(KVConnector):
             events.append(Computed(self._progress))
             self._progress = []
         return events
+
+    def close(self) -> None:
+        """End what it runs, because the engine ends."""
 
 
 def group_ends(layout: KVLayout, most_groups: int, num_blocks: int) -> tuple[int, ...]:

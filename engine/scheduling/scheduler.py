@@ -140,9 +140,9 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        """Create an idle scheduler. Without a ``connector`` there is no KV transfer."""
+        """Create an idle scheduler. Without a ``connector`` it transfers no layers early."""
         self.config = config
-        self.connector = connector or KVConnector()
+        self.connector = connector or KVConnector(clock)
         self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
         self._token_budget = config.max_num_batched_tokens
@@ -251,17 +251,10 @@ class Scheduler:
         if seq is None:
             self._unpin_prefix(attempt_id)
             return
-        match seq.status:
-            case EngineStatus.WAITING:
-                self._waiting.remove(seq)
-            case EngineStatus.WAITING_FOR_KV:
-                del self._awaiting_kv[attempt_id]
-            case EngineStatus.RUNNING:
-                self._running.remove(seq)
-            case EngineStatus.PREEMPTED:
-                self._preempted.remove(seq)
-            case EngineStatus.FINISHED:
-                pass
+        for line in (self._waiting, self._running, self._preempted):
+            if seq in line:
+                line.remove(seq)
+        self._awaiting_kv.pop(attempt_id, None)
         if seq.status is not EngineStatus.FINISHED:
             seq.transition(EngineStatus.FINISHED)
             self.connector.release(seq)

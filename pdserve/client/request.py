@@ -3,6 +3,7 @@ no round trip."""
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 import time
@@ -64,9 +65,13 @@ class Ask:
 
     def __init__(self, prompt: Prompt, options: GenerateOptions, several: bool) -> None:
         self._request = build_request(prompt, options)
-        self._timeout_s = timeout_of(options)
+        self._timeout_s, traceparent = options.get("timeout_s"), options.get("traceparent")
+        if (limit := self._timeout_s) is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
+            raise InvalidRequest(f"timeout_s: {limit!r} is not a positive number of seconds")
+        if traceparent and not (isinstance(traceparent, str) and traceparent.isascii() and traceparent.isprintable()):
+            raise InvalidRequest(f"traceparent: {traceparent!r} is not a W3C trace context")
         self._ends_s: float | None = None
-        self.metadata = metadata_of(options)
+        self.metadata = (("traceparent", traceparent),) if traceparent else ()
         if several:
             self._request.request_id = self._request.request_id or f"req-{uuid.uuid4().hex}"
             if self._request.sampling.temperature > 0 and not self._request.sampling.HasField("seed"):
@@ -108,7 +113,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         request_id=_text("request_id", options.get("request_id") or ""),
         mode=MODES[_mode(options.get("mode", Mode.AUTO))],
         salt=_text("salt", options.get("salt") or ""),
-        priority=_priority(options.get("priority", 0)),
+        priority=check_priority(int(_number("priority", options.get("priority"), int) or 0)),
         session_id=_text("session_id", options.get("session_id") or ""),
     )
     if isinstance(prompt, str):
@@ -120,24 +125,6 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     return request
 
 
-def metadata_of(options: GenerateOptions) -> tuple[tuple[str, str], ...]:
-    """The call's metadata; `InvalidRequest` if the trace context cannot be sent."""
-    traceparent = options.get("traceparent")
-    if not traceparent:
-        return ()
-    if not (isinstance(traceparent, str) and traceparent.isascii() and traceparent.isprintable()):
-        raise InvalidRequest(f"traceparent: {traceparent!r} is not a W3C trace context")
-    return (("traceparent", traceparent),)
-
-
-def timeout_of(options: GenerateOptions) -> float | None:
-    """The request's deadline in seconds from now; `InvalidRequest` unless it is a positive number."""
-    timeout_s = options.get("timeout_s")
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < float("inf")):
-        raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a positive number of seconds")
-    return timeout_s
-
-
 def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
     stop = options.get("stop")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -147,7 +134,7 @@ def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
     structure = options.get("structured_outputs")
     params = SamplingParams(
         **given,
-        structured_outputs=None if structure is None else _structure(structure),
+        structured_outputs=None if structure is None else StructuredOutputs.of(structure),
         stop=tuple(_text("stop", string) for string in strings),
         stop_token_ids=_token_ids("stop_token_ids", options.get("stop_token_ids") or ()),
         ignore_eos=bool(options.get("ignore_eos", False)),
@@ -173,12 +160,6 @@ def _mode(mode: Any) -> Mode:
         raise InvalidRequest(f"mode: {mode!r} is none of {', '.join(Mode)}") from None
 
 
-def _priority(value: Any) -> int:
-    priority = _number("priority", value, int) or 0
-    check_priority(int(priority))
-    return int(priority)
-
-
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{name}: must be text, not {type(value).__name__}")
@@ -199,12 +180,6 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> int | float
     except (TypeError, ValueError):
         what = "a whole number" if kind is int else "a number"
         raise InvalidRequest(f"{name}: must be {what}, got {value!r}") from None
-
-
-def _structure(asked: Any) -> StructuredOutputs:
-    if not isinstance(asked, Mapping):
-        raise InvalidRequest(f"structured_outputs: must be an object, not {type(asked).__name__}")
-    return StructuredOutputs.of(asked)
 
 
 def _logit_bias(biases: Any) -> dict[int, float]:

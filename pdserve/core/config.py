@@ -24,7 +24,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from pdserve.core import plugins
 from pdserve.core.address import DEFAULT_PORT
@@ -78,9 +77,7 @@ def _known(key: str, name: Any) -> Any:
     known = NAMES[key]()
     if name not in known:
         renamed = "; least_outstanding_tokens is now least_tokens" if name == "least_outstanding_tokens" else ""
-        raise PydanticCustomError(
-            "name", "Input should be one of {known}{renamed}", {"known": ", ".join(known), "renamed": renamed}
-        )
+        raise ValueError(f"Input should be one of {', '.join(known)}{renamed}")
     return name
 
 
@@ -211,9 +208,7 @@ class EngineConfig(_Section):
     @model_validator(mode="after")
     def _offload_needs_the_cache(self) -> Self:
         if (self.offload_folder or self.offload_host_mb) and not self.prefix_caching:
-            raise PydanticCustomError(
-                "offload", "offload_folder and offload_host_mb need prefix_caching: blocks are found by its digests"
-            )
+            raise ValueError("offload_folder and offload_host_mb need prefix_caching: blocks are found by its digests")
         return self
 
     def token_budget(self, device: str, role: str) -> int:
@@ -232,7 +227,7 @@ class EngineConfig(_Section):
         number = int(value) if isinstance(value, str) and value.isdecimal() else value
         if value in (None, "off") or (isinstance(number, int) and number is not True and number >= 1):
             return number
-        raise PydanticCustomError("chunk_tokens", "Input should be off or a whole number of at least 1")
+        raise ValueError("Input should be off or a whole number of at least 1")
 
 
 class TransferConfig(_Section):
@@ -337,9 +332,7 @@ class RouterConfig(_Section):
             return value
         roles = RolePolicies.model_fields
         if isinstance(value, Mapping) and (unknown := [str(role) for role in value if role not in roles]):
-            raise PydanticCustomError(
-                "policy", "{role} is no role; give policies for prefill and decode", {"role": unknown[0]}
-            )
+            raise ValueError(f"{unknown[0]} is no role; give policies for prefill and decode")
         for name in value.values() if isinstance(value, Mapping) else [value]:
             _known("router.policy", name)
         return value
@@ -351,9 +344,7 @@ class RouterConfig(_Section):
         roles = policy if isinstance(policy, RolePolicies) else RolePolicies(prefill=policy, decode=policy)
         for role, name in (("prefill", "ttft_ms"), ("decode", "itl_ms")):
             if policy is not None and getattr(roles, role) == "slo" and getattr(value, name) is None:
-                raise PydanticCustomError(
-                    "slo", "policy slo for {role} needs {name}, its objective", {"role": role, "name": name}
-                )
+                raise ValueError(f"policy slo for {role} needs {name}, its objective")
         return value
 
 
@@ -448,13 +439,13 @@ class ScalingConfig(_Section):
         ):
             bound = getattr(self, most)
             if bound is not None and getattr(self, least) > bound:
-                raise PydanticCustomError("scaling", "{least} is more than {most}", {"least": least, "most": most})
+                raise ValueError(f"{least} is more than {most}")
         if self.controller == "workers" and self.max_workers is None:
-            raise PydanticCustomError("scaling", "controller workers needs max_workers, a bound of what it may ask for")
+            raise ValueError("controller workers needs max_workers, a bound of what it may ask for")
         if self.max_workers is not None and self.min_prefill + self.min_decode > self.max_workers:
-            raise PydanticCustomError("scaling", "min_prefill and min_decode are together more than max_workers")
+            raise ValueError("min_prefill and min_decode are together more than max_workers")
         if 3 * self.interval_s > self.hold_s:
-            raise PydanticCustomError("scaling", "interval_s is more than a third of hold_s")
+            raise ValueError("interval_s is more than a third of hold_s")
         return self
 
 
@@ -499,17 +490,15 @@ class PdserveConfig(_Section):
             return self
         for name in ("ttft_ms", "itl_ms"):
             if getattr(self.objectives, name) is None:
-                raise PydanticCustomError(
-                    "scaling",
-                    "scaling.controller {kind} needs {name}, an objective; set scaling.{name} or router.slo.{name}",
-                    {"kind": self.scaling.controller, "name": name},
+                raise ValueError(
+                    f"scaling.controller {self.scaling.controller} needs {name}, an objective; set scaling.{name} or "
+                    f"router.slo.{name}"
                 )
         cluster = self.cluster
         if not (cluster.prefill and cluster.decode):
-            raise PydanticCustomError("scaling", "scaling.controller needs workers of both roles")
+            raise ValueError("scaling.controller needs workers of both roles")
         if self.scaling.controller == "roles" and cluster.prefill_resources != cluster.decode_resources:
-            raise PydanticCustomError(
-                "scaling",
+            raise ValueError(
                 "scaling.controller: roles needs equal cluster.prefill_resources and cluster.decode_resources, because "
                 "workers keep their nodes",
             )
@@ -553,12 +542,13 @@ class PdserveConfig(_Section):
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
-    if first["type"] == "scaling" and not first["loc"]:  # about several sections
-        return first["msg"]
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and not first["loc"]:  # about several sections
+        return what
     key = ".".join(str(part) for part in first["loc"] if part != "[key]") or "(the file)"
     if first["type"] == "extra_forbidden":
         return f"{key}: unknown key; known here: {', '.join(_known_keys(first['loc'][:-1]))}"
-    return f"{key}: {first['msg']} (got {first['input']!r})"
+    return f"{key}: {what} (got {first['input']!r})"
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:

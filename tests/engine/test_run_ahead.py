@@ -93,7 +93,7 @@ def test_the_order_of_calls() -> None:
     ]
     now, _ = record(3, run_ahead=False)
     assert now == [f"{call} {n}" for n in range(3) for call in ("launch", "sample", "tokens")]
-    telling, _ = record(3, run_ahead=True, connector=Telling())
+    telling, _ = record(3, run_ahead=True, connector=Telling(FakeClock()))
     assert telling == now, "telling layers waits for them, and tokens must not wait for that"
 
 

@@ -41,7 +41,7 @@ class Rig:
         self.clock = FakeClock(10.0)
         chunk = None if chunk_tokens == "off" else chunk_tokens
         config = SchedulerConfig(budget, max_seqs, max_len, block_size, num_blocks, (EOS,), prefix_caching, chunk)
-        self.scheduler = scheduler_class(batching, chunk_tokens)(config, self.clock, TransferConnector(self.clock))
+        self.scheduler = scheduler_class(batching, chunk_tokens)(config, self.clock, KVConnector(self.clock))
         self.kv_ready, self.release, self.abort = self.scheduler.kv_ready, self.scheduler.release, self.scheduler.abort
         self.load = self.scheduler.load
         self.progress: list[Progress] = []  # that the last step told of
