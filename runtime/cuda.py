@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 
 
@@ -166,3 +167,13 @@ class Cuda:
         with torch.cuda.graph(graph, pool=memory, stream=recorder):
             work()
         return graph
+
+
+def upload(values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``values`` as a tensor on ``device``.
+
+    A copy from ordinary memory would wait for everything that the GPU was given before. This one comes from pinned
+    memory of its own, which PyTorch keeps until the copy is done and gives to no other step before.
+    """
+    host = torch.as_tensor(values, dtype=dtype)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

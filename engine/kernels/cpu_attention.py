@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from engine.model.attention import Attention, AttentionStep
-from engine.model.kv_pool import KVPool, LayerKV
+from engine.model.kv_pool import Attention, AttentionStep, KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
 
 TILE_BYTES = 3 * 2**20  # keys and values of a decode tile, which fit into the caches of one core
@@ -97,7 +96,7 @@ class CPUAttention(Attention):
         self._heads = torch.arange(2 * self.num_kv_heads)
         self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
 
-    def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
+    def _zero_started(self, seqs: Sequence[ScheduledSeq]) -> None:
         """Zero the blocks that this step starts but does not fill. Their unwritten slots are multiplied by 0, which
         gives NaN for infinities that an earlier request may have left."""
         for seq in seqs:
@@ -105,11 +104,8 @@ class CPUAttention(Attention):
             if filled and seq.start <= last * self.block_size:
                 self._pool.tensor[seq.block_ids[last]].zero_()
 
-    def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
-        """Decodes, ordered by context, then chunks."""
-        return sorted(seqs, key=lambda s: (len(s.token_ids) > 1, s.start))
-
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
+        self._zero_started(seqs)
         decodes = [s for s in seqs if len(s.token_ids) == 1]
         plans = {
             window: (self._decode_tiles(decodes, window), self._chunk_tiles(seqs[len(decodes) :], len(decodes), window))

@@ -15,8 +15,7 @@ import torch
 
 from engine.kernels.cuda_flashinfer import FlashInferPrefill
 from engine.kernels.cuda_paged_attention import attend_chunks, attend_decodes, tile_rows
-from engine.model.attention import Attention, AttentionStep
-from engine.model.kv_pool import KVPool, LayerKV
+from engine.model.kv_pool import Attention, AttentionStep, KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
 
 NO_SLOT = -1  # slot of a row of padding: its keys and values are not written
@@ -78,13 +77,6 @@ class CUDAAttention(Attention):
         self._kv_heads = pool.kv_heads
         self._tile_rows = tile_rows(pool.head_dim, pool.tensor.dtype, pool.tensor.device)
         self._processors = _processors(self.device)
-
-    def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
-        """Does nothing, because the kernels load only written slots."""
-
-    def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
-        """Decodes, then chunks."""
-        return sorted(seqs, key=lambda s: len(s.token_ids) > 1)
 
     def plan(self, seqs: Sequence[ScheduledSeq]) -> CUDAStep:
         decodes = sum(len(s.token_ids) == 1 for s in seqs)

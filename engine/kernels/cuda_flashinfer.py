@@ -17,11 +17,11 @@ import torch
 
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
-from engine.model.upload import upload
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import MAX_IN_FLIGHT
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
+from runtime.cuda import upload
 from runtime.poison import is_poison
 
 log = logging.getLogger(__name__)

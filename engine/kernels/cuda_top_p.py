@@ -11,7 +11,7 @@ import triton.language as tl
 
 from engine.kernels.cuda_paged_attention import FUSED
 from engine.model.token_draw import INCREMENT, MULTIPLIERS, Key, first_bits
-from engine.model.upload import upload
+from runtime.cuda import upload
 
 _CHUNK = 4096
 

@@ -11,16 +11,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.model.attention import Attention
 from engine.model.decoder import Decoder, ModelStep
-from engine.model.kv_pool import KVPool
+from engine.model.kv_pool import Attention, KVPool
 from engine.model.sampler import DrawnTokens, draw_tokens, logprobs_of, read_logprobs
 from engine.model.token_draw import DrawRows
-from engine.model.upload import upload
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.sequence import PromptLogprobs
 from pdserve.core.sampling import SamplingParams
-from runtime.cuda import Cuda, Event
+from runtime.cuda import Cuda, Event, upload
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
@@ -151,7 +149,6 @@ class ModelRunner:
         called when the keys and values of a group of layers can be read; a step that runs as a recorded graph does not
         call it.
         """
-        self._attention.prepare(seqs)
         ordered = self._attention.order(seqs)
         tells = any(s.prompt_logprobs is not None and s.prompt_logprobs.missing(s.start, s.end)[0] for s in ordered)
         if self._graphs is not None and not tells and self._graphs.fits(ordered):

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from torch.nn.functional import embedding
 
 from engine.model.token_draw import DrawRows, argmax, draw, largest
-from engine.model.upload import upload
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.sampling import MAX_BIAS, SamplingParams, TokenLogprobs
+from runtime.cuda import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 import torch
 import xxhash
 
-from engine.model.upload import upload
 from pdserve.core.sampling import SamplingParams
+from runtime.cuda import upload
 
 _TILE_BYTES = 4 * 2**20  # on a CPU: the weights of so many rows stay in its cache from one operation to the next
 _LEAST_TEMPERATURE = 1e-30  # anything so small is greedy; a float32 must not round it to zero

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model import upload as upload_module
 from engine.model.kv_pool import KVPool
 from engine.model.runner import LastTokens, ModelRunner
 from engine.model.sampler import draw_tokens, likeliest_by_key, logprobs_of
@@ -23,6 +22,7 @@ from engine.scheduling.sequence import PromptLogprobs, TokenHistory
 from engine.scheduling.structures import Matcher
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
+from runtime.cuda import upload
 
 VOCABULARY = 5000
 KINDS = {
@@ -127,7 +127,7 @@ def test_inputs_of_a_step_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs._load(decodes, 4, runner.last.rows)
         step, wanted = runner._step([*decodes, chunk])
         assert step.token_ids.shape == step.positions.shape == (6,)
-        assert [seq.attempt_id for seq in wanted] == ["a", "b", "c"]
+        assert [seq.attempt_id for seq in wanted] == ["b", "c", "a"], "ordered by context"
 
 
 def test_the_test_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_the_test_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
             draw_tokens(logits, [KINDS["top_p"]] * 2, [0, 1], None)  # PyTorch's turns
         with pytest.raises(AssertionError, match="waits"):
             torch.tensor([1, 2]).to(device)
-        assert upload_module.upload([1, 2], torch.int64, device).device == device
+        assert upload([1, 2], torch.int64, device).device == device
 
 
 def test_the_likeliest_tokens_by_key_are_those_of_the_plain_way() -> None:

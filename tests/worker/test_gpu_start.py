@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ import torch
 
 from contract.engine import KVRole
 from engine.kernels.cpu_attention import CPUAttention
-from engine.model.attention import Attention
 from engine.model.decoder import Decoder, DecoderLayer
-from engine.model.kv_pool import KVPool
+from engine.model.kv_pool import Attention, AttentionStep, KVPool
 from engine.process.build import BuiltEngine, build_engine
 from engine.process.cuda_build import CONTEXT_BYTES, CudaParts, default_pool_bytes
 from engine.scheduling.batch import ScheduledSeq
@@ -72,9 +72,9 @@ class Engine:
         class Attending(CPUAttention):
             """A step over this needs memory while it is computed."""
 
-            def prepare(self, seqs: list[ScheduledSeq]) -> None:  # type: ignore[override]
+            def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
                 cuda.computed(0, STEP_BYTES if any(len(s.token_ids) > 1 for s in seqs) else STEP_BYTES // 5)
-                super().prepare(seqs)
+                return super().plan(seqs)
 
         def attention(pool: KVPool, model: Decoder) -> Attention:
             return Attending(pool, model.shape.num_heads, model.windows)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.offload import DiskStore, MemoryStore, stores
+from engine import offload
+from engine.offload import DiskStore, MemoryStore
 from pdserve.core.errors import ConfigError
 
 SIZE = 1000
@@ -134,7 +135,7 @@ def test_folders_of_others_are_refused(folder: Path, tmp_path: Path) -> None:
 def test_a_disk_that_is_too_slow_or_full_loses_blocks_and_nothing_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stores, "MAX_UNWRITTEN_BYTES", 3 * SIZE)
+    monkeypatch.setattr(offload, "MAX_UNWRITTEN_BYTES", 3 * SIZE)
     store = make(folder)
     with store._changed:  # the writer cannot go on
         for number in range(5):
@@ -143,7 +144,7 @@ def test_a_disk_that_is_too_slow_or_full_loses_blocks_and_nothing_else(
     assert [number for number in range(5) if digest(number) in store] == [0, 1, 2]
     assert "the disk is slower than the engine" in caplog.text
     big = bytes(20 * SIZE)
-    monkeypatch.setattr(stores, "MAX_UNWRITTEN_BYTES", 2**20)
+    monkeypatch.setattr(offload, "MAX_UNWRITTEN_BYTES", 2**20)
     store.put(digest(9), big)  # more than the folder may hold
     store.close()
     assert digest(9) not in store
