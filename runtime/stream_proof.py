@@ -84,7 +84,7 @@ class StreamListener:
         except AuthenticationFailed:
             self._refuse(connection)
             raise
-        nonce = self._nonce(_stamp(), greeting, connection)
+        nonce = self._nonce(time.monotonic_ns().to_bytes(_STAMP_BYTES, "big"), greeting, connection)
         proof = self._secret.proof(self._purpose, Side.LISTENING, (greeting, nonce), self.address)
         return ((_NONCE, nonce), (_PROOF, proof))
 
@@ -125,10 +125,6 @@ class StreamListener:
         self._rejections.warning(
             f"{self._purpose} at {self.address}: {connection} was refused: it does not know the service's secret"
         )
-
-
-def _stamp() -> bytes:
-    return time.monotonic_ns().to_bytes(_STAMP_BYTES, "big")
 
 
 def _value(metadata: _Received, key: str, size: int) -> bytes:

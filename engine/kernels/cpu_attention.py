@@ -96,16 +96,13 @@ class CPUAttention(Attention):
         self._heads = torch.arange(2 * self.num_kv_heads)
         self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
 
-    def _zero_started(self, seqs: Sequence[ScheduledSeq]) -> None:
-        """Zero the blocks that this step starts but does not fill. Their unwritten slots are multiplied by 0, which
-        gives NaN for infinities that an earlier request may have left."""
-        for seq in seqs:
-            last, filled = divmod(seq.start + len(seq.token_ids), self.block_size)
-            if filled and seq.start <= last * self.block_size:
-                self._pool.tensor[seq.block_ids[last]].zero_()
-
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
-        self._zero_started(seqs)
+        # Zero the blocks that this step starts but does not fill. Their unwritten slots are multiplied by 0, which
+        # gives NaN for infinities that an earlier request may have left.
+        for seq in seqs:
+            block, filled = divmod(seq.end, self.block_size)
+            if filled and seq.start <= block * self.block_size:
+                self._pool.tensor[seq.block_ids[block]].zero_()
         decodes = [s for s in seqs if len(s.token_ids) == 1]
         plans = {
             window: (self._decode_tiles(decodes, window), self._chunk_tiles(seqs[len(decodes) :], len(decodes), window))

@@ -123,8 +123,11 @@ def _fill_from_folder(weights: ModelWeights, source: ModelSource) -> None:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: corrupt or truncated: {' '.join(str(error).split())}") from None
             converted = weights.norm.dtype is torch.float16 and tensor.dtype is not torch.float16
-            if converted and isinstance(target, torch.Tensor):
-                _check_range(name, target, path)
+            if converted and isinstance(target, torch.Tensor) and not bool(target.isfinite().all()):
+                raise ModelError(
+                    f"{path}: tensor {name!r} has values that float16 cannot hold; set model.dtype to float32 or "
+                    "bfloat16"
+                )
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
@@ -162,13 +165,6 @@ def _fill_quantized(
     else:
         target.values.copy_(stored.values)
         target.scales.copy_(stored.scales)
-
-
-def _check_range(name: str, tensor: torch.Tensor, path: Path) -> None:
-    if not bool(tensor.isfinite().all()):
-        raise ModelError(
-            f"{path}: tensor {name!r} has values that float16 cannot hold; set model.dtype to float32 or bfloat16"
-        )
 
 
 def _check_ignorable(name: str, path: Path, source: ModelSource) -> None:

@@ -161,7 +161,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise InvalidRequest(f"{name}: {getattr(self, name)} is outside -2 to 2; 0 turns it off")
-        self._validate_logit_bias()
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequest(f"logit_bias: {len(self.logit_bias)} entries are more than {MAX_BIASES}; send fewer")
+        for token_id, bias in self.logit_bias.items():
+            if token_id < 0:
+                raise InvalidRequest(f"logit_bias: token id {token_id} is negative; ids begin at 0")
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias: {bias} for token id {token_id} is outside -{MAX_BIAS:g} to {MAX_BIAS:g}; "
+                    "-100 forbids a token, 100 allows no other"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, name)) is not None and not 0 <= wanted <= MAX_LOGPROBS:
                 raise InvalidRequest(f"{name}: {wanted} is outside 0 to {MAX_LOGPROBS}; 0 gives no likeliest ones")
@@ -172,18 +181,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             if any(abs(bias) == MAX_BIAS for bias in self.logit_bias.values()):
                 raise InvalidRequest(
                     "logit_bias: beside structured_outputs, -100 and 100 could leave no token; use biases between them"
-                )
-
-    def _validate_logit_bias(self) -> None:
-        if len(self.logit_bias) > MAX_BIASES:
-            raise InvalidRequest(f"logit_bias: {len(self.logit_bias)} entries are more than {MAX_BIASES}; send fewer")
-        for token_id, bias in self.logit_bias.items():
-            if token_id < 0:
-                raise InvalidRequest(f"logit_bias: token id {token_id} is negative; ids begin at 0")
-            if not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise InvalidRequest(
-                    f"logit_bias: {bias} for token id {token_id} is outside -{MAX_BIAS:g} to {MAX_BIAS:g}; "
-                    "-100 forbids a token, 100 allows no other"
                 )
 
 
