@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.core.block_update import BlockUpdate
+from pdserve.core.prefix_digests import BlockUpdate
 
 STRINGS = ("", "r#1", "d\xe9code-0 \N{GRINNING FACE}")
 NUMBERS = (0.0, -1.5, 1e9 + 0.5)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from contract import control, engine, kv
 from contract.kv import Abort, Announce, Hello, Rated, Refused
-from pdserve.core.block_update import MAX_UPDATE_BLOCKS, BlockUpdate
 from pdserve.core.errors import LayoutMismatch, PdserveError, TransferRefused, WorkerLost, from_wire
 from pdserve.core.kv_layout import KVLayout
+from pdserve.core.prefix_digests import MAX_UPDATE_BLOCKS, BlockUpdate
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 from tests.examples import example

@@ -10,7 +10,7 @@ import pytest
 from contract.engine import Computed, KVEvent, KVRole, Load, Progress, Rejected, Reserved, Step, TokenOut
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
 from engine.scheduling.batch import SampledToken
-from engine.scheduling.kv_connector import TransferConnector
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import SchedulerConfig, SchedulerEvent, SchedulerOutput
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, from_wire

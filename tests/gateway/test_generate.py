@@ -12,7 +12,6 @@ import pytest
 
 from gateway.tokenizer import NUM_THREADS
 from pdserve.core.errors import TransferError
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.sampling import TokenLogprobs
 from pdserve.core.timeline import EventKind

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 
 from contract.control import Beat, BeatAnswer, encode
-from pdserve.core.block_update import SNAPSHOT, BlockUpdate, pack
 from pdserve.core.errors import LayoutMismatch
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
+from pdserve.core.prefix_digests import SNAPSHOT, BlockUpdate, PrefixDigests, keyed_salt, pack
 from pdserve.core.worker import Role, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import fake_info
