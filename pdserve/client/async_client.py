@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, silent, unreachable
-from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore
+from pdserve.client.channel import CONNECT_TIMEOUT_S, GrpcGateway, silent, unreachable
+from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore, client_closed
 from pdserve.client.generation import Generation, Token
 from pdserve.client.request import Ask, GenerateOptions, Prompt
 from pdserve.client.status import ServiceStatus
@@ -24,7 +24,7 @@ from pdserve.core.errors import NotReady, PdserveError
 from pdserve.pb import inference_pb2 as pb
 
 
-class AsyncGateway(GatewayCore):
+class AsyncGateway(GrpcGateway):
     """The connection to one gateway."""
 
     def __init__(self, target: Target) -> None:
@@ -56,7 +56,7 @@ class AsyncGateway(GatewayCore):
                 answer = await self._stub.GetStatus(request, timeout=timeout_s, metadata=metadata)
                 return ServiceStatus.from_proto(answer)
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self.failure(error) from None
 
     async def ready(self, timeout_s: float) -> bool:
         """See `AsyncClient.ready`."""
@@ -85,11 +85,11 @@ class AsyncGateway(GatewayCore):
             raise
 
 
-async def _read(call: Any, arrivals: asyncio.Queue[Arrival]) -> None:
+async def _read(call: Any, arrivals: asyncio.Queue[Arrival], now: Callable[[], float]) -> None:
     try:
         async for message in call:
-            arrivals.put_nowait((message, time.monotonic()))
-    except grpc.aio.AioRpcError as error:
+            arrivals.put_nowait((message, now()))
+    except Exception as error:  # noqa: BLE001 - the stream raises what it means
         arrivals.put_nowait(error)
     except asyncio.CancelledError as error:  # grpc.aio also raises this after our own cancel()
         arrivals.put_nowait(error)
@@ -116,7 +116,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class AsyncStream(StreamCore[AsyncGateway]):
+class AsyncStream(StreamCore[GatewayCore]):
     """The tokens of one request (``async for``), then its `result`. The call starts on first use, after the channel is
     connected. A task reads ahead, so that a token's time is that of its arrival, whatever the caller awaits in between;
     nothing can be read while the event loop is blocked.
@@ -126,7 +126,7 @@ class AsyncStream(StreamCore[AsyncGateway]):
     is left, the stream is closed or garbage collected, or its client is closed. To read some tokens and continue later,
     call ``await anext(stream)``. Errors are those of `pdserve.core.errors`; later uses raise the same error again."""
 
-    def __init__(self, ask: Ask, gateways: Sequence[AsyncGateway]) -> None:
+    def __init__(self, ask: Ask, gateways: Sequence[GatewayCore]) -> None:
         super().__init__(ask, gateways)
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
@@ -180,12 +180,13 @@ class AsyncStream(StreamCore[AsyncGateway]):
         """Connect to the first gateway that answers."""
         while True:
             try:
-                return await self._gateway.connect(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+                await self._gateway.connect(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+                return
             except NotReady as error:
                 self._turn(error)
 
     def _read(self, call: Any) -> Callable[[], Any]:
-        self._reader = asyncio.create_task(_read(call, self._arrivals))
+        self._reader = asyncio.create_task(_read(call, self._arrivals, self._ask.now))
         return partial(_cancel, asyncio.get_running_loop(), call)
 
     async def result(self) -> Generation:

@@ -1,5 +1,5 @@
-"""What the blocking client and the one for asyncio share: the connection to a gateway, a stream's state, and the turns
-of several gateways."""
+"""What the blocking client and the one for asyncio share: a gateway as they reach it, a stream's state, and the turns
+of several gateways. Nothing here knows gRPC: `pdserve.client.channel` has the gateways that are reached by it."""
 
 from __future__ import annotations
 
@@ -7,65 +7,47 @@ import asyncio
 import itertools
 import math
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
-import grpc
-from grpc_health.v1 import health_pb2_grpc
-
 from pdserve.client.assembler import Assembler
-from pdserve.client.channel import CHANNEL_OPTIONS, client_closed, credentials_of, error_from_status
 from pdserve.client.generation import Generation, Token
 from pdserve.client.request import Ask
 from pdserve.client.target import AccessOptions, Target, Targets
 from pdserve.core.errors import NotReady, PdserveError, RequestAborted
 from pdserve.pb import inference_pb2 as pb
-from pdserve.pb import inference_pb2_grpc as pb_grpc
 
-Arrival = tuple[pb.GenerateResponse, float] | grpc.RpcError | asyncio.CancelledError | None
+Arrival = tuple[pb.GenerateResponse, float] | Exception | asyncio.CancelledError | None
 """A message with its arrival time (monotonic seconds), the error that ended the call, or None at its end."""
 
 
 class GatewayCore(ABC):
-    """The connection to one gateway. ``channels`` is the module `grpc` or `grpc.aio`."""
+    """The connection to one gateway, called ``target``."""
 
-    def __init__(self, target: Target, channels: Any) -> None:
-        self.target, self._where = str(target), target
+    def __init__(self, target: str) -> None:
+        self.target = target
         self.is_closed = False
         self.connected_s = -math.inf
         """When it answered last."""
-        self._access = target.metadata
-        credentials = credentials_of(target)
-        self._channel = (
-            channels.insecure_channel(target.address, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else channels.secure_channel(target.address, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub: Any = pb_grpc.InferenceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
+    @abstractmethod
+    def connect(self, timeout_s: float) -> Any:
+        """Connect, unless that has been done; a coroutine where streams are asynchronous. `NotReady` if nothing answers
+        within ``timeout_s``."""
+
+    @abstractmethod
     def start(self, ask: Ask, token_ids: Sequence[int]) -> Any:
-        """Ask for the tokens after ``token_ids``. Returns gRPC's call."""
-        with self._while_open():
-            message, metadata = ask.message(token_ids), (*ask.metadata, *self._access)
-            return self._stub.Generate(message, timeout=ask.timeout_s(), metadata=metadata)
+        """Ask for the tokens after ``token_ids``. Returns the call: an iterator of its messages, with ``cancel()``."""
+
+    @abstractmethod
+    def failure(self, error: Exception, has_begun: bool) -> PdserveError:
+        """The error of a call that has raised ``error``. ``has_begun``: a message of the request had arrived."""
 
     def lost(self) -> None:
         """Note that a call has lost the gateway: the next one connects first."""
         self.connected_s = -math.inf
-
-    @abstractmethod
-    def _while_open(self) -> AbstractContextManager[None]:
-        """Translate what gRPC raises for calls over a closed channel."""
-
-    def _error(self, error: Any) -> PdserveError:
-        if self.is_closed:
-            return client_closed(self.target)
-        return error_from_status(error.code(), error.details(), self.target, error.trailing_metadata())
 
 
 G = TypeVar("G", bound=GatewayCore)
@@ -122,7 +104,7 @@ class StreamCore(ABC, Generic[G]):
         with self._lock:
             self._check_open()
             if self._assembler is None:
-                self._assembler = Assembler(time.monotonic())
+                self._assembler = Assembler(self._ask.now())
                 self._call([])
             return self._assembler
 
@@ -157,12 +139,9 @@ class StreamCore(ABC, Generic[G]):
 
     def _failure(self, assembler: Assembler, arrival: Arrival) -> PdserveError | None:
         """The error of a call that has failed by itself. None for another end."""
-        if not isinstance(arrival, grpc.RpcError) or self._error is not None or self._gateway.is_closed:
+        if not isinstance(arrival, Exception) or self._error is not None or self._gateway.is_closed:
             return None
-        error: Any = arrival
-        return error_from_status(
-            error.code(), error.details(), self.target, error.trailing_metadata(), assembler.has_begun
-        )
+        return self._gateway.failure(arrival, assembler.has_begun)
 
     def _lost(self, error: PdserveError) -> None:
         """Turn to another gateway after ``error``. Raises it if no other one could do better."""
@@ -198,3 +177,8 @@ class ClientCore(Generic[G]):
 
     def _not_ready(self, timeout_s: float) -> NotReady:
         return NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")
+
+
+def client_closed(target: str) -> RequestAborted:
+    """The error after the caller closed its own client."""
+    return RequestAborted(f"cancelled by the client: the client of {target} was closed")

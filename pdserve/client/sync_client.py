@@ -13,8 +13,8 @@ from typing import Any, Self, Unpack, cast
 import grpc
 from grpc_health.v1 import health_pb2
 
-from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, is_reset, silent, unreachable
-from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore
+from pdserve.client.channel import CONNECT_TIMEOUT_S, GrpcGateway, is_reset, silent, unreachable
+from pdserve.client.core import Arrival, ClientCore, StreamCore, client_closed
 from pdserve.client.generation import Generation, Token
 from pdserve.client.request import Ask, GenerateOptions, Prompt
 from pdserve.client.status import ServiceStatus
@@ -26,7 +26,7 @@ _RECHECK_S = 5.0
 """A connection that answered within this time is assumed to be open."""
 
 
-class Gateway(GatewayCore):
+class Gateway(GrpcGateway):
     """The connection to one gateway."""
 
     def __init__(self, target: Target) -> None:
@@ -44,7 +44,7 @@ class Gateway(GatewayCore):
             # Any other status comes from a server, so the channel is open.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 if is_reset(error.details()):
-                    raise self._error(error) from None
+                    raise self.failure(error) from None
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise silent(self._where) from None
                 raise unreachable(self._where, error.details()) from None
@@ -70,7 +70,7 @@ class Gateway(GatewayCore):
                 request, metadata = pb.GetStatusRequest(), self._access
                 return ServiceStatus.from_proto(self._stub.GetStatus(request, timeout=timeout_s, metadata=metadata))
         except grpc.RpcError as error:
-            raise self._error(error) from None
+            raise self.failure(error) from None
 
     def ready(self, timeout_s: float) -> bool:
         """See `Client.ready`."""
@@ -101,7 +101,7 @@ def _read(call: Any, arrivals: queue.SimpleQueue[Arrival]) -> None:
     try:
         for message in call:
             arrivals.put((message, time.monotonic()))
-    except grpc.RpcError as error:
+    except Exception as error:  # noqa: BLE001 - the stream raises what it means
         arrivals.put(error)
     else:
         arrivals.put(None)
