@@ -238,8 +238,10 @@ class Connection:
         if self.closed:
             return
         self._forget()
-        for side in (0, 1):
-            if side != by:
+        for side, end in enumerate(self.ends):
+            if by == 1 - side and self._held[by] and end is not None:  # the end does not overtake what is held back
+                end[0].call_later(KEEPALIVE_S, self._end, side, "keepalive: no answer")
+            elif side != by:
                 self._end_later(side, why)
         if by is not None:
             self.ends[by] = None

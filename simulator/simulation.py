@@ -585,6 +585,8 @@ class _Simulation:
                 self.violate(f"{name}: it ended {late_s:.3f} s after its deadline")
             if outcome.end in ("stop", "length", "left"):
                 continue
+            if outcome.end == PdserveError.__name__:  # of no known kind
+                self.violate(f"{name}: {outcome.why}")
             if not self.plan.faults and outcome.end not in ("CapacityExceeded", "DeadlineExceeded"):
                 self.violate(f"{name}: {outcome.end} without any fault: {outcome.why}")
 
