@@ -12,9 +12,10 @@ import queue
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -27,6 +28,14 @@ from pdserve.core.kv_layout import KVLayout
 from runtime.logs import LimitedLog
 
 _log = logging.getLogger(__name__)
+
+MAX_UNWRITTEN_BYTES = 64 * 2**20
+"""Blocks that wait to be written. Further ones are dropped, because the disk is slower than the engine."""
+
+_MAGIC = b"pdskv\0\0\1"
+_HEADER = struct.Struct("<8s16sQ16s")  # magic, digest, bytes of the block, checksum
+_LOCK, _TEMPORARY = "lock", ".new"
+_DIGEST_CHARS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -41,14 +50,49 @@ class _Reading:
     cancelled: bool = False
 
 
+class Reader(Protocol):
+    """What reads blocks beside the engine's steps."""
+
+    def put(self, work: Iterator[None]) -> None:
+        """Exhaust ``work``, which reads a block at a time, after all that was put before."""
+        ...
+
+    def close(self) -> None:
+        """Do what was put, and end."""
+        ...
+
+
+class ReaderThread:
+    """A `Reader` with a thread of its own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Iterator[None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="offload-reader", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Iterator[None]) -> None:
+        """See `Reader`."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """See `Reader`."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            for _ in work:
+                pass
+
+
 class OffloadConnector(KVConnector):
     """A `KVConnector` that also keeps cold blocks in ``store``.
 
     A block that the prefix cache forgets is copied from the pool at once, and the store keeps it. A request whose KV
     does not come from another worker, and whose beginning continues in the store where the prefix cache ends, awaits
-    the blocks that a thread reads for it; ``done`` is called in that thread with the command that lets it run. Blocks
-    that cannot be read are computed. ``read`` copies a block of the pool, and ``write`` overwrites one: steps that are
-    launched after it see that.
+    the blocks that ``reader`` (default: a thread) reads for it; ``done`` is called there with the command that lets it
+    run. Blocks that cannot be read are computed. ``read`` copies a block of the pool, and ``write`` overwrites one:
+    steps that are launched after it see that.
     """
 
     def __init__(
@@ -60,6 +104,7 @@ class OffloadConnector(KVConnector):
         read: Callable[[int], bytes],
         write: Callable[[int, bytes], None],
         done: Callable[[KVReady], None],
+        reader: Reader | None = None,
     ) -> None:
         super().__init__(clock, layout, layer_groups)
         self._block_size = layout.block_size
@@ -68,9 +113,7 @@ class OffloadConnector(KVConnector):
         self._done = done
         self._planned: set[str] = set()
         self._readings: dict[str, _Reading] = {}
-        self._queue: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read_all, name="offload-reader", daemon=True)
-        self._reader.start()
+        self._reader = reader or ReaderThread()
 
     def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
         """The tokens of the run of blocks that are in the cache or in the store, if the store has the last of them."""
@@ -97,7 +140,7 @@ class OffloadConnector(KVConnector):
             digests = seq.prefix.first(end, seq.token_ids)
             wanted = list(zip(digests, seq.block_ids, strict=False))[num_cached_blocks:end]
             reading = self._readings[seq.attempt_id] = _Reading(seq.attempt_id, num_cached_blocks, wanted)
-            self._queue.put(reading)
+            self._reader.put(self._read(reading))
         return pinned
 
     def release(self, seq: Sequence) -> bool:
@@ -121,39 +164,24 @@ class OffloadConnector(KVConnector):
 
     def close(self) -> None:
         """End the reader, and close the store."""
-        self._queue.put(None)
-        self._reader.join()
+        self._reader.close()
         self._store.close()
 
-    def _read_all(self) -> None:
-        while (reading := self._queue.get()) is not None:
-            try:
-                self._read(reading)
-            except (RuntimeError, ValueError, OSError, MemoryError):  # the request must not wait for ever
-                _log.exception("%s: cold blocks cannot be read; they are computed", reading.attempt_id)
-            if not reading.cancelled:
-                self._done(KVReady(reading.attempt_id, None, reading.num_blocks * self._block_size))
-
-    def _read(self, reading: _Reading) -> None:
-        """Read the wanted blocks, up to the first that the store does not give."""
-        for digest, block in reading.wanted:
-            data = self._store.get(digest)
-            with reading.lock:
-                if data is None or reading.cancelled:
-                    return
-                self._write_block(block, data)
-            reading.num_blocks += 1
-
-
-_log = logging.getLogger(__name__)
-
-MAX_UNWRITTEN_BYTES = 64 * 2**20
-"""Blocks that wait to be written. Further ones are dropped, because the disk is slower than the engine."""
-
-_MAGIC = b"pdskv\0\0\1"
-_HEADER = struct.Struct("<8s16sQ16s")  # magic, digest, bytes of the block, checksum
-_LOCK, _TEMPORARY = "lock", ".new"
-_DIGEST_CHARS = 32
+    def _read(self, reading: _Reading) -> Iterator[None]:
+        """Read the wanted blocks, up to the first that the store does not give, and let the request run."""
+        try:
+            for digest, block in reading.wanted:
+                data = self._store.get(digest)
+                with reading.lock:
+                    if data is None or reading.cancelled:
+                        break
+                    self._write_block(block, data)
+                reading.num_blocks += 1
+                yield
+        except (RuntimeError, ValueError, OSError, MemoryError):  # the request must not wait for ever
+            _log.exception("%s: cold blocks cannot be read; they are computed", reading.attempt_id)
+        if not reading.cancelled:
+            self._done(KVReady(reading.attempt_id, None, reading.num_blocks * self._block_size))
 
 
 class BlockStore:

@@ -16,6 +16,7 @@ from prometheus_client import Metric
 
 from checkpoints.source import ModelSource, tokenizer_note
 from contract.control import MAX_BEAT_BYTES
+from contract.scaling import GatewayLoad, ScalingReport
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
@@ -27,9 +28,8 @@ from gateway.http_api.exchange import ServedModel
 from gateway.http_api.server import HttpServer
 from gateway.inference import Inference, Observer
 from gateway.live import LastRequests, live_view
-from gateway.load_meter import LoadMeter
+from gateway.load_meter import LOOK_EVERY_S, LoadMeter
 from gateway.metrics import Metrics, scaling_metrics, service_metrics
-from gateway.scaling_report import GatewayLoad, ScalingReport
 from gateway.security import security_of
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.1
-"""How often the load of the workers is sampled for a controller."""
 DRAIN_S = 5.0  # time for running requests when the gateway stops
 STOPPING = "the service is being stopped; send the request to another one"
 

@@ -7,14 +7,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
+from contract.scaling import SHARES, GatewayLoad, RoleSamples
 from gateway.inference import Observer
-from gateway.scaling_report import SHARES, GatewayLoad, RoleSamples
 from pdserve.core.clock import Clock
 from pdserve.core.config import SloConfig
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.session import Session
 from router.view import WorkerView
+
+LOOK_EVERY_S = 0.1
+"""How often the load of the workers is sampled for a controller."""
 
 
 class LoadMeter(Observer):

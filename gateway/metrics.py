@@ -21,9 +21,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from contract.scaling import GatewayLoad, ScalingReport, within_objective
 from gateway.arrival import AdmittedCall
 from gateway.inference import Completion, Observer
-from gateway.scaling_report import GatewayLoad, ScalingReport, within_objective
 from pdserve.core.errors import PdserveError, RequestAborted
 from pdserve.core.handoff import TransferProof
 from pdserve.core.timeline import EventKind, Figure

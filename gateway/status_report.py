@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from gateway.scaling_report import ScalingReport
+from contract.scaling import ScalingReport
 from gateway.validation import Limits
 from pdserve.core.clock import Clock
 from pdserve.core.worker import Role
@@ -111,7 +112,7 @@ class StatusReport:
             notes=[*self._model_notes, *self.notes, *filter(None, (shared, self._problem()))],
         )
         if self.scaling is not None:
-            status.scaling.CopyFrom(self.scaling.message())
+            status.scaling.CopyFrom(_scaling(self.scaling))
         limits = self.limits()
         if limits is not None and self._registry.workers:
             layout = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info.layout
@@ -156,3 +157,14 @@ class StatusReport:
             failing=worker.breaker.explanation,
             kv_addresses={endpoint.transport: endpoint.address for endpoint in info.kv_endpoints},
         )
+
+
+def _scaling(report: ScalingReport) -> pb.ScalingStatus:
+    return pb.ScalingStatus(
+        controller=report.controller,
+        last_action=report.last,
+        reason=report.reason,
+        last_action_age_s=max(0.0, time.time() - report.last_s) if report.last else 0.0,
+        actions=report.actions,
+        verdict=report.verdict,
+    )

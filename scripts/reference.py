@@ -14,9 +14,9 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from contract.scaling import ScalingReport
 from gateway.load_meter import GatewayLoad
 from gateway.metrics import Metrics, scaling_metrics, service_metrics
-from gateway.scaling_report import ScalingReport
 from ops.cli.config import documented_defaults
 from ops.launch.ports import DEFAULT_BASE, PORTS_PER_WORKER, first_port
 from pdserve.core.config import PdserveConfig, descriptions

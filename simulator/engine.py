@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from contract.engine import Command, EngineEvent, KVEvent, Ping, Pong, Ready, Submit
+from contract.engine import Command, EngineEvent, KVEvent, KVReady, Ping, Pong, Ready, Submit
 from engine.core import ComputedStep, EngineCore
+from engine.offload import BlockStore, MemoryStore, OffloadConnector
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kv_transfer.memory import HostMemory
 from pdserve.core.kv_layout import KVLayout, Region
+from pdserve.core.request import EngineStatus
 from simulator.loop import WorldLoop
 from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES, VOCAB_SIZE, Chain
 from simulator.network import Process
@@ -25,7 +28,8 @@ class Violation(AssertionError):
 
 
 class WorldEngine:
-    """Implements `contract.engine.EnginePort` for the worker thread ``control``. ``memory`` is its pool."""
+    """Implements `contract.engine.EnginePort` for the worker thread ``control``. ``memory`` is its pool, and ``store``
+    keeps cold blocks."""
 
     def __init__(
         self,
@@ -34,25 +38,32 @@ class WorldEngine:
         layout: KVLayout,
         config: SchedulerConfig,
         memory: HostMemory,
+        store: BlockStore | None,
         chance: random.Random,
         *,
         run_ahead: bool,
         layer_groups: int,
         step_s: tuple[float, float],
     ) -> None:
-        self.process = Process(worker.world, f"{worker.name}/engine", worker.host)
+        self.process = Process(worker.network, f"{worker.name}/engine", worker.host)
         worker.children.append(self.process)
         self.process.on_death.append(self._died)
         self.loop = self.process.loop("steps")
-        self.layout, self._config = layout, config
+        self.layout, self._config, self._memory = layout, config, memory
         self._control, self._chance, self._step_s = control, chance, step_s
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
         self._kv_reader = _KVReader()
         self._inbox: list[Command] = []
         self._wake = asyncio.Event()
-        clock = worker.world
+        clock = self.process.clock
         self.runner = _Runner(layout, memory)
         connector = KVConnector(clock, layout, layer_groups)
+        self._cold: OffloadConnector | None = None
+        if store is not None:
+            reader = _Reader(self.process.loop("offload"), chance, step_s)
+            connector = self._cold = OffloadConnector(
+                clock, layout, layer_groups, store, self._read_block, self._write_block, self._done, reader
+            )
         self.scheduler = Scheduler(config, clock, connector)
         self._pipe = _Pipe(control, self._events, self._kv_reader)
         self.core = EngineCore(self.scheduler, self.runner, clock, self._pipe, run_ahead)
@@ -100,12 +111,34 @@ class WorldEngine:
             self.returncode = KILLED
             self._control.call_soon(self._events.put_nowait, None)
 
+    def _block(self, block: int) -> Region:
+        return Region(block * self.layout.block_bytes, self.layout.block_bytes)
+
+    def _read_block(self, block: int) -> bytes:
+        return bytes(self._memory.view(self._block(block)))
+
+    def _write_block(self, block: int, data: bytes) -> None:
+        region = self._block(block)
+        self.check_write([region])
+        self._memory.view(region)[:] = data
+
+    @property
+    def reading(self) -> list[str]:
+        """The attempts whose cold blocks are being read."""
+        if self._cold is None:
+            return []
+        waiting = [(attempt_id, self.scheduler._seqs.get(attempt_id)) for attempt_id in self._cold._readings]
+        return [each for each, seq in waiting if seq is not None and seq.status is EngineStatus.WAITING_FOR_KV]
+
+    def _done(self, command: KVReady) -> None:
+        self.loop.call_soon(self._take, command)
+
     def check_write(self, regions: Sequence[Region]) -> None:
-        """Raise `Violation` if a link writes a block that no request awaits."""
+        """Raise `Violation` if a link, or what reads cold blocks, writes a block that no request awaits."""
         for region in regions:
             for block in range(region.offset // self.layout.block_bytes, _last(region) // self.layout.block_bytes + 1):
                 if block < self._config.num_blocks and not self.scheduler.blocks.is_owned(block):
-                    raise Violation(f"{self.process.name}: a link writes block {block}, which is free")
+                    raise Violation(f"{self.process.name}: block {block} is written, and is free")
 
     # --- the engine's side -------------------------------------------------------------------------------------------
 
@@ -129,6 +162,54 @@ class WorldEngine:
             if self.scheduler.has_work or busy:
                 await asyncio.sleep(self._chance.uniform(*self._step_s))  # the device computes; commands wait
             busy = self.core.step()
+
+
+class FailingStore(MemoryStore):
+    """A store of cold blocks that drops so large a share of what it is given, and has lost or cannot read as large a
+    share of what it is asked for."""
+
+    def __init__(self, max_bytes: int, fail_share: float, chance: random.Random) -> None:
+        super().__init__(max_bytes)
+        self._fail_share, self._chance = fail_share, chance
+
+    def put(self, digest: bytes, data: bytes) -> None:
+        """See `BlockStore`."""
+        if self._chance.random() >= self._fail_share:
+            super().put(digest, data)
+
+    def get(self, digest: bytes) -> bytes | None:
+        """See `BlockStore`."""
+        if self._chance.random() < self._fail_share:
+            if self._chance.random() < 0.5:
+                raise OSError("the disk fails")
+            return None
+        return super().get(digest)
+
+
+class _Reader:
+    """Implements `engine.offload.Reader` on the thread ``loop``. A block takes as long as a step."""
+
+    def __init__(self, loop: WorldLoop, chance: random.Random, step_s: tuple[float, float]) -> None:
+        self._loop, self._chance, self._step_s = loop, chance, step_s
+        self._works: deque[Iterator[None]] = deque()
+
+    def put(self, work: Iterator[None]) -> None:
+        """See `Reader`."""
+        self._works.append(work)
+        if len(self._works) == 1:
+            self._read_later()
+
+    def close(self) -> None:
+        """See `Reader`."""
+
+    def _read_later(self) -> None:
+        self._loop.call_later(self._chance.uniform(*self._step_s), self._read)
+
+    def _read(self) -> None:
+        if next(self._works[0], self) is self:
+            self._works.popleft()
+        if self._works:
+            self._read_later()
 
 
 class _Pipe:

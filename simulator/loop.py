@@ -233,6 +233,8 @@ class WorldLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if self.dead:
+            return  # what its futures have at their end does not matter
         self.world.on_error({**context, "thread": self.name})
 
     default_exception_handler = call_exception_handler

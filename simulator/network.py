@@ -18,11 +18,27 @@ KEEPALIVE_S = 10.0
 """After so long without a way between its ends, a connection breaks at both."""
 
 
+MOST_OFFSET_S = 500.0
+"""How far the clocks of hosts are from the world's at most, before they step."""
+
+
+class HostClock:
+    """The monotonic clock of a host, which is ``offset_s`` ahead of the world's (`pdserve.core.clock.Clock`)."""
+
+    def __init__(self, world: World, offset_s: float) -> None:
+        self._world, self.offset_s = world, offset_s
+
+    def now(self) -> float:
+        """See `Clock`."""
+        return self._world.now_s + self.offset_s
+
+
 class Process:
     """A process called ``name`` on ``host``: threads that are paused and killed together."""
 
-    def __init__(self, world: World, name: str, host: str) -> None:
-        self.world, self.name, self.host = world, name, host
+    def __init__(self, network: Network, name: str, host: str) -> None:
+        self.network, self.name, self.host = network, name, host
+        self.world, self.clock = network.world, network.clock(host)
         self.loops: list[WorldLoop] = []
         self.children: list[Process] = []
         """Processes that die with it."""
@@ -70,9 +86,16 @@ class Network:
         self.world, self._chance, self._latency_s = world, chance, latency_s
         self.servers: dict[str, tuple[Process, WorldLoop, Any]] = {}
         """By address: who listens there, on which thread, and what it does with a connection."""
+        self._clocks: dict[str, HostClock] = {}
         self._blocked: set[tuple[str, str]] = set()
         self._connections = 0
         self.open: dict[int, Connection] = {}
+
+    def clock(self, host: str) -> HostClock:
+        """The clock of a host."""
+        if host not in self._clocks:
+            self._clocks[host] = HostClock(self.world, self._chance.uniform(-MOST_OFFSET_S, MOST_OFFSET_S))
+        return self._clocks[host]
 
     def delay_s(self) -> float:
         """Of one message."""
@@ -215,8 +238,10 @@ class Connection:
         if self.closed:
             return
         self._forget()
-        for side in (0, 1):
-            if side != by:
+        for side, end in enumerate(self.ends):
+            if by == 1 - side and self._held[by] and end is not None:  # the end does not overtake what is held back
+                end[0].call_later(KEEPALIVE_S, self._end, side, "keepalive: no answer")
+            elif side != by:
                 self._end_later(side, why)
         if by is not None:
             self.ends[by] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -15,14 +16,26 @@ WINDOW_S = 4.0
 """Requests come, and faults happen, within so many seconds after the service is ready."""
 QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
+MEASURED_S = 4.5
+"""Within which all offsets to a clock are measured anew."""
 TENANTS = ("a", "b", "c")
 
 FaultKind = Literal[
-    "kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip", "replace", "kill_peer"
+    "kill",
+    "kill_engine",
+    "pause",
+    "pause_engine",
+    "partition",
+    "kill_gateway",
+    "flip",
+    "replace",
+    "kill_peer",
+    "step",
+    "leave_reading",
 ]
 _KINDS: tuple[FaultKind, ...] = (
     "kill", "kill", "kill_engine", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway",
-    "flip", "replace", "kill_peer", "kill_peer",
+    "kill_gateway", "flip", "replace", "kill_peer", "kill_peer", "step",
 )  # fmt: skip
 
 
@@ -31,7 +44,9 @@ class Fault:
     """Something that happens ``at_s`` seconds after the service is ready, to ``target``, for ``for_s`` seconds.
     ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``replace``: the
     worker is drained and leaves, and another one joins. ``kill_peer``: as soon as a worker fetches a prefix for a
-    prompt that it is to hand off, the decode worker that waits for it is killed."""
+    prompt that it is to hand off, the decode worker that waits for it is killed. ``kill_gateway``: as soon as a stream
+    that runs there has tokens. ``step``: the clock of a host jumps ahead by ``other`` seconds; so long it may take
+    until everybody knows. ``leave_reading``: the client leaves whose request's cold blocks are being read."""
 
     at_s: float
     kind: FaultKind
@@ -78,22 +93,26 @@ class Plan:
         prefill, decode = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
         roles = {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
         roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
-        gateways = draw.choice([1, 1, 2])
+        gateways = draw.choice([1, 2])
         quiet = draw.random() < QUIET_SHARE
         block_size = draw.choice([4, 8, 16])
-        tiny = draw.random() < 0.3
+        prefix_caching = draw.random() < 0.9
+        cold_blocks = draw.choice([0, 0, 6, 1000]) if prefix_caching else 0
+        tiny = draw.random() < (0.6 if cold_blocks else 0.3)
         settings = WorkerSettings(
             num_blocks=(96 if tiny else 512) // block_size * 2,
             block_size=block_size,
             max_num_seqs=draw.choice([2, 4, 16]),
             max_num_batched_tokens=draw.choice([8, 32, 128]),
             chunk_tokens=draw.choice([None, None, 8]),
-            prefix_caching=draw.random() < 0.9,
+            prefix_caching=prefix_caching,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
             bytes_per_s=draw.choice([3e4, 2e5, 2e6]),
             step_s=draw.choice([(0.002, 0.010), (0.002, 0.010), (0.01, 0.04)]),
             corrupt_share=0.0 if quiet else draw.choice([0.0, 0.0, 0.0, 0.0, 0.05]),
+            cold_blocks=cold_blocks,
+            cold_fail_share=draw.choice([0.0, 0.1]),
         )
         config = {
             "router": {
@@ -115,17 +134,33 @@ class Plan:
                 "message_bytes": draw.choice([2**16, 2**20]),
             },
             "gateway": {"replicas": gateways},
+            "scaling": _scaling(draw, prefill + decode),
         }
         requests = tuple(_request(draw, number, settings) for number in range(num_requests))
         faults: tuple[Fault, ...] = ()
+        kinds = _KINDS if not cold_blocks else (*_KINDS, "leave_reading", "leave_reading", "leave_reading")
         if not quiet:
-            faults = tuple(sorted((_fault(draw, roles, gateways) for _ in range(draw.randint(1, 8))), key=_when))
+            faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(draw.randint(1, 8))), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
         """The same with other faults."""
         return replace(self, faults=faults)
+
+
+def _scaling(draw: random.Random, workers: int) -> dict[str, Any]:
+    """A controller that acts within the few seconds of a world, or none."""
+    if draw.random() < 0.7:
+        return {}
+    return {
+        "controller": draw.choice(["roles", "workers"]),
+        "ttft_ms": draw.choice([10.0, 30.0, 1000.0]),
+        "itl_ms": draw.choice([5.0, 15.0, 1000.0]),
+        "interval_s": 0.1,
+        "hold_s": 0.4,
+        "max_workers": workers + 3,
+    }
 
 
 def _when(fault: Fault) -> float:
@@ -161,18 +196,18 @@ def _request(draw: random.Random, number: int, settings: WorkerSettings) -> Clie
     )
 
 
-def _fault(draw: random.Random, roles: dict[str, Role], gateways: int) -> Fault:
-    at_s, kind = draw.uniform(0.0, WINDOW_S), draw.choice(_KINDS)
+def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Role], gateways: int) -> Fault:
+    at_s, kind = draw.uniform(0.0, WINDOW_S), draw.choice(kinds)
     worker = draw.choice(sorted(roles))
     lasting = draw.choice([0.05, 0.5, 2.0, 6.0])
+    hosts = [f"host-{name}" for name in (*sorted(roles), *(f"gateway-{i}" for i in range(gateways)), "clients")]
     match kind:
         case "partition":
-            others = [
-                f"host-{name}" for name in (*sorted(roles), *(f"gateway-{i}" for i in range(gateways)), "clients")
-            ]
-            here = draw.choice(others)
-            return Fault(at_s, kind, here, lasting, draw.choice([each for each in others if each != here]))
-        case "kill_peer":
+            here = draw.choice(hosts)
+            return Fault(at_s, kind, here, lasting, draw.choice([each for each in hosts if each != here]))
+        case "step":
+            return Fault(at_s, kind, draw.choice(hosts), MEASURED_S, str(draw.choice([0.03, 1.0, 100.0])))
+        case "kill_peer" | "leave_reading":
             return Fault(at_s, kind, "")
         case "kill_gateway":
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}")

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -15,10 +15,11 @@ import prefill_worker.push
 from contract.control import Wire
 from engine.scheduling.scheduler import SchedulerConfig
 from gateway.callers import Caller, Callers, Quota
-from gateway.inference import Completion, Inference
+from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
+from gateway.inference import Completion, Inference, OutputToken
+from gateway.load_meter import LOOK_EVERY_S, LoadMeter
 from gateway.status_report import StatusReport
 from gateway.token_file import TokenLimits
-from gateway.validation import Submission
 from gateway.worker_directory import WorkerDirectory
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
@@ -26,16 +27,16 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.kv_layout import KVLayout, probe_area
 from pdserve.core.request import MAX_PRIORITY, Mode
-from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role, WorkerInfo
+from pdserve.pb import inference_pb2 as pb
 from router.registry import WorkerRegistry
 from router.router import Router
 from runtime.awake_clock import RunningAwakeClock, awake_clock
 from runtime.secret import ServiceSecret
 from runtime.threads import LoopThread
-from simulator.engine import WorldEngine
+from simulator.engine import FailingStore, WorldEngine
 from simulator.kv_link import WorldTransport
-from simulator.loop import World, WorldLoop
+from simulator.loop import WorldLoop
 from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES
 from simulator.network import Network, Process, StreamWire
 from worker.client import WorkerClient
@@ -72,6 +73,10 @@ class WorkerSettings:
     """Rate of a KV link."""
     step_s: tuple[float, float]
     """How long a step of an engine takes, at least and at most."""
+    cold_blocks: int = 0
+    """So many blocks that the prefix cache forgets are kept. An engine finds those of the one before."""
+    cold_fail_share: float = 0.0
+    """See `FailingStore`."""
 
 
 class WorldWorker:
@@ -79,7 +84,6 @@ class WorldWorker:
 
     def __init__(
         self,
-        world: World,
         network: Network,
         spec: WorkerSpec,
         settings: WorkerSettings,
@@ -87,10 +91,11 @@ class WorldWorker:
         tell: Callable[[str], None],
     ) -> None:
         self.spec, self.settings, self._chance, self._network = spec, settings, chance, network
-        self.process = Process(world, spec.worker_id, spec.host)
+        self.process = Process(network, spec.worker_id, spec.host)
         self.loop = self.process.loop("control")
         self.engines: list[WorldEngine] = []
         self.worker: Worker | None = None
+        self._store: FailingStore | None = None
         self._tell = tell
         self.loop.call_soon(lambda: self.loop.create_task(self._run()))
 
@@ -102,7 +107,7 @@ class WorldWorker:
     async def _run(self) -> None:
         await asyncio.sleep(self._chance.uniform(*START_S))
         worker = self.worker = Worker(
-            self.spec, _HANDLERS, _SECRET, self.process.world, ports=self, chance=self._chance
+            self.spec, _HANDLERS, _SECRET, self.process.clock, ports=self, chance=self._chance
         )
         worker.started.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -133,6 +138,9 @@ class WorldWorker:
         layout = KVLayout.uniform("simulated", "float16", settings.block_size, NUM_LAYERS, 1, SLOT_BYTES // 4)
         offset = probe_area(layout.block_bytes * settings.num_blocks).offset
         memory = HostMemory.create(offset + PROBE_BYTES)
+        if settings.cold_blocks and self._store is None:
+            max_bytes, chance = settings.cold_blocks * layout.block_bytes, random.Random(self._chance.getrandbits(64))
+            self._store = FailingStore(max_bytes, settings.cold_fail_share, chance)
         pool = Pool(layout, settings.num_blocks, memory)
         engine = WorldEngine(
             self.process,
@@ -149,6 +157,7 @@ class WorldWorker:
                 chunk_tokens=settings.chunk_tokens,
             ),
             memory,
+            self._store,
             self._chance,
             run_ahead=settings.run_ahead,
             layer_groups=config.transfer.layer_groups if config.transfer.overlap == "layer" else 0,
@@ -173,7 +182,7 @@ class WorldWorker:
             engine,
             worker_id=self.spec.worker_id,
             epoch=epoch,
-            clock=self.process.world,
+            clock=self.process.clock,
             eos_token_ids=engine.ready.eos_token_ids,
             chance=self._chance,
             thread=_WorldThread(self.process.loop("kv")),
@@ -235,7 +244,7 @@ def id_of(chance: random.Random) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request of a client, in the form in which it crosses the network. ``resume``: the tokens that it has."""
+    """A request of a client."""
 
     request_id: str
     tenant: str
@@ -246,7 +255,20 @@ class Asked:
     salt: str
     timeout_s: float
     priority: int
-    resume: tuple[int, ...] = ()
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """The first message of a call to a gateway's API: a serialized `GenerateRequest`, and what gRPC sends beside it. Of
+    the answer no more than ``window`` messages are unread (0: there is no limit)."""
+
+    tenant: str
+    timeout_s: float
+    window: int
+    message: bytes
+
+
+ERROR = b"\xff"
+"""An answer that begins with it is an error in the form of `to_wire`, and others are serialized `GenerateResponse`."""
 
 
 class CountedQuota(Quota):
@@ -266,7 +288,6 @@ class WorldGateway:
 
     def __init__(
         self,
-        world: World,
         network: Network,
         name: str,
         config: PdserveConfig,
@@ -277,7 +298,7 @@ class WorldGateway:
         restarted: bool,
     ) -> None:
         self.name, self._network, self._members, self._config = name, network, dict(members), config
-        self.process = Process(world, name, f"host-{name}")
+        self.process = Process(network, name, f"host-{name}")
         self.loop = self.process.loop("loop")
         self._chance, self._version = chance, version
         self.quotas: dict[str, CountedQuota] = {}
@@ -287,7 +308,7 @@ class WorldGateway:
 
     def _start(self, restarted: bool) -> None:
         """Everything that a real gateway makes in its own loop."""
-        world, config, chance = self.process.world, self._config, self._chance
+        clock, config, chance = self.process.clock, self._config, self._chance
         both = {Role.PREFILL, Role.DECODE} <= set(self._members.values())
         self.registry = WorkerRegistry(RunningAwakeClock(), config.router, config.gateway.replicas)
         if restarted:
@@ -296,78 +317,86 @@ class WorldGateway:
         self.router = Router(
             self.registry,
             config.router,
-            world,
+            clock,
             auto,
             config.transfer.on_kv_failure,
             chance,
         )
         self.directory = WorkerDirectory(self.registry, self._connect, "world", chance)
         self.directory.expect(self._members, self._version)
-        report = StatusReport(self.registry, self.router, world, "simulated", "0", lambda: True, "", [], str)
+        self.meter = LoadMeter(config.objectives, clock, lambda: self.inference.running.values())
+        report = StatusReport(self.registry, self.router, clock, "simulated", "0", lambda: True, "", [], str)
         self.inference = Inference(
             self.router,
             None,
             report.limits,
-            Callers(None, world),
-            world,
+            Callers(None, clock),
+            clock,
             60.0,
             b"key",
+            [self.meter] if config.scaling.controller != "off" else [],
             chance=chance,
         )
         self._network.servers[self.name] = self.process, self.loop, self.directory.serve
         self._network.servers[f"{self.name}/api"] = self.process, self.loop, self._serve
         self.loop.create_task(self._expire())
+        if config.scaling.controller != "off":
+            self.loop.create_task(self._look())
         self.ready = True
 
     async def _connect(self, info: WorkerInfo) -> WorkerClient:
         wire = StreamWire(self._network, self.process, info.control_address)
-        return await WorkerClient.over(wire, info, self.process.world)
+        # Its clock has no id that tells it from those of other hosts.
+        return await WorkerClient.over(wire, replace(info, clock_id=""), self.process.clock)
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(self._config.router.heartbeat_s)
             self.directory.expire()
 
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.meter.look(self.registry.view().workers, self.router.short_of)
+
     def caller(self, tenant: str) -> Caller:
         """A tenant, with its quota at this gateway."""
         if tenant not in self.quotas:
-            self.quotas[tenant] = CountedQuota(TokenLimits(min_priority=-MAX_PRIORITY), self.process.world)
+            self.quotas[tenant] = CountedQuota(TokenLimits(min_priority=-MAX_PRIORITY), self.process.clock)
         return Caller(tenant, self.quotas[tenant], shares_cache=False)
 
     async def _serve(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """One call of a client: the request in, tokens out, then the completion or an error."""
-        async for data in requests:
-            asked = _ASKED.decode(data)
-            submission = Submission(
-                prompt=asked.prompt,
-                sampling=_sampling(asked),
-                request_id=asked.request_id,
-                mode=asked.mode,
-                salt=asked.salt,
-                priority=asked.priority,
-                resume=asked.resume,
-            )
-            try:
-                with self.inference.admission(self.caller(asked.tenant), asked.timeout_s) as arrival:
-                    self.inference.was_read()
-                    outputs = self.inference.generate(submission, arrival)
-                    async with aclosing(outputs):
-                        async for output in outputs:
-                            if isinstance(output, Completion):
-                                proof = output.result.proof
-                                kv_bytes = 0 if proof is None else proof.kv_bytes
-                                expected, attempts = output.result.kv_bytes_expected, output.record.attempts
-                                yield _encode(("end", str(output.finish_reason), kv_bytes, expected, attempts))
-                            else:
-                                yield _encode(("token", output.token_id, output.index))
-            except PdserveError as error:
-                yield _encode(("error", *to_wire(error)))
-            return
+        call = _CALL.decode(await anext(requests))
+        room = asyncio.Semaphore(call.window)
+        reading = self.loop.create_task(_note_reads(requests, room)) if call.window else None
+        try:
+            with self.inference.admission(self.caller(call.tenant), call.timeout_s) as arrival:
+                self.inference.was_read()
+                outputs = self.inference.generate(submission_of(call.message), arrival)
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        if call.window:
+                            await arrival.deadline.bound(room.acquire(), "the client was reading the answer")
+                        yield _response(output)
+        except PdserveError as error:
+            yield ERROR + msgspec.msgpack.encode(to_wire(error))
+        finally:
+            if reading is not None:
+                reading.cancel()
 
 
-_ASKED = msgspec.msgpack.Decoder(Asked)
-_encode = msgspec.msgpack.encode
+_CALL = msgspec.msgpack.Decoder(Call)
 
 
-def _sampling(asked: Asked) -> SamplingParams:
-    return SamplingParams(max_tokens=asked.max_tokens, ignore_eos=asked.ignore_eos, temperature=0.0)
+async def _note_reads(requests: AsyncIterator[bytes], room: asyncio.Semaphore) -> None:
+    async for _ in requests:
+        room.release()
+
+
+def _response(output: OutputToken | Completion) -> bytes:
+    """The message for ``output``."""
+    if isinstance(output, OutputToken):
+        token = token_to_proto(output.token_id, output.text, output.index, output.logprobs, None)
+        return pb.GenerateResponse(token=token).SerializeToString()
+    return pb.GenerateResponse(completion=completion_to_proto(output, None)).SerializeToString()

@@ -10,26 +10,30 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from contract.kv import Reason
+from pdserve.client.async_client import AsyncStream
+from pdserve.client.generation import Generation
+from pdserve.client.request import Ask, GenerateOptions
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import DeadlineExceeded, NotReady, PdserveError
 from pdserve.core.handoff import prefix_transfer_id
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode
+from pdserve.core.timeline import UNATTRIBUTED
 from pdserve.core.worker import Role
 from router.breaker import BreakerState
 from router.registered_worker import RegisteredWorker
+from simulator.client import DEADLINE_GRACE_S, UNANSWERED, WorldGatewayApi
 from simulator.engine import Violation
 from simulator.loop import BEGIN_S, Stuck, World, WorldLoop
 from simulator.model import answer
-from simulator.network import Network, Process, StreamWire
+from simulator.network import Network, Process
 from simulator.plan import ClientRequest, Fault, Plan
+from simulator.scaling import EPSILON_S, WorldScaling
 from simulator.service import Asked, WorldGateway, WorldWorker
 from worker.spec import WorkerSpec
 
@@ -48,8 +52,8 @@ DRAIN_S, LEAVE_S = 2.0, 8.0
 """Within which a worker that leaves is drained, and has ended."""
 LAST_REQUESTS = 40
 """Sent at most, four at a time, until all breakers are closed."""
-DEADLINE_GRACE_S = 12.0
-"""How long after its deadline a client knows how its request ended: `KEEPALIVE_S` and a bit."""
+RETRY_S = 0.1
+"""After so long a client asks again that was told that the service is not ready."""
 
 
 @dataclass(slots=True)
@@ -110,7 +114,7 @@ class _Simulation:
         self.violations: list[str] = []
         self.world = World(self._chance(), self._on_error)
         self.network = Network(self.world, self._chance(), plan.latency_s)
-        self.host = Process(self.world, "clients", "host-clients")
+        self.host = Process(self.network, "clients", "host-clients")
         self.loop = self.host.loop("loop")
         self.config = PdserveConfig.parse(plan.config)
         self.roles = dict(plan.roles)
@@ -118,12 +122,19 @@ class _Simulation:
         self.gateways: dict[str, WorldGateway] = {}
         self.workers: dict[str, WorldWorker] = {}
         self.outcomes = [Outcome(request) for request in plan.requests]
+        self._turns = 0
         self._served = Counter[str]()  # tokens that were computed for a tenant, at least
         self._started: list[WorldGateway] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """What clients do, by the ids of their requests."""
         self._running = 0
         self._healed_s = 0.0
+        self._steps_until_s = 0.0
         self._ready_s = 0.0
+        self._leaving: set[str] = set()
+        self._added = 0
+        self._scales = False
+        self._scaling = WorldScaling(self, self.world, self.config.scaling, self.violate)
 
     def _chance(self) -> random.Random:
         return random.Random(self._draw.getrandbits(64))
@@ -155,6 +166,8 @@ class _Simulation:
                 return
             self._ready_s = self.world.now_s
             self.loop.call_soon(self._begin)
+            if self.config.scaling.controller != "off":
+                self.loop.call_soon(self._scale)
             if not self._until(lambda: self._running == 0, END_S + 10.0, least_s=0.001):
                 left = [outcome.request.asked.request_id for outcome in self.outcomes if not outcome.end]
                 self.violate(f"requests {left} have not ended")
@@ -198,12 +211,21 @@ class _Simulation:
         )
 
     def _begin(self) -> None:
+        self._scales = True
         for outcome in self.outcomes:
             self._running += 1
             self.loop.call_later(outcome.request.at_s, self._send, outcome)
         for fault in self.plan.faults:
             self.loop.call_later(fault.at_s, self._strike, fault)
             self._healed_s = max(self._healed_s, self.world.now_s + fault.at_s + fault.for_s)
+            if fault.kind == "step":
+                self._steps_until_s = max(self._steps_until_s, self.world.now_s + fault.at_s + fault.for_s)
+
+    def _scale(self) -> None:
+        """Have the controller look, until the last requests."""
+        if self._scales:
+            self._scaling.look()
+            self.loop.call_later(self.config.scaling.interval_s, self._scale)
 
     def _is_healed(self) -> bool:
         """Whether all faults are over, and everything has started again."""
@@ -216,6 +238,7 @@ class _Simulation:
     def _say_farewell(self) -> None:
         """Send a few requests more, four at a time: the service must be as it was before the faults."""
         self._running += 1
+        self._scales = False
         self.loop.create_task(self._farewell()).add_done_callback(lambda _: self._farewell_ended())
 
     def _farewell_ended(self) -> None:
@@ -261,7 +284,7 @@ class _Simulation:
 
     def _start_gateway(self, name: str, *, restarted: bool) -> None:
         gateway = WorldGateway(
-            self.world, self.network, name, self.config, self.roles, self.version, self._chance(), restarted=restarted
+            self.network, name, self.config, self.roles, self.version, self._chance(), restarted=restarted
         )
         self.gateways[name] = gateway
         self._started.append(gateway)
@@ -282,7 +305,7 @@ class _Simulation:
             service="world",
             config=self.config,
         )
-        worker = WorldWorker(self.world, self.network, spec, self.plan.settings, self._chance(), self.tell)
+        worker = WorldWorker(self.network, spec, self.plan.settings, self._chance(), self.tell)
         self.workers[worker_id] = worker
         worker.process.on_death.append(lambda: self._later(self._start_worker_again, worker_id))
 
@@ -299,16 +322,21 @@ class _Simulation:
         worker = self.workers.get(fault.target)
         match fault.kind:
             case "kill_gateway":
-                self.gateways[fault.target].process.kill()
+                self._kill_gateway(fault.target, self.world.now_s + PEER_S)
             case "partition":
                 self.network.block(fault.target, fault.other)
                 self.loop.call_later(fault.for_s, self.network.unblock, fault.target, fault.other)
             case "flip":
-                self._flip(fault.target, Role(fault.other))
-            case "replace":
-                self._replace(fault.target)
+                self.flip(fault.target, Role(fault.other))
+            case "replace" if fault.target in self.roles:
+                self.add(self.roles[fault.target])
+                self.remove(fault.target)
+            case "step":
+                self.network.clock(fault.target).offset_s += float(fault.other)
             case "kill_peer":
                 self._kill_peer(self.world.now_s + PEER_S)
+            case "leave_reading":
+                self._leave_reading(self.world.now_s + PEER_S)
             case "kill" if worker is not None:
                 worker.process.kill()
             case "pause" if worker is not None:
@@ -322,6 +350,15 @@ class _Simulation:
                 self.loop.call_later(fault.for_s, engine.process.resume)
             case _:
                 self.tell("it has no target")
+
+    def _kill_gateway(self, name: str, until_s: float) -> None:
+        """Kill a gateway as soon as a stream that runs there has tokens, or at ``until_s``."""
+        gateway = self.gateways[name]
+        running = gateway.inference.running.values() if gateway.ready else ()
+        if self.world.now_s >= until_s or any(record.output_token_ids for record in running):
+            gateway.process.kill()
+        else:
+            self.loop.call_later(0.001, self._kill_gateway, name, until_s)
 
     def _kill_peer(self, until_s: float) -> None:
         """Kill the decode worker of a prompt whose prefix is being fetched. Looks for one until ``until_s``."""
@@ -341,29 +378,57 @@ class _Simulation:
         if self.world.now_s < until_s:
             self.loop.call_later(0.001, self._kill_peer, until_s)
 
-    def _flip(self, worker_id: str, role: Role) -> None:
+    def _leave_reading(self, until_s: float) -> None:
+        """Have the client leave whose request's cold blocks are being read. Looks for one until ``until_s``."""
+        for worker in self.workers.values():
+            for attempt_id in worker.engine.reading if worker.engines else ():
+                task = self._tasks.get(attempt_id.partition("#")[0])
+                if task is not None and not task.done():
+                    self.tell(f"the client of {attempt_id} leaves while its cold blocks are read")
+                    task.cancel()
+                    return
+        if self.world.now_s < until_s:
+            self.loop.call_later(0.001, self._leave_reading, until_s)
+
+    def flip(self, worker_id: str, role: Role) -> None:
+        """See `simulator.scaling.Supervisor`."""
         if worker_id not in self.roles:
             return
         roles = {**self.roles, worker_id: role}
         if len(set(roles.values())) < len(set(self.roles.values())):
             return  # a service keeps both roles
+        self.tell(f"{worker_id} becomes a {role} worker")
+        self._set_roles(roles)
+
+    def _set_roles(self, roles: dict[str, Role]) -> None:
         self.roles, self.version = roles, self.version + 1
         for gateway in self.gateways.values():
             if gateway.ready and gateway.process.alive:
                 gateway.loop.call_soon(gateway.directory.expect, roles, self.version)
 
-    def _replace(self, worker_id: str) -> None:
-        """Have a worker leave, as ``pdserve scale`` does, and another one join."""
-        if worker_id not in self.roles:
-            return
-        role, new = self.roles[worker_id], f"{worker_id}+"
-        self.roles, self.version = {**self.roles, new: role}, self.version + 1
-        del self.roles[worker_id]
+    def add(self, role: Role) -> None:
+        """See `simulator.scaling.Supervisor`."""
+        self._added += 1
+        new = f"{role}+{self._added}"
+        self.tell(f"{new} joins")
+        self._set_roles({**self.roles, new: role})
         self._start_worker(new)
+
+    def remove(self, worker_id: str) -> None:
+        """Have a worker leave, as ``pdserve scale`` does."""
+        self.tell(f"{worker_id} leaves")
+        self.roles = {each: role for each, role in self.roles.items() if each != worker_id}
+        self.version += 1
+        self._leaving.add(worker_id)
         for gateway in self.gateways.values():
             if gateway.ready and gateway.process.alive:
                 gateway.loop.call_soon(lambda each: each.loop.create_task(self._let_go(each, worker_id)), gateway)
         self.loop.call_later(LEAVE_S, self._gone, worker_id)
+
+    @property
+    def is_changing(self) -> bool:
+        """See `simulator.scaling.Supervisor`."""
+        return bool(self._leaving)
 
     async def _let_go(self, gateway: WorldGateway, worker_id: str) -> None:
         gateway.directory.expect(self.roles, self.version)
@@ -372,6 +437,7 @@ class _Simulation:
 
     def _gone(self, worker_id: str) -> None:
         """End a worker that has left, if it has not ended by itself (the supervisor does)."""
+        self._leaving.discard(worker_id)
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
             worker.process.kill()
@@ -380,7 +446,7 @@ class _Simulation:
 
     def _send(self, outcome: Outcome) -> None:
         task = self.loop.create_task(self._ask(outcome))
-        self._tasks.append(task)
+        self._tasks[outcome.request.asked.request_id] = task
         task.add_done_callback(lambda _: self._ended(outcome))
         if outcome.request.leaves_s is not None:
             self.loop.call_later(outcome.request.leaves_s, task.cancel)
@@ -395,70 +461,107 @@ class _Simulation:
         self.tell(f"CLIENT {outcome.request.asked.request_id}: {outcome.end} {outcome.why}")
 
     async def _ask(self, outcome: Outcome) -> None:
-        """Send a request, and read its answer. If the gateway is lost, the next one goes on with it."""
-        request, asked = outcome.request, outcome.request.asked
+        """Send a request, and read its answer. While the service is not ready, ask again."""
+        asked = outcome.request.asked
         salt = keyed_salt(f"{asked.tenant}/{asked.salt}", b"key")
         expected = answer(salt, asked.prompt, asked.max_tokens, ignore_eos=asked.ignore_eos)
         outcome.sent_s = self.world.now_s
         deadline_s = outcome.sent_s + asked.timeout_s
-        for attempt in range(10_000):
-            left_s = deadline_s - self.world.now_s
-            if left_s <= 0:
-                outcome.end = outcome.end or "DeadlineExceeded"
-                return
-            gateway = f"gateway-{(attempt + len(asked.prompt)) % self.plan.gateways}"
-            wire = StreamWire(self.network, self.host, f"{gateway}/api")
-            resumed = _resumed(asked, left_s, outcome.tokens)
-            self.tell(f"CLIENT {asked.request_id} asks {gateway} from token {len(outcome.tokens)} on")
+        while (left_s := deadline_s - self.world.now_s) > 0:
+            apis = self._apis(outcome)
+            options: GenerateOptions = {
+                "request_id": asked.request_id,
+                "max_tokens": asked.max_tokens,
+                "temperature": 0.0,
+                "ignore_eos": asked.ignore_eos,
+                "mode": asked.mode,
+                "salt": asked.salt,
+                "timeout_s": left_s,
+                "priority": asked.priority,
+            }
+            stream = AsyncStream(Ask(asked.prompt, options, len(apis) > 1, self.host.clock.now), apis)
+            outcome.tokens.clear()
             try:
-                async with asyncio.timeout(left_s + DEADLINE_GRACE_S):
-                    answers = await wire.open(_one(resumed), timeout_s=left_s)
-                    async with contextlib.aclosing(answers) as arriving:  # type: ignore[type-var]
-                        resumed_at, answered = len(outcome.tokens), False
-                        async for data in arriving:
-                            if not answered and _ERROR not in data[:8]:
-                                answered = True
-                                self._served[asked.tenant] += len(asked.prompt) + resumed_at
-                            if self._arrived(outcome, expected, *msgspec.msgpack.decode(data)):
-                                return
-                            if request.leaves_after is not None and len(outcome.tokens) >= request.leaves_after:
-                                return
-                            if request.read_s:
-                                await asyncio.sleep(request.read_s)
-            except PdserveError as error:
-                outcome.why = str(error)
-            except TimeoutError:
-                outcome.end = "unanswered"
+                await self._read(outcome, stream, apis, expected)
                 return
-            finally:
-                await wire.aclose()
-            outcome.resumes += 1
-            await asyncio.sleep(0.1)
+            except NotReady as error:
+                outcome.why = str(error)
+                if not self.plan.faults or not all(api.failed for api in apis):
+                    self.violate(f"{asked.request_id}: it was given up at {stream.target}: {error}")
+            except PdserveError as error:
+                outcome.end, outcome.why = error.kind, str(error)
+                return
+            await asyncio.sleep(RETRY_S)
+        outcome.end = DeadlineExceeded.__name__
 
-    def _arrived(self, outcome: Outcome, expected: list[int], kind: str, *rest: Any) -> bool:
-        """Take a message. Returns whether it was the last one."""
+    def _apis(self, outcome: Outcome) -> list[WorldGatewayApi]:
+        """The gateways in the order in which a request asks them."""
         asked = outcome.request.asked
-        name = asked.request_id
-        if kind == "token":
-            token_id, index = rest
-            if index != len(outcome.tokens) or index >= len(expected) or token_id != expected[index]:
-                self.violate(f"{name}: token {index} is {token_id}; {outcome.tokens} of {expected} came before")
-            outcome.tokens.append(token_id)
+
+        def begun(tokens: int) -> None:
+            self._served[asked.tenant] += tokens
+
+        self._turns += 1
+        return [
+            WorldGatewayApi(
+                self.network,
+                self.host,
+                f"gateway-{(self._turns + number) % self.plan.gateways}",
+                asked.tenant,
+                outcome.request.read_s,
+                begun,
+            )
+            for number in range(self.plan.gateways)
+        ]
+
+    async def _read(
+        self, outcome: Outcome, stream: AsyncStream, apis: Sequence[WorldGatewayApi], expected: list[int]
+    ) -> None:
+        """Read a stream, and compare what comes with what is ``expected``."""
+        request, name, tokens = outcome.request, outcome.request.asked.request_id, outcome.tokens
+        self.tell(f"CLIENT {name} asks {stream.target}")
+        async for token in stream:
+            index = token.index
+            if index != len(tokens) or index >= len(expected) or token.token_id != expected[index]:
+                self.violate(f"{name}: token {index} is {token.token_id}; {tokens} of {expected} came before")
+            tokens.append(token.token_id)
             outcome.first_s = outcome.first_s or self.world.now_s
-            self._served[asked.tenant] += 1
-            return False
-        if kind == "end":
-            outcome.end, kv_bytes, kv_bytes_expected, attempts = rest
-            if kv_bytes != kv_bytes_expected and attempts == 1 and not self.plan.faults:
-                self.violate(f"{name}: {kv_bytes} bytes of KV moved, and {kv_bytes_expected} were to")
-            paused = outcome.request.read_s or self.config.router.max_unread_tokens < asked.max_tokens
-            if attempts > 1 and not self.plan.faults and not paused:
-                self.violate(f"{name}: {attempts} attempts without any fault")
-            if outcome.tokens != expected:
-                self.violate(f"{name}: ended by {outcome.end} with {outcome.tokens} instead of {expected}")
-            return True
-        outcome.end, outcome.why = rest[0], rest[1]
-        return True
+            self._served[request.asked.tenant] += 1
+            for api in apis:
+                api.failed = False
+            if request.leaves_after is not None and len(tokens) >= request.leaves_after:
+                return
+        generation = await stream.result()
+        self._check_generation(outcome, generation, expected)
+        if self._steps_until_s <= outcome.sent_s:
+            self._check_times(generation, stream.target)
+
+    def _check_generation(self, outcome: Outcome, generation: Generation, expected: list[int]) -> None:
+        name, outcome.end, outcome.resumes = generation.request_id, generation.finish_reason, generation.resumes
+        if outcome.tokens != expected or list(generation.token_ids) != expected:
+            self.violate(f"{name}: ended by {outcome.end} with {outcome.tokens} instead of {expected}")
+        if self.plan.faults:
+            return
+        if generation.kv_bytes != generation.kv_bytes_expected and generation.attempts == 1:
+            self.violate(f"{name}: {generation.kv_bytes} bytes of KV moved, and {generation.kv_bytes_expected} were to")
+        asked = outcome.request.asked
+        paused = outcome.request.read_s or self.config.router.max_unread_tokens < asked.max_tokens
+        if generation.attempts > 1 and not paused:
+            self.violate(f"{name}: {generation.attempts} attempts without any fault")
+
+    def _check_times(self, generation: Generation, gateway: str) -> None:
+        """The offsets of the workers' clocks are within the error that is stated, and so are the stages, which leave no
+        gap."""
+        name, here = generation.request_id, self.network.clock(f"host-{gateway}").offset_s
+        for worker_id, measured in generation.clocks.items():
+            offset_s = self.network.clock(f"host-{worker_id}").offset_s - here
+            if abs(measured.offset_s - offset_s) > measured.error_s + EPSILON_S:
+                self.violate(f"{name}: the clock of {worker_id} is {offset_s} s ahead, and not {measured}")
+        for figure, breakdown in generation.breakdowns.items():
+            error_ms = breakdown.clock_error_ms + EPSILON_S * 1e3
+            for stage, took_ms in breakdown.stages_ms.items():
+                if took_ms < -error_ms or (stage == UNATTRIBUTED and took_ms > error_ms):
+                    self.violate(f"{name}: {stage} of {figure} took {took_ms} ms: {breakdown}")
 
     def _check_aborted(self, request_id: str) -> None:
         """Without faults, no worker has a request whose client has left a while ago."""
@@ -478,10 +581,12 @@ class _Simulation:
         for outcome in self.outcomes:
             asked, name = outcome.request.asked, outcome.request.asked.request_id
             late_s = outcome.ended_s - (self._ready_s + outcome.request.at_s + asked.timeout_s)
-            if outcome.end == "unanswered" or late_s > DEADLINE_GRACE_S:
+            if outcome.end == UNANSWERED or late_s > DEADLINE_GRACE_S:
                 self.violate(f"{name}: it ended {late_s:.3f} s after its deadline")
             if outcome.end in ("stop", "length", "left"):
                 continue
+            if outcome.end == PdserveError.__name__:  # of no known kind
+                self.violate(f"{name}: {outcome.why}")
             if not self.plan.faults and outcome.end not in ("CapacityExceeded", "DeadlineExceeded"):
                 self.violate(f"{name}: {outcome.end} without any fault: {outcome.why}")
 
@@ -543,24 +648,13 @@ class _Simulation:
         return ""
 
 
-_ERROR = msgspec.msgpack.encode(["error"])[1:]
-
-
-def _resumed(asked: Asked, left_s: float, tokens: list[int]) -> bytes:
-    return msgspec.msgpack.encode(replace(asked, timeout_s=left_s, resume=tuple(tokens)))
-
-
-async def _one(message: bytes) -> AsyncIterator[bytes]:
-    yield message
-    await asyncio.Event().wait()  # the stream stays open
-
-
 def _forget_tasks() -> None:
     """Free what a world leaves behind. Its tasks are not at their end, and how they end now does not matter."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
+        gc.collect()  # what a stream that ended with an error refers to is let go
         gc.collect()  # closes coroutines, which keep what they refer to until the next time
         gc.collect()
     finally:

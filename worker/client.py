@@ -259,7 +259,7 @@ class WorkerClient:
 
     async def _ping(self) -> None:
         """Measure the clock offset as NTP does. Half the round trip bounds the error; the shortest round trip of the
-        last `PING_WINDOW` counts."""
+        last `PING_WINDOW` counts, without those before a clock has jumped."""
         sent_s = self._time.now()
         reply = await self._call(Ping(self._next_id()), PING_TIMEOUT_S)
         arrived_s = self._time.now()
@@ -267,5 +267,7 @@ class WorkerClient:
             return
         error_s = ((arrived_s - sent_s) - (reply.replied_s - reply.received_s)) / 2
         offset_s = ((reply.received_s - sent_s) + (reply.replied_s - arrived_s)) / 2
+        if abs(offset_s - self.clock.offset_s) > error_s + self.clock.error_s:  # both cannot be right
+            self._samples.clear()
         self._samples.append(ClockOffset(offset_s, error_s))
         self.clock = min(self._samples, key=lambda sample: sample.error_s)

@@ -127,6 +127,8 @@ class Worker:
         try:
             await self._ports.listen(self._server)
             while True:
+                if self._superseded.done():  # while there was no engine
+                    self._superseded.result()
                 try:
                     self._incarnation = await self._ports.start()
                 except PdserveError as error:

@@ -14,7 +14,7 @@ import psutil
 import ray
 
 from checkpoints.hub import HubId
-from gateway.scaling_report import GatewayLoad, ScalingReport
+from contract.scaling import GatewayLoad, ScalingReport
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, identify
 from ops.launch.logs import ProcessPlace, locate, log_path, read_log

@@ -236,10 +236,19 @@ class _Supervisor:
         tending.start()
         threading.Thread(target=watch, name="watch", daemon=True).start()
         if (config := self._service.config.scaling).controller != "off":
-            from ops.scaling.loop import ScalingLoop
+            from router.scaling_loop import ScalingLoop
 
-            scaling = ScalingLoop(self._service, config)
-            threading.Thread(target=scaling.run, args=(ending,), name="scaling", daemon=True).start()
+            scaling = ScalingLoop(self._service, config, time.monotonic, time.time)
+
+            def scale() -> None:
+                scaling.begin()
+                while not ending.wait(config.interval_s):
+                    try:
+                        scaling.look()
+                    except Exception:  # if Ray is lost, `watch` detects it
+                        log.exception("unexpected error of the scaling controller")
+
+            threading.Thread(target=scale, name="scaling", daemon=True).start()
         while not lost and not self._shutdown.is_requested():
             time.sleep(LOOK_EVERY_S)
         ending.set()

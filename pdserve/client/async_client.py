@@ -7,20 +7,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2
 
-from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, silent, unreachable
-from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore
-from pdserve.client.generation import Assembler, Generation, Token
+from pdserve.client.channel import CONNECT_TIMEOUT_S, GrpcGateway, silent, unreachable
+from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore, client_closed
+from pdserve.client.generation import Generation, Token
 from pdserve.client.request import Ask, GenerateOptions, Prompt
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target, Targets
+from pdserve.core.errors import NotReady, PdserveError
+from pdserve.pb import inference_pb2 as pb
 
 
-class AsyncGateway(GatewayCore):
+class AsyncGateway(GrpcGateway):
     """The connection to one gateway."""
 
     def __init__(self, target: Target) -> None:
@@ -43,8 +47,26 @@ class AsyncGateway(GatewayCore):
             await self._channel.wait_for_state_change(state)
             state = self._channel.get_state(try_to_connect=True)
 
-    async def _call(self, method: Any, request: Any, timeout_s: float, metadata: Any = ()) -> Any:
-        return await method(request, timeout=timeout_s, metadata=metadata)
+    async def status(self, timeout_s: float) -> ServiceStatus:
+        """See `AsyncClient.status`."""
+        await self.connect(timeout_s)
+        try:
+            with self._while_open():
+                request, metadata = pb.GetStatusRequest(), self._access
+                answer = await self._stub.GetStatus(request, timeout=timeout_s, metadata=metadata)
+                return ServiceStatus.from_proto(answer)
+        except grpc.aio.AioRpcError as error:
+            raise self.failure(error) from None
+
+    async def ready(self, timeout_s: float) -> bool:
+        """See `AsyncClient.ready`."""
+        try:
+            await self.connect(timeout_s)
+            with self._while_open():
+                answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except (NotReady, grpc.aio.AioRpcError):
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         """Close the channel; running requests are cancelled."""
@@ -63,11 +85,11 @@ class AsyncGateway(GatewayCore):
             raise
 
 
-async def _read(call: Any, arrivals: asyncio.Queue[Arrival]) -> None:
+async def _read(call: Any, arrivals: asyncio.Queue[Arrival], now: Callable[[], float]) -> None:
     try:
         async for message in call:
-            arrivals.put_nowait((message, time.monotonic()))
-    except grpc.aio.AioRpcError as error:
+            arrivals.put_nowait((message, now()))
+    except Exception as error:  # noqa: BLE001 - the stream raises what it means
         arrivals.put_nowait(error)
     except asyncio.CancelledError as error:  # grpc.aio also raises this after our own cancel()
         arrivals.put_nowait(error)
@@ -94,7 +116,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class AsyncStream(StreamCore[AsyncGateway]):
+class AsyncStream(StreamCore[GatewayCore]):
     """The tokens of one request (``async for``), then its `result`. The call starts on first use, after the channel is
     connected. A task reads ahead, so that a token's time is that of its arrival, whatever the caller awaits in between;
     nothing can be read while the event loop is blocked.
@@ -104,8 +126,9 @@ class AsyncStream(StreamCore[AsyncGateway]):
     is left, the stream is closed or garbage collected, or its client is closed. To read some tokens and continue later,
     call ``await anext(stream)``. Errors are those of `pdserve.core.errors`; later uses raise the same error again."""
 
-    def __init__(self, ask: Ask, gateways: Sequence[AsyncGateway]) -> None:
-        super().__init__(ask, gateways, asyncio.Queue())
+    def __init__(self, ask: Ask, gateways: Sequence[GatewayCore]) -> None:
+        super().__init__(ask, gateways)
+        self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> AsyncIterator[Token]:
@@ -117,17 +140,61 @@ class AsyncStream(StreamCore[AsyncGateway]):
             raise StopAsyncIteration
         return token
 
-    async def _take(self, assembler: Assembler) -> tuple[Arrival, Token | None]:
-        arrival: Arrival = await self._arrivals.get()
-        return arrival, self._add(assembler, *arrival) if isinstance(arrival, tuple) else None
+    async def _advance(self) -> Token | None:
+        """The next token; None at the end of the stream."""
+        self._check_open()
+        if self._result is not None:
+            return None
+        try:
+            return await self._next()
+        except PdserveError as error:
+            self._error = self._error or error  # keeps the error of a cancellation meanwhile
+        except BaseException:
+            self._abort("the task that read its stream was cancelled or interrupted")
+            raise
+        raise self._error
+
+    async def _next(self) -> Token | None:
+        if (assembler := self._assembler) is None:
+            await self._connect()
+            assembler = self._begin()
+        while True:
+            arrival = await self._arrivals.get()
+            if isinstance(arrival, tuple):
+                if (token := self._add(assembler, *arrival)) is not None:
+                    return token
+            elif (error := self._failure(assembler, arrival)) is not None:
+                try:
+                    self._lost(error)
+                    await self._connect()
+                    self._resume(assembler)
+                except BaseException:
+                    self._arrivals.put_nowait(arrival)
+                    raise
+            else:
+                self._arrivals.put_nowait(arrival)  # for other tasks that read this stream
+                self._end(assembler, arrival)
+                return None
+
+    async def _connect(self) -> None:
+        """Connect to the first gateway that answers."""
+        while True:
+            try:
+                await self._gateway.connect(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+                return
+            except NotReady as error:
+                self._turn(error)
 
     def _read(self, call: Any) -> Callable[[], Any]:
-        self._reader = asyncio.create_task(_read(call, self._arrivals))
+        self._reader = asyncio.create_task(_read(call, self._arrivals, self._ask.now))
         return partial(_cancel, asyncio.get_running_loop(), call)
 
     async def result(self) -> Generation:
         """Read the remaining tokens and return the whole generation."""
-        return await self._whole()
+        while await self._advance() is not None:
+            pass
+        assert self._result is not None
+        return self._result
 
     async def aclose(self) -> None:
         """The same as `cancel`, for `contextlib.aclosing`."""
@@ -136,7 +203,9 @@ class AsyncStream(StreamCore[AsyncGateway]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.aclose()
 
 
@@ -184,7 +253,11 @@ class AsyncClient(ClientCore[AsyncGateway]):
 
     async def status(self, timeout_s: float = 10.0) -> ServiceStatus:
         """The service's workers, their load, and their blocks, from the first gateway that answers."""
-        return await self._status(timeout_s)
+        *others, last = self._gateways
+        for gateway in others:
+            with suppress(NotReady):
+                return await gateway.status(timeout_s)
+        return await last.status(timeout_s)
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
         """Whether the service accepts requests (grpc.health.v1); False if nothing answers."""
@@ -192,9 +265,10 @@ class AsyncClient(ClientCore[AsyncGateway]):
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the service accepts requests; `NotReady` after ``timeout_s``."""
-        for limit_s in self._polls(timeout_s):
-            if await self.ready(limit_s):
-                return
+        deadline_s = time.monotonic() + timeout_s
+        while not await self.ready(max(0.05, deadline_s - time.monotonic())):
+            if time.monotonic() >= deadline_s:
+                raise self._not_ready(timeout_s)
             await asyncio.sleep(0.1)
 
     async def close(self) -> None:
@@ -204,5 +278,7 @@ class AsyncClient(ClientCore[AsyncGateway]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()

@@ -1,14 +1,20 @@
-"""Channel options and credentials of the clients, and the translation of gRPC statuses into errors."""
+"""Gateways that are reached by gRPC: options and credentials of channels, and the translation of statuses into
+errors."""
 
 from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 
+from pdserve.client.core import GatewayCore, client_closed
+from pdserve.client.request import Ask
 from pdserve.client.target import Target
 from pdserve.core.address import split_address
 from pdserve.core.errors import (
@@ -23,9 +29,11 @@ from pdserve.core.errors import (
     RequestAborted,
     Unauthenticated,
     from_wire,
+    to_wire,
 )
 from pdserve.core.grpc_pings import ping_options
 from pdserve.core.tls_files import read_certificates, read_key_pair
+from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 CONNECT_TIMEOUT_S = 10.0
 _LOOK_TIMEOUT_S = 2.0
@@ -56,6 +64,41 @@ _CLASSES: dict[grpc.StatusCode, type[PdserveError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: LaunchError,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
+
+
+class GrpcGateway(GatewayCore):
+    """A gateway at ``target``. ``channels`` is the module `grpc` or `grpc.aio`."""
+
+    def __init__(self, target: Target, channels: Any) -> None:
+        super().__init__(str(target))
+        self._where, self._access = target, target.metadata
+        credentials = credentials_of(target)
+        self._channel = (
+            channels.insecure_channel(target.address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else channels.secure_channel(target.address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub: Any = pb_grpc.InferenceStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def start(self, ask: Ask, token_ids: Sequence[int]) -> Any:
+        """See `GatewayCore`."""
+        with self._while_open():
+            message, metadata = ask.message(token_ids), (*ask.metadata, *self._access)
+            return self._stub.Generate(message, timeout=ask.timeout_s(), metadata=metadata)
+
+    def failure(self, error: Exception, has_begun: bool = False) -> PdserveError:
+        """See `GatewayCore`."""
+        if self.is_closed:
+            return client_closed(self.target)
+        if not isinstance(error, grpc.RpcError):
+            return from_wire(*to_wire(error))
+        call: Any = error
+        return error_from_status(call.code(), call.details(), self.target, call.trailing_metadata(), has_begun)
+
+    @abstractmethod
+    def _while_open(self) -> AbstractContextManager[None]:
+        """Translate what gRPC raises for calls over a closed channel."""
 
 
 Trailing = Iterable[Any]
@@ -227,8 +270,3 @@ def _obstacle(connection: socket.socket, host: str, target: Target) -> str:
             return ""
         except OSError:
             return refuses
-
-
-def client_closed(target: str) -> RequestAborted:
-    """The error after the caller closed its own client."""
-    return RequestAborted(f"cancelled by the client: the client of {target} was closed")

@@ -1,8 +1,5 @@
-"""What the blocking client and the one for asyncio share: the connection to a gateway, a stream's state, and the turns
-of several gateways.
-
-It is written as coroutines. The blocking client overrides what waits by functions that block, and runs the coroutines
-with `run`, without an event loop."""
+"""What the blocking client and the one for asyncio share: a gateway as they reach it, a stream's state, and the turns
+of several gateways. Nothing here knows gRPC: `pdserve.client.channel` has the gateways that are reached by it."""
 
 from __future__ import annotations
 
@@ -10,111 +7,49 @@ import asyncio
 import itertools
 import math
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from pdserve.client.channel import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, client_closed, credentials_of, error_from_status
 from pdserve.client.generation import Assembler, Generation, Token
 from pdserve.client.request import Ask
-from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions, Target, Targets
 from pdserve.core.errors import NotReady, PdserveError, RequestAborted
 from pdserve.pb import inference_pb2 as pb
-from pdserve.pb import inference_pb2_grpc as pb_grpc
 
-Arrival = tuple[pb.GenerateResponse, float] | grpc.RpcError | asyncio.CancelledError | None
+Arrival = tuple[pb.GenerateResponse, float] | Exception | asyncio.CancelledError | None
 """A message with its arrival time (monotonic seconds), the error that ended the call, or None at its end."""
 
 
 class GatewayCore(ABC):
-    """The connection to one gateway. ``channels`` is the module `grpc` or `grpc.aio`."""
+    """The connection to one gateway, called ``target``."""
 
-    def __init__(self, target: Target, channels: Any) -> None:
-        self.target, self._where = str(target), target
+    def __init__(self, target: str) -> None:
+        self.target = target
         self.is_closed = False
         self.connected_s = -math.inf
         """When it answered last."""
-        self._access = target.metadata
-        credentials = credentials_of(target)
-        self._channel = (
-            channels.insecure_channel(target.address, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else channels.secure_channel(target.address, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub: Any = pb_grpc.InferenceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     @abstractmethod
-    async def connect(self, timeout_s: float) -> None:
-        """See `Client.connect`."""
-
-    async def connect_once(self, timeout_s: float) -> None:
-        """`connect` for a stream."""
-        await self.connect(timeout_s)
+    def connect(self, timeout_s: float) -> Any:
+        """Connect, unless that has been done; a coroutine where streams are asynchronous. `NotReady` if nothing answers
+        within ``timeout_s``."""
 
     @abstractmethod
-    async def _call(self, method: Any, request: Any, timeout_s: float, metadata: Any = ()) -> Any:
-        """The answer to a unary call."""
-
-    async def status(self, timeout_s: float) -> ServiceStatus:
-        """See `Client.status`."""
-        await self.connect(timeout_s)  # for its error message if nothing answers
-        try:
-            with self._while_open():
-                request = pb.GetStatusRequest()
-                answer = await self._call(self._stub.GetStatus, request, timeout_s, self._access)
-                return ServiceStatus.from_proto(answer)
-        except grpc.RpcError as error:
-            raise self._error(error) from None
-
-    async def ready(self, timeout_s: float) -> bool:
-        """See `Client.ready`."""
-        try:
-            with self._while_open():
-                answer = await self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
-        except grpc.RpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
     def start(self, ask: Ask, token_ids: Sequence[int]) -> Any:
-        """Ask for the tokens after ``token_ids``. Returns gRPC's call."""
-        with self._while_open():
-            message, metadata = ask.message(token_ids), (*ask.metadata, *self._access)
-            return self._stub.Generate(message, timeout=ask.timeout_s(), metadata=metadata)
+        """Ask for the tokens after ``token_ids``. Returns the call: an iterator of its messages, with ``cancel()``."""
+
+    @abstractmethod
+    def failure(self, error: Exception, has_begun: bool) -> PdserveError:
+        """The error of a call that has raised ``error``. ``has_begun``: a message of the request had arrived."""
 
     def lost(self) -> None:
         """Note that a call has lost the gateway: the next one connects first."""
         self.connected_s = -math.inf
 
-    @abstractmethod
-    def _while_open(self) -> AbstractContextManager[None]:
-        """Translate what gRPC raises for calls over a closed channel."""
-
-    def _error(self, error: Any) -> PdserveError:
-        if self.is_closed:
-            return client_closed(self.target)
-        return error_from_status(error.code(), error.details(), self.target, error.trailing_metadata())
-
 
 G = TypeVar("G", bound=GatewayCore)
-T = TypeVar("T")
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine of the blocking client, which calls blocking functions where that for asyncio waits for
-    its event loop."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return cast(T, done.value)
-    raise AssertionError("a coroutine of the blocking client has waited for an event loop")
 
 
 class StreamCore(ABC, Generic[G]):
@@ -123,9 +58,8 @@ class StreamCore(ABC, Generic[G]):
     ``gateways`` are asked in this order, in a circle: the next one if one is not ready, or is lost during the call; it
     goes on after the tokens that have arrived. None is asked a second time before a further token has arrived."""
 
-    def __init__(self, ask: Ask, gateways: Sequence[G], arrivals: Any) -> None:
+    def __init__(self, ask: Ask, gateways: Sequence[G]) -> None:
         self._ask = ask
-        self._arrivals = arrivals  # a queue, of `Arrival`
         self._gateways = tuple(gateways)
         self._gateway = self._gateways[0]
         self._failed: set[str] = set()  # targets
@@ -140,65 +74,6 @@ class StreamCore(ABC, Generic[G]):
     def target(self) -> str:
         """The gateway that is asked."""
         return self._gateway.target
-
-    async def _advance(self) -> Token | None:
-        """The next token; None at the end of the stream."""
-        self._check_open()
-        if self._result is not None:
-            return None
-        try:
-            return await self._next()
-        except PdserveError as error:
-            self._error = self._error or error  # keeps the error of a cancellation meanwhile
-        except BaseException:
-            self._abort("reading its stream was cancelled or interrupted")
-            raise
-        raise self._error
-
-    async def _next(self) -> Token | None:
-        if (assembler := self._assembler) is None:
-            await self._connect()
-            assembler = self._begin()
-        while True:
-            arrival, token = await self._take(assembler)
-            if token is not None:
-                return token
-            if isinstance(arrival, tuple):
-                continue
-            if (error := self._failure(assembler, arrival)) is not None:
-                try:
-                    self._lost(error)
-                    await self._connect()
-                    self._resume(assembler)
-                except BaseException:
-                    self._arrivals.put_nowait(arrival)
-                    raise
-            else:
-                self._arrivals.put_nowait(arrival)  # for other readers of this stream
-                self._end(assembler, arrival)
-                return None
-
-    async def _connect(self) -> None:
-        """Connect to the first gateway that answers."""
-        while True:
-            try:
-                return await self._gateway.connect_once(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
-            except NotReady as error:
-                self._turn(error)
-
-    @abstractmethod
-    async def _take(self, assembler: Assembler) -> tuple[Arrival, Token | None]:
-        """Wait for the next arrival, and `_add` a message."""
-
-    async def _whole(self) -> Generation:
-        """Read the remaining tokens and return the whole generation."""
-        try:
-            while await self._advance() is not None:
-                pass
-        finally:  # an interruption may come between two tokens
-            self._abort("reading its stream was interrupted")
-        assert self._result is not None
-        return self._result
 
     def cancel(self) -> None:
         """Cancel the request, unless it has ended. Readers get `RequestAborted`."""
@@ -228,7 +103,7 @@ class StreamCore(ABC, Generic[G]):
         with self._lock:
             self._check_open()
             if self._assembler is None:
-                self._assembler = Assembler(time.monotonic())
+                self._assembler = Assembler(self._ask.now())
                 self._call([])
             return self._assembler
 
@@ -263,12 +138,9 @@ class StreamCore(ABC, Generic[G]):
 
     def _failure(self, assembler: Assembler, arrival: Arrival) -> PdserveError | None:
         """The error of a call that has failed by itself. None for another end."""
-        if not isinstance(arrival, grpc.RpcError) or self._error is not None or self._gateway.is_closed:
+        if not isinstance(arrival, Exception) or self._error is not None or self._gateway.is_closed:
             return None
-        error: Any = arrival
-        return error_from_status(
-            error.code(), error.details(), self.target, error.trailing_metadata(), assembler.has_begun
-        )
+        return self._gateway.failure(arrival, assembler.has_begun)
 
     def _lost(self, error: PdserveError) -> None:
         """Turn to another gateway after ``error``. Raises it if no other one could do better."""
@@ -302,17 +174,10 @@ class ClientCore(Generic[G]):
         first = next(self._turns) % len(self._gateways)
         return [*self._gateways[first:], *self._gateways[:first]]
 
-    async def _status(self, timeout_s: float) -> ServiceStatus:
-        *others, last = self._gateways
-        for gateway in others:
-            with suppress(NotReady):
-                return await gateway.status(timeout_s)
-        return await last.status(timeout_s)
+    def _not_ready(self, timeout_s: float) -> NotReady:
+        return NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")
 
-    def _polls(self, timeout_s: float) -> Iterator[float]:
-        """The time limits of questions whether the service is ready, until it is. `NotReady` after ``timeout_s``."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            yield max(0.05, deadline_s - time.monotonic())
-            if time.monotonic() >= deadline_s:
-                raise NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")
+
+def client_closed(target: str) -> RequestAborted:
+    """The error after the caller closed its own client."""
+    return RequestAborted(f"cancelled by the client: the client of {target} was closed")

@@ -8,7 +8,7 @@ import operator
 import random
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest
@@ -61,9 +61,13 @@ class GenerateOptions(TypedDict, total=False):
 
 class Ask:
     """What every gateway is asked for. `InvalidRequest` names the first wrong field. With ``several`` gateways the
-    request gets an id and, if it is sampled, a seed, so that another gateway can go on with it, token for token."""
+    request gets an id and, if it is sampled, a seed, so that another gateway can go on with it, token for token.
+    ``now`` gives the monotonic seconds of all its times."""
 
-    def __init__(self, prompt: Prompt, options: GenerateOptions, several: bool) -> None:
+    def __init__(
+        self, prompt: Prompt, options: GenerateOptions, several: bool, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.now = now
         self._request = build_request(prompt, options)
         self._timeout_s, traceparent = options.get("timeout_s"), options.get("traceparent")
         if (limit := self._timeout_s) is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
@@ -96,7 +100,7 @@ class Ask:
         passed."""
         if self._timeout_s is None:
             return None
-        now_s = time.monotonic()
+        now_s = self.now()
         if self._ends_s is None:
             self._ends_s = now_s + self._timeout_s
         if now_s >= self._ends_s:

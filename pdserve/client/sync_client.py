@@ -6,32 +6,34 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, is_reset, silent, unreachable
-from pdserve.client.core import Arrival, ClientCore, GatewayCore, StreamCore, run
-from pdserve.client.generation import Assembler, Generation, Token
+from pdserve.client.channel import CONNECT_TIMEOUT_S, GrpcGateway, is_reset, silent, unreachable
+from pdserve.client.core import Arrival, ClientCore, StreamCore, client_closed
+from pdserve.client.generation import Generation, Token
 from pdserve.client.request import Ask, GenerateOptions, Prompt
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target, Targets
-from pdserve.core.errors import NotReady
+from pdserve.core.errors import NotReady, PdserveError
+from pdserve.pb import inference_pb2 as pb
 
 _RECHECK_S = 5.0
 """A connection that answered within this time is assumed to be open."""
 
 
-class Gateway(GatewayCore):
+class Gateway(GrpcGateway):
     """The connection to one gateway."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target, grpc)
         self._connecting = threading.Lock()
 
-    async def connect(self, timeout_s: float) -> None:
+    def connect(self, timeout_s: float) -> None:
         """See `Client.connect`."""
         try:
             with self._while_open():
@@ -42,12 +44,12 @@ class Gateway(GatewayCore):
             # Any other status comes from a server, so the channel is open.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 if is_reset(error.details()):
-                    raise self._error(error) from None
+                    raise self.failure(error) from None
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise silent(self._where) from None
                 raise unreachable(self._where, error.details()) from None
 
-    async def connect_once(self, timeout_s: float) -> None:
+    def connect_once(self, timeout_s: float) -> None:
         """`connect`, unless the gateway answered within the last few seconds. One call serves all waiting threads."""
         began_s = time.monotonic()
         if not self._connecting.acquire(timeout=timeout_s):
@@ -55,13 +57,29 @@ class Gateway(GatewayCore):
         try:
             now_s = time.monotonic()
             if now_s - self.connected_s > _RECHECK_S or self.is_closed:
-                await self.connect(max(0.0, began_s + timeout_s - now_s))
+                self.connect(max(0.0, began_s + timeout_s - now_s))
                 self.connected_s = time.monotonic()
         finally:
             self._connecting.release()
 
-    async def _call(self, method: Any, request: Any, timeout_s: float, metadata: Any = ()) -> Any:
-        return method(request, timeout=timeout_s, metadata=metadata)
+    def status(self, timeout_s: float) -> ServiceStatus:
+        """See `Client.status`."""
+        self.connect(timeout_s)  # for its error message if nothing answers
+        try:
+            with self._while_open():
+                request, metadata = pb.GetStatusRequest(), self._access
+                return ServiceStatus.from_proto(self._stub.GetStatus(request, timeout=timeout_s, metadata=metadata))
+        except grpc.RpcError as error:
+            raise self.failure(error) from None
+
+    def ready(self, timeout_s: float) -> bool:
+        """See `Client.ready`."""
+        try:
+            with self._while_open():
+                answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:
         """Close the channel; running requests are cancelled."""
@@ -83,7 +101,7 @@ def _read(call: Any, arrivals: queue.SimpleQueue[Arrival]) -> None:
     try:
         for message in call:
             arrivals.put((message, time.monotonic()))
-    except grpc.RpcError as error:
+    except Exception as error:  # noqa: BLE001 - the stream raises what it means
         arrivals.put(error)
     else:
         arrivals.put(None)
@@ -99,26 +117,65 @@ class Stream(StreamCore[Gateway]):
     from another thread. Errors are those of `pdserve.core.errors`; later uses raise the same error again."""
 
     def __init__(self, ask: Ask, gateways: Sequence[Gateway]) -> None:
-        super().__init__(ask, gateways, queue.SimpleQueue())
+        super().__init__(ask, gateways)
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._reading = threading.Lock()
 
     def __iter__(self) -> Iterator[Token]:
-        try:
-            while (token := run(self._advance())) is not None:
-                yield token
-        finally:  # also if the loop is left
-            self._abort("the loop over its stream ended early; use next(stream) to read on later")
+        return _StreamLoop(self)
 
     def __next__(self) -> Token:
-        token = run(self._advance())
+        token = self._advance()
         if token is None:
             raise StopIteration
         return token
 
-    async def _take(self, assembler: Assembler) -> tuple[Arrival, Token | None]:
-        with self._reading:  # another thread that reads the end has to find what came before
-            arrival: Arrival = self._arrivals.get()
-            return arrival, self._add(assembler, *arrival) if isinstance(arrival, tuple) else None
+    def _advance(self) -> Token | None:
+        """The next token; None at the end of the stream."""
+        self._check_open()
+        if self._result is not None:
+            return None
+        try:
+            return self._next()
+        except PdserveError as error:
+            self._error = self._error or error  # keeps the error of a cancellation meanwhile
+        except BaseException:
+            self._abort("reading its stream was interrupted")
+            raise
+        raise self._error
+
+    def _next(self) -> Token | None:
+        if (assembler := self._assembler) is None:
+            self._connect()
+            assembler = self._begin()
+        while True:
+            with self._reading:  # another thread that reads the end has to find what came before
+                arrival = self._arrivals.get()
+                token = self._add(assembler, *arrival) if isinstance(arrival, tuple) else None
+            if token is not None:
+                return token
+            if isinstance(arrival, tuple):
+                continue
+            if (error := self._failure(assembler, arrival)) is not None:
+                try:
+                    self._lost(error)
+                    self._connect()
+                    self._resume(assembler)
+                except BaseException:
+                    self._arrivals.put(arrival)
+                    raise
+            else:
+                self._arrivals.put(arrival)  # for other threads that read this stream
+                self._end(assembler, arrival)
+                return None
+
+    def _connect(self) -> None:
+        """Connect to the first gateway that answers."""
+        while True:
+            try:
+                return self._gateway.connect_once(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+            except NotReady as error:
+                self._turn(error)
 
     def _read(self, call: Any) -> Callable[[], Any]:
         threading.Thread(target=_read, args=(call, self._arrivals), name="pdserve-stream", daemon=True).start()
@@ -126,7 +183,16 @@ class Stream(StreamCore[Gateway]):
 
     def result(self) -> Generation:
         """Read the remaining tokens and return the whole generation."""
-        return run(self._whole())
+        try:
+            while self._advance() is not None:
+                pass
+        except PdserveError:
+            raise
+        except BaseException:  # also between two tokens
+            self._abort("reading its stream was interrupted")
+            raise
+        assert self._result is not None
+        return self._result
 
     def close(self) -> None:
         """The same as `cancel`, for `contextlib.closing`."""
@@ -135,8 +201,26 @@ class Stream(StreamCore[Gateway]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
+
+
+class _StreamLoop:
+    """The iterator of a ``for`` loop. The request is cancelled if it is deleted before the end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._stream)
+
+    def __del__(self) -> None:
+        self._stream._abort("the loop over its stream ended early; use next(stream) to read on later")
 
 
 class Client(ClientCore[Gateway]):
@@ -165,7 +249,7 @@ class Client(ClientCore[Gateway]):
         answered = False
         for gateway in self._gateways:
             try:
-                run(gateway.connect(timeout_s))
+                gateway.connect(timeout_s)
                 answered = True
             except NotReady as error:
                 failure = failure or error
@@ -174,17 +258,22 @@ class Client(ClientCore[Gateway]):
 
     def status(self, timeout_s: float = 10.0) -> ServiceStatus:
         """The service's workers, their load, and their blocks, from the first gateway that answers."""
-        return run(self._status(timeout_s))
+        *others, last = self._gateways
+        for gateway in others:
+            with suppress(NotReady):
+                return gateway.status(timeout_s)
+        return last.status(timeout_s)
 
     def ready(self, timeout_s: float = 10.0) -> bool:
         """Whether the service accepts requests (grpc.health.v1); False if nothing answers."""
-        return any(run(gateway.ready(timeout_s)) for gateway in self._gateways)
+        return any(gateway.ready(timeout_s) for gateway in self._gateways)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the service accepts requests; `NotReady` after ``timeout_s``."""
-        for limit_s in self._polls(timeout_s):
-            if self.ready(limit_s):
-                return
+        deadline_s = time.monotonic() + timeout_s
+        while not self.ready(max(0.05, deadline_s - time.monotonic())):
+            if time.monotonic() >= deadline_s:
+                raise self._not_ready(timeout_s)
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -195,5 +284,7 @@ class Client(ClientCore[Gateway]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

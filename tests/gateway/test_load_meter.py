@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from contract.scaling import SHARES, GatewayLoad, ScalingReport, within_objective
 from gateway.inference import OutputToken
 from gateway.load_meter import LoadMeter
-from gateway.scaling_report import SHARES, GatewayLoad, ScalingReport, within_objective
 from gateway.validation import Submission
 from pdserve.core.clock import FakeClock, MonotonicClock
 from pdserve.core.config import SloConfig

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.scaling_report import SHARES
-from ops.scaling.controller import Action, Observation, RoleLoad, ScalingController
+from contract.scaling import SHARES
 from pdserve.core.config import ScalingConfig
 from pdserve.core.worker import Role
+from router.scaling_controller import Action, Observation, RoleLoad, ScalingController
 
 P, D = Role.PREFILL, Role.DECODE
 TTFT_S, ITL_S = 0.5, 0.05

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gateway.scaling_report import GatewayLoad, RoleSamples, ScalingReport
-from ops.scaling.controller import Action, Observation, RoleLoad, ScalingController
+from contract.scaling import GatewayLoad, RoleSamples, ScalingReport
 from pdserve.core.config import ScalingConfig
 from pdserve.core.errors import LaunchError
 from pdserve.core.worker import Role
+from router.scaling_controller import Action, Observation, RoleLoad, ScalingController
 
 log = logging.getLogger(__name__)
 
@@ -46,25 +44,25 @@ class ScaledService(Protocol):
 
 
 class ScalingLoop:
-    """The controller of ``service``, which looks at it every `ScalingConfig.interval_s`."""
+    """The controller of ``service``, which is to `look` at it every `ScalingConfig.interval_s`. ``clock`` gives
+    monotonic seconds, and ``wall`` those since 1970."""
 
     def __init__(
-        self, service: ScaledService, config: ScalingConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        service: ScaledService,
+        config: ScalingConfig,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
-        self._service, self._config, self._clock = service, config, clock
+        self._service, self._config, self._clock, self._wall = service, config, clock, wall
         self._controller = ScalingController(config)
         self._before: list[GatewayLoad | None] = []
         self._before_s = 0.0
         self._report = ScalingReport(config.controller)
 
-    def run(self, ending: threading.Event) -> None:
-        """Look and act until ``ending``."""
+    def begin(self) -> None:
+        """Show that there is a controller."""
         self._service.report_scaling(self._report)
-        while not ending.wait(self._config.interval_s):
-            try:
-                self.look()
-            except Exception:  # Ray may be failing; the supervisor finds that out by itself
-                log.exception("unexpected error of the scaling controller")
 
     def look(self) -> None:
         """Read the loads once, and act."""
@@ -106,7 +104,7 @@ class ScalingLoop:
             log.warning("scaling: %s", words)
         self._controller.acted(self._clock())
         kind = f"{action.kind} {action.role}"
-        self._report = self._report.after(words, kind, action.reason, time.time())
+        self._report = self._report.after(words, kind, action.reason, self._wall())
         self._service.report_scaling(self._report)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from gateway.scaling_report import SHARES
+from contract.scaling import SHARES
 from pdserve.core.config import ScalingConfig
 from pdserve.core.worker import Role
 
@@ -51,7 +51,7 @@ class Observation(NamedTuple):
     end_s: float
     prefill: RoleLoad
     decode: RoleLoad
-    ttft: tuple[int, ...] = ()  # counts as `gateway.scaling_report.GatewayLoad` has them
+    ttft: tuple[int, ...] = ()  # counts as `contract.scaling.GatewayLoad` has them
     itl: tuple[int, ...] = ()
     overdue: int = 0  # requests whose first token is later than its objective, at the end
     requests: int = 0  # those that came

@@ -1,16 +1,13 @@
-"""What gateways and the scaling controller of a service tell each other: the load, and what was done about it. The
-supervisor imports this module without the gateway."""
+"""What gateways and the scaling controller of a service tell each other: the load, and what was done about it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from pdserve.core.worker import Role
-from pdserve.pb import inference_pb2 as pb
 
 SHARES = (0.25, 1 / 3, 0.4, 0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 1.0)
 """Shares of an objective up to which durations are counted apart."""
@@ -74,14 +71,3 @@ class ScalingReport:
         """The report after a further action."""
         actions = {**self.actions, kind: self.actions.get(kind, 0) + 1}
         return replace(self, last=last, reason=reason, last_s=now_s, actions=actions, verdict="")
-
-    def message(self) -> pb.ScalingStatus:
-        """The report for the status."""
-        return pb.ScalingStatus(
-            controller=self.controller,
-            last_action=self.last,
-            reason=self.reason,
-            last_action_age_s=max(0.0, time.time() - self.last_s) if self.last else 0.0,
-            actions=self.actions,
-            verdict=self.verdict,
-        )
