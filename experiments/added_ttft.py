@@ -47,7 +47,7 @@ from ops.machine_load import beside_text
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.interval import CONFIDENCE, Interval, apart
+from pdserve.core.interval import CONFIDENCE, Interval, apart, interval_text
 from pdserve.core.request import counted
 from pdserve.core.timeline import UNATTRIBUTED, Figure
 
@@ -313,8 +313,9 @@ def _answer(cells: Sequence[Figures], run: RunData) -> str:
     token_1, token_2 = (added_text(f"token {n}", cell["added_ttft_ms"][each]) for n, each in enumerate(Figure, 1))
     beside = f" ({text})" if (text := beside_text(cell)) else ""
     sentences = [
-        f"With prompts of {cell['prompt_len']} tokens over {cell['transport']} on an idle service{beside}, {token_1}, "
-        f"and {token_2}, the first that waits for the hand-off.",
+        f"With prompts of {cell['prompt_len']} tokens over {cell['transport']}, one request at a time{beside}, "
+        f"{token_1}, and {token_2}, the first that waits for the hand-off.",
+        f"The KV transfer exposes {interval_text(cell['exposed_ms'], '')} ms of it." if cell["exposed_ms"] else "",
         unclear_text(cell, run),
     ]
     if _told(cell):

@@ -134,7 +134,10 @@ async def prompt_of(
         raise InvalidRequest("prompt: it is missing; set text or token_ids")
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidRequest("prompt: this model has no tokenizer; send token_ids")
+            raise InvalidRequest(
+                "prompt: this model has no tokenizer, so it cannot chat; send token ids (--token-ids 1,2,3; over HTTP "
+                '"prompt": [1, 2, 3]; over gRPC token_ids)'
+            )
         special_tokens = submission.special_tokens
         token_ids = await text_to_token_ids(prompt, tokenizer, limits, special_tokens, client) if prompt else ()
         check_token_ids("prompt", token_ids, limits)

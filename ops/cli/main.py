@@ -73,10 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments))
     except PdserveError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        typer.echo(f"error: {' '.join(str(error).split())}{_elsewhere(error)}", err=True)
         raise SystemExit(2 if isinstance(error, ConfigError | InvalidRequest) else 1) from None
     except OSError as error:
         typer.echo(f"error: {error.filename or 'the output'}: {error.strerror or error}", err=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _elsewhere(error: PdserveError) -> str:
+    """Where services of this user listen, if nothing answers at the target."""
+    if not str(error).startswith("nothing answers"):
+        return ""
+    from ops.launch.state import ServiceState
+
+    targets = [target for state in ServiceState.all() if state.process() is not None for target in state.targets]
+    return f". Your services on this host: --target {' or '.join(targets)}" if targets else ""

@@ -167,7 +167,7 @@ def test_the_headline_also_names_other_lengths_with_a_clear_difference() -> None
 
 def test_a_cell_beside_other_load_says_so_in_its_heading(tmp_path: Path) -> None:
     load = {"cores": 2, "before_cores": 1.3, "during_cores": 0.1}
-    assert "on an idle service (beside other load: 1.3 of 2 cores)," in answer_of(pairs(), machine_load=load)
+    assert "one request at a time (beside other load: 1.3 of 2 cores)," in answer_of(pairs(), machine_load=load)
     folder = RunFolder.create(tmp_path, "added-ttft", AddedTtftOptions().model_dump(mode="json"))
     for each in pairs():
         folder.append(each)

@@ -152,6 +152,17 @@ def test_list_keeps_model_and_state_on_a_narrow_terminal(
         assert kept in shown
 
 
+def test_where_nothing_answers_the_services_of_this_user_are_named(
+    pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    target = free_target()
+    assert "Your services" not in pdserve("generate", "--target", target, "x").err
+    ServiceState(os.getpid(), psutil.Process().create_time(), 50961, "", target="localhost:50961").claim()
+    ran = pdserve("generate", "--target", target, "x")
+    assert ran.err.rstrip().endswith("Your services on this host: --target localhost:50961")
+
+
 def test_top_shows_a_look_below_the_other_in_a_pipe(service: ScriptedService, pdserve: Any) -> None:
     ran = pdserve("top", "--target", service.target, "--count", "2")
     assert ran.code == 0, ran.err
