@@ -39,7 +39,7 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, apart, interval_text
-from pdserve.core.request import Mode, counted_requests
+from pdserve.core.request import Mode, counted
 
 STEPS, CAPACITY = "steps", "capacity"
 CONTINUOUS, STATIC, AS_CONFIGURED = "continuous", "static", "as-configured"
@@ -237,7 +237,7 @@ class Batching(Experiment):
             "batching": arms,
             "rate_per_s": run.fact("rate"),
             "static_over_continuous": _ratios(arms.get(STATIC), arms.get(CONTINUOUS)),
-            "failed": [f"{name}: {counted_requests(errors)} failed" for name, errors in failed.items() if errors],
+            "failed": [f"{name}: {counted(errors, 'request')} failed" for name, errors in failed.items() if errors],
         }
 
     def _mean(self, values: Any) -> Any:
@@ -385,7 +385,7 @@ def _answer(summary: Figures) -> str:
         if not apart(last["tokens_per_s"], first["tokens_per_s"]):
             gain = "no difference in tokens per second could be measured"
         parts.append(
-            f"A decode step for {counted_requests(last['batch'])} takes {interval_text(last['step_ms'])} ms, one for "
+            f"A decode step for {counted(last['batch'], 'request')} takes {interval_text(last['step_ms'])} ms, one for "
             f"{first['batch']} {interval_text(first['step_ms'])} ms: {gain}."
         )
     if ratios := summary["static_over_continuous"]:
@@ -408,7 +408,7 @@ def _answer(summary: Figures) -> str:
     if (arm := summary["batching"].get(AS_CONFIGURED)) and arm["e2e_ms"]:
         parts.append(
             f"As it is configured, the service makes {interval_text(arm['output_tokens_per_s'])} output tokens/s at "
-            f"most; {counted_requests(arm['e2e_ms']['n'])} take {arm['e2e_ms']['mean']:.0f} ms on average (p99: "
+            f"most; {counted(arm['e2e_ms']['n'], 'request')} take {arm['e2e_ms']['mean']:.0f} ms on average (p99: "
             f"{arm['e2e_ms']['p99']:.0f} ms)."
         )
     return " ".join(parts) or "Nothing was measured."

@@ -54,7 +54,7 @@ from ops.machine_load import LOAD, beside_text
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, NotReady
-from pdserve.core.request import counted_requests
+from pdserve.core.request import counted
 from pdserve.core.timeline import Figure
 
 CELL = "load"
@@ -293,13 +293,13 @@ def _answer(summary: Figures, run: RunData) -> str:
     for arm, each in summary["arms"].items():
         ttft, itl = each["ttft_ms"], each["itl_ms"]
         if ttft is None:
-            sentences.append(f"{arm}: none of {counted_requests(each['requests'])} succeeded.")
+            sentences.append(f"{arm}: none of {counted(each['requests'], 'request')} succeeded.")
             continue
         gaps = "" if itl is None else f" and the gaps between tokens {itl['mean']:.1f} ms"
         good = "" if each["goodput"] is None else f"; {100 * each['goodput']['share']:.0f} % met the SLO"
         sentences.append(
             f"{arm}: {each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
-            f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {counted_requests(each['requests'])}{good}."
+            f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {counted(each['requests'], 'request')}{good}."
         )
     added = [(summary["added_ms"] or {}).get(figure) for figure in Figure]
     if clauses := [added_text(f"token {number}", each) for number, each in enumerate(added, 1) if each is not None]:

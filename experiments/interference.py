@@ -62,7 +62,7 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval, apart, interval_text, median_interval
-from pdserve.core.request import Mode, counted, counted_requests
+from pdserve.core.request import Mode, counted
 
 CALIBRATION = "calibration"
 """The cell that times a long prompt, from which the rate of arrivals follows."""
@@ -191,7 +191,7 @@ class Interference(Experiment):
             "throughput_share": share,
             **self.found(windows, run),
             "failed": [
-                f"{name}: {counted_requests(arm['errors'])} failed, first with {arm['error']}"
+                f"{name}: {counted(arm['errors'], 'request')} failed, first with {arm['error']}"
                 for name, arm in arms.items()
                 if arm["errors"]
             ],

@@ -38,7 +38,7 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.config import NAMES, ROUTING_POLICIES
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, apart, interval_text
-from pdserve.core.request import Mode, counted, counted_requests
+from pdserve.core.request import Mode, counted
 
 BASELINE = "round_robin"
 _CALIBRATION = "calibration"
@@ -206,7 +206,7 @@ class Routing(Experiment):
             "policies": found,
             "winner": min(means, key=means.__getitem__, default=None),
             "failed": [
-                f"{each['policy']}: {each['errors']} of {counted_requests(each['n'] + each['errors'])} failed, first "
+                f"{each['policy']}: {each['errors']} of {counted(each['n'] + each['errors'], 'request')} failed, first "
                 f"with {each['error']}"
                 for each in found
                 if each["errors"]

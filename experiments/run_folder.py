@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, PdserveError
-from pdserve.core.request import counted_requests
+from pdserve.core.request import counted
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 from pdserve.version import VERSION
 
@@ -164,7 +164,7 @@ def unexpected_bytes(rows: Iterable[RequestRow]) -> str | None:
     are compared one by one, because in a sum one that moved too much may hide one that moved too little."""
     wrong = [row for row in rows if row.kv_bytes != row.kv_bytes_expected]
     return (
-        f"bytes moved differ from bytes expected in {counted_requests(len(wrong))}, first in {wrong[0].request_id}: "
+        f"bytes moved differ from bytes expected in {counted(len(wrong), 'request')}, first in {wrong[0].request_id}: "
         f"{wrong[0].kv_bytes} instead of {wrong[0].kv_bytes_expected}"
         if wrong
         else None
@@ -174,7 +174,7 @@ def unexpected_bytes(rows: Iterable[RequestRow]) -> str | None:
 def failures(where: str, rows: Iterable[RequestRow]) -> list[str]:
     """``where: 2 requests failed, first with WorkerLost: gone``; empty if none of ``rows`` failed."""
     errors = [row.error for row in rows if row.error is not None]
-    return [f"{where}: {counted_requests(len(errors))} failed, first with {errors[0]}"] if errors else []
+    return [f"{where}: {counted(len(errors), 'request')} failed, first with {errors[0]}"] if errors else []
 
 
 def faults(where: str, rows: Rows, *, failing: bool = True) -> list[str]:

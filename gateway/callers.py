@@ -13,7 +13,7 @@ from pathlib import Path
 from gateway.token_file import TokenEntry, TokenLimits, digest_of, read_token_file
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, Unauthenticated
-from pdserve.core.request import MAX_PRIORITY, check_priority, counted_requests
+from pdserve.core.request import MAX_PRIORITY, check_priority, counted
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ class Quota:
         limits = self.limits
         if (most := limits.concurrent) is not None and self.running + requests > most:
             retry_after_s = STREAM_RETRY_S if held + requests <= most else None
-            raise self._exceeded("concurrent", f"{counted_requests(most)} at the same time", retry_after_s)
+            raise self._exceeded("concurrent", f"{counted(most, 'request')} at the same time", retry_after_s)
         most = limits.requests_per_minute
         if most is not None and (wait_s := self._requests.wait_s(requests, most)):
             retry_after_s = wait_s if held + requests <= most else None
-            raise self._exceeded("requests_per_minute", f"{counted_requests(most)} per minute", retry_after_s)
+            raise self._exceeded("requests_per_minute", f"{counted(most, 'request')} per minute", retry_after_s)
         self._check_tokens()
         if limits.requests_per_minute is not None:
             self._requests.spend(requests, limits.requests_per_minute)

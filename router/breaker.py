@@ -6,7 +6,7 @@ from collections import Counter
 from enum import StrEnum
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.request import counted_requests
+from pdserve.core.request import counted
 
 TRIP_AFTER = 3
 """A worker that fails so many requests in a row pauses: one or two may be the requests' own fault."""
@@ -116,4 +116,4 @@ class Breaker:
         if self.state is BreakerState.CLOSED:
             return ""
         until = f"pauses for {self.pause_s:g} s" if self.state is BreakerState.OPEN else "gets one request as a probe"
-        return f"{counted_requests(self.failures)} in a row failed, so it {until}; the last: {self.reason}"
+        return f"{counted(self.failures, 'request')} in a row failed, so it {until}; the last: {self.reason}"

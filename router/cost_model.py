@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdserve.core.request import counted_requests
+from pdserve.core.request import counted
 
 MIN_SAMPLES = 16
 """A line with fewer measurements predicts nothing."""
@@ -369,4 +369,4 @@ def _ms(seconds: float) -> str:
 
 
 def _from(line: Line) -> str:
-    return f"from {counted_requests(line.samples)}"
+    return f"from {counted(line.samples, 'request')}"

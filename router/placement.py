@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
-from pdserve.core.request import Mode, counted_requests
+from pdserve.core.request import Mode, counted
 from pdserve.core.worker import Role
 from router.auto_mode import Pair, judge
 from router.policies import Choice, policy
@@ -319,7 +319,7 @@ def _backlog(able: Sequence[WorkerView], view: ClusterView, kind: str = "") -> s
 def _running(full: Sequence[WorkerView]) -> str:
     least = min(full, key=lambda worker: (worker.outstanding_requests, worker.worker_id))
     return (
-        f"{least.worker_id} has {counted_requests(least.outstanding_requests)}, the fewest of {len(full)} "
+        f"{least.worker_id} has {counted(least.outstanding_requests, 'request')}, the fewest of {len(full)} "
         f"(engine.max_num_seqs: {least.max_num_seqs})"
     )
 

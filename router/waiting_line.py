@@ -12,7 +12,7 @@ import msgspec
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, LayoutMismatch, NotReady, PdserveError
-from pdserve.core.request import AGED_S, Mode, counted_requests
+from pdserve.core.request import AGED_S, Mode, counted
 from pdserve.core.worker import Role
 from router.cost_model import Line
 from router.fair_queue import AGED_EVERY, FairQueue, Waiting
@@ -73,7 +73,7 @@ class WaitingLine:
     def too_many(self) -> CapacityExceeded:
         """The error for a request that arrives when too many others wait."""
         most = self._config.max_queue
-        waiting = f"{counted_requests(most)} {'is' if most == 1 else 'are'}"
+        waiting = f"{counted(most, 'request')} {'is' if most == 1 else 'are'}"
         return CapacityExceeded(
             f"queue: {waiting} waiting (router.max_queue); try again later",
             retry_after_s=self._retry_after_s(self.length / 4, 0),

@@ -230,7 +230,7 @@ def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
     """The lines about a load: their names and texts, which are false or empty if there is nothing to tell."""
     from experiments.environment import OtherRequests
     from pdserve.core.interval import CONFIDENCE, Interval
-    from pdserve.core.request import counted, counted_requests
+    from pdserve.core.request import counted
 
     good, lag, refused = report["goodput"], report["lag"], report["refused"]
     yield (
@@ -263,13 +263,13 @@ def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
             f"sending{behind}",
         )
     if unsent := report["unsent"]:
-        yield "unsent", f"{counted_requests(unsent)} still waited for --max-concurrency at the end"
+        yield "unsent", f"{counted(unsent, 'request')} still waited for --max-concurrency at the end"
     yield "failures", ", ".join(f"{count} {kind}" for kind, count in report["failures"].items()) or "none"
     for message in report["errors"][:3]:
         yield "", message
     if refused["requests"]:
         wait_ms = refused["retry_after_ms"]
         wait = "" if wait_ms is None else f"; retry after {wait_ms:.0f} ms (median)"
-        yield "refused", f"{counted_requests(refused['requests'])}{wait}"
+        yield "refused", f"{counted(refused['requests'], 'request')}{wait}"
     if wrong := report["kv_bytes_wrong"]:
-        yield "kv bytes", f"{counted_requests(wrong)} transferred a different number of bytes than expected"
+        yield "kv bytes", f"{counted(wrong, 'request')} transferred a different number of bytes than expected"

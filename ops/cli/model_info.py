@@ -257,11 +257,11 @@ def _show_outline(facts: dict[str, Any]) -> None:
 
 def _show_fits(console: Console, facts: dict[str, Any], beside: str) -> None:
     from ops.waterfall.bars import human_bytes
-    from pdserve.core.request import counted_requests
+    from pdserve.core.request import counted
 
     for fit in facts["fits"]:
         fits = f"too small for {beside}; {fit['devices']} such devices would hold the weights and one request"
         if fit["kv_bytes"]:
-            requests = f"{counted_requests(fit['requests'])} of {facts['context']}"
+            requests = f"{counted(fit['requests'], 'request')} of {facts['context']}"
             fits = f"{fit['tokens']:,} tokens of KV: {requests}"
         console.print(f"in {human_bytes(fit['memory_bytes'])}: {fits}", soft_wrap=True)

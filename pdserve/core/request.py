@@ -156,8 +156,3 @@ class FailedAttempt(NamedTuple):
 def counted(count: int, noun: str) -> str:
     """``1 request``, ``2,000 requests``: for messages."""
     return f"{count:,} {noun}{'s' if count != 1 else ''}"
-
-
-def counted_requests(count: int) -> str:
-    """`counted` for requests."""
-    return counted(count, "request")
