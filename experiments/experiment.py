@@ -73,7 +73,8 @@ class Options(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             option = "--" + str(first["loc"][0] if first["loc"] else "options").replace("_", "-")
-            raise InvalidRequest(f"{option}: {first['msg']} (got {first['input']!r})") from None
+            what = first["msg"].removeprefix("Value error, ")
+            raise InvalidRequest(f"{option}: {what} (got {first['input']!r})") from None
 
     @classmethod
     def quick_default(cls, name: str) -> Any:

@@ -109,7 +109,8 @@ async def send_pairs(
             rows.append(await bench.send(client, prompt, max_tokens=output_len, salt=salt, **place))
         if number < least:
             bench.advance(1)
-    bench.facts[SPARE] = round(max(0.0, end_s - bench.elapsed_s), 3)
+    if options.pairs_s:
+        bench.facts[SPARE] = round(max(0.0, end_s - bench.elapsed_s), 3)
 
 
 def pairs_of(rows: Sequence[RequestRow]) -> list[Pair]:

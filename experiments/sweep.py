@@ -72,7 +72,7 @@ class SweepOptions(PairOptions):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
-            problem = f"{first['msg']} (got {first['input']!r})"
+            problem = f"{first['msg'].removeprefix('Value error, ')} (got {first['input']!r})"
             if first["type"] == "extra_forbidden":
                 problem = f"unknown key; known are {known}"
             raise InvalidRequest(f"{path}: {key}: {problem}") from None

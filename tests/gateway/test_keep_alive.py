@@ -10,7 +10,7 @@ import pytest
 
 from gateway.grpc_api import server_options
 from pdserve import AsyncClient
-from pdserve.client import core
+from pdserve.client import channel
 from pdserve.client.channel import CHANNEL_OPTIONS
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
@@ -43,7 +43,7 @@ async def test_pings_of_either_end_keep_a_silent_generation(
     monkeypatch.setattr(server_options, "PING_EVERY_S", PING_S)
     pinging = await start_service("p0", "d0", router=PATIENT)
     own = {**OPTIONS, "grpc.keepalive_time_ms": round(PING_S * 1e3)}
-    monkeypatch.setattr(core, "CHANNEL_OPTIONS", list(own.items()))
+    monkeypatch.setattr(channel, "CHANNEL_OPTIONS", list(own.items()))
     for service in (quiet, pinging):
         service.fleet["p0"].delay_s = {"prefill": SILENT_S}
         service.fleet["d0"].delay_s = {"run": SILENT_S}
