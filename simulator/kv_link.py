@@ -15,7 +15,7 @@ from kv_transfer.memory import Memory
 from pdserve.core.errors import PdserveError, PeerLost
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
-from simulator.loop import WorldLoop
+from simulator.loop import Mailbox, WorldLoop
 from simulator.network import Connection, Network, Process
 
 NAME = "simulated"
@@ -23,14 +23,14 @@ PIECES = 3
 """A payload is written in so many pieces, between which other threads run."""
 
 
-CheckWrite = Callable[[Sequence[Region]], None]
-"""Is told of the regions of a pool that a link is about to write."""
+Check = Callable[[Sequence[Region]], None]
+"""Is told of the regions of a pool that a link is about to read or to write."""
 
 
 class Wires(NamedTuple):
     """What the links of a transport have in common."""
 
-    check: CheckWrite
+    check: Check
     chance: random.Random
     one_sided: bool
     corrupt_share: float
@@ -57,7 +57,7 @@ class WorldTransport(KVTransport):
         network: Network,
         process: Process,
         memory: Memory,
-        check: CheckWrite,
+        check: Check,
         chance: random.Random,
         *,
         one_sided: bool,
@@ -109,15 +109,15 @@ class WorldLink(KVLink):
         super().__init__(memory)
         self.reads_late = wires.one_sided
         self._connection, self._side, self._wires, self._one_sided = connection, side, wires, wires.one_sided
-        self._arrived: asyncio.Queue[tuple[bytes, _Sent | None] | None] = asyncio.Queue()
+        self._arrived: Mailbox[tuple[bytes, _Sent | None] | None] = Mailbox()
         self._payload: _Sent | None = None
         self._unread: deque[_Sent] = deque()
         self._why = ""
-        connection.attach(side, _running(), self._arrived.put_nowait, self._end)
+        connection.attach(side, _running(), self._arrived.put, self._end)
 
     def _end(self, why: str) -> None:
         self._why = self._why or why
-        self._arrived.put_nowait(None)
+        self._arrived.put(None)
         for sent in self._unread:
             sent.done.set()
 
@@ -126,7 +126,7 @@ class WorldLink(KVLink):
         check_sizes(header, payload)
         if self._why:
             raise PeerLost(self._why)
-        sent = _Sent(payload, one_sided=self._one_sided) if payload.size else None
+        sent = _Sent(payload, self._wires.check, one_sided=self._one_sided) if payload.size else None
         if sent is not None and self._one_sided:
             while self._unread and self._unread[0].done.is_set():
                 self._unread.popleft()
@@ -151,7 +151,7 @@ class WorldLink(KVLink):
             self._payload = None
         item = await self._arrived.get()
         if item is None:
-            self._arrived.put_nowait(None)
+            self._arrived.put(None)
             raise PeerLost(self._why)
         header, self._payload = item
         return Message(header, 0 if self._payload is None else self._payload.size)
@@ -165,19 +165,13 @@ class WorldLink(KVLink):
                 size = -(-part.nbytes // left)
                 for start in range(0, part.nbytes, size):
                     piece = part[start : start + size]
-                    target = _first(fetch.views(), piece.nbytes)
-                    with fetch.writing():
+                    if self._one_sided:
+                        await self._copy(fetch, sent, piece)
+                    else:
                         await asyncio.sleep(piece.nbytes / self._wires.bytes_per_s)
-                        if self._why and not self._one_sided:
+                        if self._why:
                             raise PeerLost(self._why)
-                        if self._one_sided:  # what has begun is written, whether it is wanted any more or not
-                            self._wires.check(fetch.regions)
-                            data = self._wires.carry(piece)
-                            for view in target:
-                                view[:], data = data[: view.nbytes], data[view.nbytes :]
-                            if not fetch.cancelled:
-                                fetch.advance(piece.nbytes)
-                        elif not fetch.cancelled:
+                        if not fetch.cancelled:
                             self._wires.check(fetch.regions)
                             fetch.write(self._wires.carry(piece))
                     if fetch.cancelled:
@@ -187,6 +181,20 @@ class WorldLink(KVLink):
         finally:
             sent.finish(self._connection)
             self._payload = None
+
+    async def _copy(self, fetch: Fetch, sent: _Sent, piece: memoryview) -> None:
+        """Read a piece where it is. What has begun is written, whether it is wanted any more or not."""
+        target = _first(fetch.views(), piece.nbytes)
+        with fetch.writing():
+            await asyncio.sleep(piece.nbytes / self._wires.bytes_per_s)
+            if self._connection.is_held(1 - self._side):
+                sent.check(sent.regions)
+            self._wires.check(fetch.regions)
+            data = self._wires.carry(piece)
+            for view in target:
+                view[:], data = data[: view.nbytes], data[view.nbytes :]
+            if not fetch.cancelled:
+                fetch.advance(piece.nbytes)
 
     async def aclose(self) -> None:
         """See `KVLink`."""
@@ -199,8 +207,8 @@ class WorldLink(KVLink):
 class _Sent:
     """A payload on its way."""
 
-    def __init__(self, payload: Payload, *, one_sided: bool) -> None:
-        self.size = payload.size
+    def __init__(self, payload: Payload, check: Check, *, one_sided: bool) -> None:
+        self.size, self.regions, self.check = payload.size, payload.regions, check
         self.done = asyncio.Event()
         """Set, on the sender's thread, when nothing reads the payload any more."""
         self._sender = _running()

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -22,6 +22,8 @@ BEGIN_S = 1_000.0
 
 TURN_S = 1e-6
 """Virtual seconds that a turn takes, so that a loop that polls does not stop the clock."""
+LOOK_S = 0.005
+"""How often a condition is looked at."""
 MAX_BURST = 8
 """The most callbacks that a loop runs before others may."""
 
@@ -56,10 +58,12 @@ class Callback(msgspec.Struct, eq=False):
 
 class World:
     """The clock, and all loops. ``chance`` decides which of them runs. ``on_error`` is told of exceptions that no code
-    has handled (as asyncio's exception handlers are)."""
+    has handled (as asyncio's exception handlers are). A turn of a loop takes ``turn_s``."""
 
-    def __init__(self, chance: random.Random, on_error: Callable[[dict[str, Any]], None]) -> None:
-        self.now_s = BEGIN_S
+    def __init__(
+        self, chance: random.Random, on_error: Callable[[dict[str, Any]], None], turn_s: float = TURN_S
+    ) -> None:
+        self.now_s, self._turn_s = BEGIN_S, turn_s
         self.turns = 0
         self._random = chance.random
         self.on_error = on_error
@@ -78,16 +82,18 @@ class World:
         heapq.heappush(self._timers, (callback.when_s, self._numbers, callback))
 
     def run(self, until: Callable[[], bool], limit_s: float) -> bool:
-        """Run loops in turn until the condition holds, which is looked at whenever the clock moves by a timer. False if
-        virtual time reaches ``limit_s`` first. `Stuck` if nothing is left to run."""
+        """Run loops in turn until the condition holds, which is looked at every `LOOK_S`. False if virtual time reaches
+        ``limit_s`` first. `Stuck` if nothing is left to run."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=_close_generator)
         try:
             while not until():
                 if self.now_s >= limit_s:
                     return False
-                self._run_ready()
-                self._next_timer()
+                look_s = self.now_s + LOOK_S
+                while self.now_s < look_s:
+                    self._run_ready()
+                    self._next_timer()
             return True
         finally:
             asyncio._set_running_loop(None)
@@ -118,7 +124,7 @@ class World:
                 if loop.paused or not ready:
                     break
             self.turns += 1
-            self.now_s += TURN_S
+            self.now_s += self._turn_s
             while timers and timers[0][0] <= self.now_s:
                 self._fire()
 
@@ -290,6 +296,63 @@ def _number(future: WorldFuture[Any] | WorldTask[Any]) -> int:
         assert isinstance(loop, WorldLoop), "a world runs it"
         future._number = loop.number()
     return future._number
+
+
+class Mailbox(Generic[T]):
+    """A queue that one task reads."""
+
+    __slots__ = ("_items", "_reader")
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, item: T) -> None:
+        """Add an item, on the reader's thread."""
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> T:
+        """The next item."""
+        while not self._items:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._items.popleft()
+
+
+class Interrupted(Coroutine[Any, Any, T]):
+    """``work``, whose task is cancelled at its wait number ``at``: when what it waits for has come, and it has not run
+    since. Who hands something to a waiting task must be prepared for that."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], at: int) -> None:
+        self._work, self._left = work, at
+
+    def send(self, value: Any) -> Any:
+        """See `Coroutine`."""
+        return self._waits(self._work.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        """See `Coroutine`."""
+        return self._waits(self._work.throw(*error))
+
+    def close(self) -> None:
+        """See `Coroutine`."""
+        self._work.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._work.__await__()
+
+    def _waits(self, awaited: Any) -> Any:
+        self._left -= 1
+        if not self._left and awaited is not None:
+            task = asyncio.current_task()
+            assert task is not None, "a task runs it"
+            awaited.add_done_callback(lambda _: task.cancel())  # before the callback that wakes the task
+        return awaited
 
 
 def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:

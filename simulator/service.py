@@ -33,11 +33,11 @@ from router.router import Router
 from runtime.awake_clock import RunningAwakeClock, awake_clock
 from runtime.loop_thread import LoopThread
 from runtime.secret import ServiceSecret
-from simulator.engine import WorldEngine
+from simulator.engine import Violation, WorldEngine
 from simulator.kv_link import WorldTransport
 from simulator.loop import World, WorldLoop
 from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES
-from simulator.network import Network, Process, StreamWire
+from simulator.network import API, Network, Process, StreamWire
 from worker.client import WorkerClient
 from worker.incarnation import Incarnation
 from worker.kv import KVThread
@@ -48,6 +48,8 @@ from worker.worker import Worker
 
 START_S = (0.5, 3.0)
 """How long a process takes to start."""
+FAIL_S = 1.0
+"""Within which the requests on an engine that has died have ended."""
 PROBE_BYTES = 64 * 2**10
 """What a link is measured with."""
 _SECRET = ServiceSecret(bytes(32))
@@ -111,6 +113,18 @@ class WorldWorker:
             self._tell(f"{self.spec.worker_id} ends: {error}")
         self.process.kill()
 
+    def _engine_died(self, engine: WorldEngine) -> None:
+        self.loop.call_soon(lambda: self.loop.create_task(self._check_failed(engine)))
+
+    async def _check_failed(self, engine: WorldEngine) -> None:
+        """Raise `Violation` unless the requests on an engine that has died end soon."""
+        for _ in range(10):  # not all at once: this process may be paused
+            await asyncio.sleep(FAIL_S / 10)
+        requests = {} if self.worker is None else self.worker._table._requests
+        for served in requests.values():
+            if served.resources.command == engine.send and not served.is_over:
+                raise Violation(f"{served.attempt_id} waits for an engine that has died")
+
     # --- WorkerPorts -------------------------------------------------------------------------------------------------
 
     async def listen(self, server: ControlServer) -> None:
@@ -155,12 +169,13 @@ class WorldWorker:
             step_s=settings.step_s,
         )
         self.engines.append(engine)
+        engine.process.on_death.append(lambda: self._engine_died(engine))
         epoch = id_of(self._chance)
         transport = WorldTransport(
             self._network,
             self.process,
             memory,
-            engine.check_write,
+            engine.check_access,
             random.Random(self._chance.getrandbits(64)),
             one_sided=settings.one_sided,
             corrupt_share=settings.corrupt_share,
@@ -315,7 +330,7 @@ class WorldGateway:
             chance=chance,
         )
         self._network.servers[self.name] = self.process, self.loop, self.directory.serve
-        self._network.servers[f"{self.name}/api"] = self.process, self.loop, self._serve
+        self._network.servers[f"{self.name}{API}"] = self.process, self.loop, self._serve
         self.loop.create_task(self._expire())
         self.ready = True
 
