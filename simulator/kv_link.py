@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kv_transfer.base import NOTHING, KVLink, KVTransport, Message, check_sizes
@@ -159,42 +159,40 @@ class WorldLink(KVLink):
     async def _move(self, fetch: Fetch) -> None:
         if (sent := self._payload) is None:
             return
-        left = PIECES
         try:
-            for part in sent.parts():
-                size = -(-part.nbytes // left)
-                for start in range(0, part.nbytes, size):
-                    piece = part[start : start + size]
-                    if self._one_sided:
-                        await self._copy(fetch, sent, piece)
-                    else:
-                        await asyncio.sleep(piece.nbytes / self._wires.bytes_per_s)
-                        if self._why:
-                            raise PeerLost(self._why)
-                        if not fetch.cancelled:
-                            self._wires.check(fetch.regions)
-                            fetch.write(self._wires.carry(piece))
-                    if fetch.cancelled:
-                        return
+            for piece in _pieces(sent.parts(), -(-sent.size // PIECES)):
+                if self._one_sided:
+                    await self._copy(fetch, sent, piece)
+                else:
+                    await asyncio.sleep(_size(piece) / self._wires.bytes_per_s)
+                    if self._why:
+                        raise PeerLost(self._why)
+                    if not fetch.cancelled:
+                        self._wires.check(fetch.regions)
+                        for part in piece:
+                            fetch.write(self._wires.carry(part))
+                if fetch.cancelled:
+                    return
             if self._why:
                 raise PeerLost(self._why)
         finally:
             sent.finish(self._connection)
             self._payload = None
 
-    async def _copy(self, fetch: Fetch, sent: _Sent, piece: memoryview) -> None:
+    async def _copy(self, fetch: Fetch, sent: _Sent, piece: Sequence[memoryview]) -> None:
         """Read a piece where it is. What has begun is written, whether it is wanted any more or not."""
-        target = _first(fetch.views(), piece.nbytes)
+        size = _size(piece)
+        target = _first(fetch.views(), size)
         with fetch.writing():
-            await asyncio.sleep(piece.nbytes / self._wires.bytes_per_s)
+            await asyncio.sleep(size / self._wires.bytes_per_s)
             if self._connection.is_held(1 - self._side):
                 sent.check(sent.regions)
             self._wires.check(fetch.regions)
-            data = self._wires.carry(piece)
+            data = memoryview(b"".join(self._wires.carry(part) for part in piece))
             for view in target:
                 view[:], data = data[: view.nbytes], data[view.nbytes :]
             if not fetch.cancelled:
-                fetch.advance(piece.nbytes)
+                fetch.advance(size)
 
     async def aclose(self) -> None:
         """See `KVLink`."""
@@ -221,6 +219,25 @@ class _Sent:
     def finish(self, connection: Connection) -> None:
         """Tell the sender that nothing reads it any more."""
         self._sender.call_later(connection.network.delay_s(), self.done.set)
+
+
+def _size(parts: Sequence[memoryview]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _pieces(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The bytes of ``parts`` in pieces of ``size`` bytes; the last may be smaller."""
+    piece, room = list[memoryview](), size
+    for part in parts:
+        while part.nbytes:
+            piece.append(part[:room])
+            room -= piece[-1].nbytes
+            part = part[piece[-1].nbytes :]
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
 
 
 def _first(views: Sequence[memoryview], size: int) -> list[memoryview]:

@@ -16,6 +16,8 @@ from simulator.loop import Interrupted, Mailbox, World, WorldLoop
 
 API = "/api"
 """The address of a gateway's API ends with this."""
+CONNECT_AGAIN_S = 0.5
+"""How often a connection is asked for again that gets no answer."""
 KEEPALIVE_S = 10.0
 """After so long without a way between its ends, a connection breaks at both."""
 
@@ -121,9 +123,11 @@ class Network:
         found = self.servers.get(address)
         if found is None or not found[0].alive:
             raise PdserveError(f"{address}: connection refused")
-        if self.blocked(client, found[0]) or self.blocked(found[0], client):
-            await asyncio.sleep(timeout_s)
-            raise PdserveError(f"{address}: no answer")
+        until_s = self.world.now_s + timeout_s
+        while self.blocked(client, found[0]) or self.blocked(found[0], client):
+            if (left_s := until_s - self.world.now_s) <= 0:
+                raise PdserveError(f"{address}: no answer")
+            await asyncio.sleep(min(left_s, CONNECT_AGAIN_S))
         await asyncio.sleep(self.delay_s())
         if not found[0].alive:
             raise PdserveError(f"{address}: connection reset")

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
+from simulator.loop import TURN_S
 from simulator.model import VOCAB_SIZE
 from simulator.service import Asked, WorkerSettings
 
-WINDOW_S = 4.0
+WINDOW_S = 3.0
 """Requests come, and faults happen, within so many seconds after the service is ready."""
 QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
+HUNG_S = 4.0
+"""Within which an engine that hangs is killed."""
 TENANTS = ("a", "b", "c")
 
 FaultKind = Literal[
-    "kill", "kill_engine", "pause", "pause_engine", "partition", "kill_gateway", "flip", "replace", "kill_peer"
-]
-_KINDS: tuple[FaultKind, ...] = (
-    "kill", "kill", "kill_engine", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway",
-    "flip", "replace", "kill_peer", "kill_peer",
-)  # fmt: skip
+    "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway", "flip",
+    "replace", "kill_peer",
+]  # fmt: skip
+_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+MAX_KINDS = 4
+"""A seed has faults of so many kinds at most: what happens rarely among all of them is frequent in some seeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Something that happens ``at_s`` seconds after the service is ready, to ``target``, for ``for_s`` seconds.
-    ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``replace``: the
-    worker is drained and leaves, and another one joins. ``kill_peer``: as soon as a worker fetches a prefix for a
-    prompt that it is to hand off, the decode worker that waits for it is killed."""
+    ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``reset``: some
+    connection breaks. ``replace``: the worker is drained and leaves, and another one joins. ``kill_peer``: as soon as a
+    worker fetches a prefix for a prompt that it is to hand off, the decode worker that waits for it is killed."""
 
     at_s: float
     kind: FaultKind
@@ -70,6 +74,10 @@ class Plan:
     config: dict[str, Any]
     requests: tuple[ClientRequest, ...]
     faults: tuple[Fault, ...]
+    turn_s: float = TURN_S
+    """How long a turn of a thread takes."""
+    break_share: float = 0.0
+    """See `simulator.network.Network`."""
 
     @classmethod
     def draw(cls, seed: int, num_requests: int = 50) -> Self:
@@ -80,6 +88,8 @@ class Plan:
         roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
         gateways = draw.choice([1, 1, 2])
         quiet = draw.random() < QUIET_SHARE
+        kinds = () if quiet else draw.sample(_KINDS, draw.randint(1, MAX_KINDS))
+        fetches = "kill_peer" in kinds
         block_size = draw.choice([4, 8, 16])
         tiny = draw.random() < 0.3
         settings = WorkerSettings(
@@ -91,7 +101,7 @@ class Plan:
             prefix_caching=draw.random() < 0.9,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
-            bytes_per_s=draw.choice([3e4, 2e5, 2e6]),
+            bytes_per_s=3e4 if fetches else draw.choice([3e4, 2e5, 2e6]),
             step_s=draw.choice([(0.002, 0.010), (0.002, 0.010), (0.01, 0.04)]),
             corrupt_share=0.0 if quiet else draw.choice([0.0, 0.0, 0.0, 0.0, 0.05]),
         )
@@ -100,7 +110,7 @@ class Plan:
                 "policy": draw.choice(
                     ["least_tokens", "prefix_affinity", "kv_aware", "round_robin", "round_robin", "power_of_two"]
                 ),
-                "prefix_fetch": draw.choice(["off", "auto", "always", "always"]),
+                "prefix_fetch": "always" if fetches else draw.choice(["off", "auto", "always", "always"]),
                 "first_token": draw.choice(["prefill", "prefill", "decode"]),
                 "max_unread_tokens": draw.choice([4, 1024]),
                 "max_queue": draw.choice([8, 256]),
@@ -114,14 +124,18 @@ class Plan:
                 "on_kv_failure": draw.choice(["retry", "retry", "recompute"]),
                 "message_bytes": draw.choice([2**16, 2**20]),
             },
+            "engine": {"hang_timeout_s": draw.choice([1.5, 3.0])},
             "gateway": {"replicas": gateways},
         }
-        requests = tuple(_request(draw, number, settings) for number in range(num_requests))
+        habits = _Habits.draw(draw)
+        requests = tuple(_request(draw, number, settings, habits) for number in range(num_requests))
         faults: tuple[Fault, ...] = ()
         if not quiet:
-            faults = tuple(sorted((_fault(draw, roles, gateways) for _ in range(draw.randint(1, 8))), key=_when))
+            number = draw.choice([1, 3, 6, 12])
+            faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(number)), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
-        return cls(seed, roles, gateways, latency_s, settings, config, requests, faults)
+        turn_s, break_share = draw.choice([TURN_S, TURN_S, 1e-5, 5e-5]), 0.0 if quiet else draw.choice([0.0, 0.0, 0.3])
+        return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
         """The same with other faults."""
@@ -132,15 +146,34 @@ def _when(fault: Fault) -> float:
     return fault.at_s
 
 
-def _request(draw: random.Random, number: int, settings: WorkerSettings) -> ClientRequest:
+class _Habits(NamedTuple):
+    """What the clients of a seed have in common: so many leave, read slowly, and have short deadlines."""
+
+    leave: float
+    dawdle: float
+    hurry: float
+    modes: tuple[Mode, ...]
+
+    @classmethod
+    def draw(cls, draw: random.Random) -> Self:
+        """Those of a seed."""
+        return cls(
+            draw.choice([0.0, 0.15, 0.5]),
+            draw.choice([0.0, 0.25, 0.6]),
+            draw.choice([0.0, 0.25]),
+            draw.choice([(Mode.PD,), (Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO), (Mode.COLOCATED, Mode.AUTO)]),
+        )
+
+
+def _request(draw: random.Random, number: int, settings: WorkerSettings, habits: _Habits) -> ClientRequest:
     room = settings.num_blocks * settings.block_size
     tenant = draw.choice(TENANTS)
     shared = random.Random(f"{tenant}/{draw.randrange(2)}")  # some prompts of a tenant begin alike
     head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice([0, 24, 48, 48]))]
     tail = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.randint(1, 24))]
     prompt = (*head, *tail)[: room // 2]
-    leaves_after = draw.randint(1, 6) if draw.random() < 0.08 else None
-    leaves_s = draw.uniform(0.0, 1.0) if draw.random() < 0.08 else None
+    leaves_after = draw.randint(1, 6) if draw.random() < habits.leave / 2 else None
+    leaves_s = draw.uniform(0.0, 0.6) if draw.random() < habits.leave / 2 else None
     leaves = leaves_after is not None or leaves_s is not None
     return ClientRequest(
         draw.uniform(0.0, WINDOW_S),
@@ -148,21 +181,21 @@ def _request(draw: random.Random, number: int, settings: WorkerSettings) -> Clie
             request_id=f"r{number}",
             tenant=tenant,
             prompt=tuple(prompt),
-            max_tokens=min(200, room // 2) if leaves else draw.choice([1, 2, 3, 8, 16]),
+            max_tokens=min(100, room // 2) if leaves else draw.choice([1, 2, 3, 8, 16]),
             ignore_eos=draw.random() < 0.7,
-            mode=draw.choice([Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO]),
+            mode=draw.choice(habits.modes),
             salt=draw.choice(["", "", "s"]),
-            timeout_s=draw.choice([2.0, 30.0, 30.0, 30.0]),
+            timeout_s=draw.choice([0.3, 2.0]) if draw.random() < habits.hurry else 30.0,
             priority=draw.choice([0, 0, 0, 1]),
         ),
         leaves_after,
         leaves_s,
-        draw.choice([0.0, 0.0, 0.0, 0.05]),
+        0.05 if draw.random() < habits.dawdle else 0.0,
     )
 
 
-def _fault(draw: random.Random, roles: dict[str, Role], gateways: int) -> Fault:
-    at_s, kind = draw.uniform(0.0, WINDOW_S), draw.choice(_KINDS)
+def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Role], gateways: int) -> Fault:
+    at_s, kind = draw.uniform(0.0, WINDOW_S), draw.choice(kinds)
     worker = draw.choice(sorted(roles))
     lasting = draw.choice([0.05, 0.5, 2.0, 6.0])
     match kind:
@@ -172,8 +205,10 @@ def _fault(draw: random.Random, roles: dict[str, Role], gateways: int) -> Fault:
             ]
             here = draw.choice(others)
             return Fault(at_s, kind, here, lasting, draw.choice([each for each in others if each != here]))
-        case "kill_peer":
+        case "kill_peer" | "reset":
             return Fault(at_s, kind, "")
+        case "hang_engine":
+            return Fault(at_s, kind, worker, HUNG_S)
         case "kill_gateway":
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}")
         case "flip":

@@ -14,14 +14,16 @@ import decode_worker.receive
 import prefill_worker.push
 from contract.control import Wire
 from engine.scheduling.scheduler import SchedulerConfig
+from gateway.arrival import AdmittedCall
 from gateway.callers import Caller, Callers, Quota
-from gateway.inference import Completion, Inference
+from gateway.inference import Completion, Inference, Observer
 from gateway.status_report import StatusReport
 from gateway.token_file import TokenLimits
 from gateway.validation import Submission
 from gateway.worker_directory import WorkerDirectory
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
+from pdserve.core.clock import Clock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.kv_layout import KVLayout, probe_area
@@ -46,7 +48,7 @@ from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
 from worker.worker import Worker
 
-START_S = (0.5, 3.0)
+START_S = (0.2, 2.0)
 """How long a process takes to start."""
 FAIL_S = 1.0
 """Within which the requests on an engine that has died have ended."""
@@ -275,6 +277,38 @@ class CountedQuota(Quota):
         super().spend(tokens)
 
 
+class CallQuota(CountedQuota):
+    """That of one call, whose use counts in ``whole``, too."""
+
+    def __init__(self, whole: CountedQuota, clock: Clock) -> None:
+        super().__init__(whole.limits, clock)
+        self._whole = whole
+
+    def take(self, requests: int, held: int = 0) -> None:
+        """See `Quota`."""
+        self._whole.take(requests, held)
+
+    def give_back(self, requests: int) -> None:
+        """See `Quota`."""
+        self._whole.give_back(requests)
+
+    def spend(self, tokens: int) -> None:
+        """See `Quota`."""
+        super().spend(tokens)
+        self._whole.spend(tokens)
+
+
+class Charges(Observer):
+    """Raises `Violation` unless a call is charged for all tokens that were computed for it."""
+
+    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
+        """See `Observer`."""
+        quota, record = arrival.caller.quota, completion.record
+        if isinstance(quota, CountedQuota) and quota.charged < record.num_tokens:
+            name = record.request.request_id
+            raise Violation(f"{name}: {record.num_tokens} tokens were computed, and {quota.charged} are charged")
+
+
 class WorldGateway:
     """The gateway ``name``: router, registry, directory and `Inference`, without its two servers of public APIs.
     ``restarted``: one with its name has served before."""
@@ -327,6 +361,7 @@ class WorldGateway:
             world,
             60.0,
             b"key",
+            [Charges()],
             chance=chance,
         )
         self._network.servers[self.name] = self.process, self.loop, self.directory.serve
@@ -347,7 +382,7 @@ class WorldGateway:
         """A tenant, with its quota at this gateway."""
         if tenant not in self.quotas:
             self.quotas[tenant] = CountedQuota(TokenLimits(min_priority=-MAX_PRIORITY), self.process.world)
-        return Caller(tenant, self.quotas[tenant], shares_cache=False)
+        return Caller(tenant, CallQuota(self.quotas[tenant], self.process.world), shares_cache=False)
 
     async def _serve(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """One call of a client: the request in, tokens out, then the completion or an error."""

@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 
 from contract.kv import Reason
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import DeadlineExceeded, PdserveError, TransferError, from_wire
 from pdserve.core.handoff import prefix_transfer_id
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode
@@ -28,7 +28,7 @@ from router.registered_worker import RegisteredWorker
 from simulator.engine import Violation
 from simulator.loop import BEGIN_S, Stuck, World, WorldLoop
 from simulator.model import answer
-from simulator.network import Network, Process, StreamWire
+from simulator.network import API, Network, Process, StreamWire
 from simulator.plan import ClientRequest, Fault, Plan
 from simulator.service import Asked, WorldGateway, WorldWorker
 from worker.spec import WorkerSpec
@@ -36,6 +36,8 @@ from worker.spec import WorkerSpec
 RESTART_S = (0.5, 2.0)
 READY_S = 60.0
 """Within which a service is ready."""
+HEAL_S = 60.0
+"""Within which it is again after the faults."""
 END_S = 120.0
 """Within which all requests have ended, after the last one came."""
 REST_S = 60.0
@@ -44,6 +46,10 @@ ABORT_S = 1.0
 """Within which a request is gone whose client has left."""
 PEER_S = 2.0
 """How long a fault waits for its moment."""
+ENDS = frozenset(["stop", "length", "left", "CapacityExceeded", "DeadlineExceeded", "NotReady", "WorkerLost"])
+"""How requests end."""
+SERVED_S = 30.0
+"""A request with so much time is served, or refused because of faults or load: all faults end long before."""
 DRAIN_S, LEAVE_S = 2.0, 8.0
 """Within which a worker that leaves is drained, and has ended."""
 LAST_REQUESTS = 40
@@ -86,8 +92,8 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
     gc.disable()  # it would close what nothing refers to at times that depend on the machine
     gc.freeze()  # `_forget_tasks` need not look at what was there before
     try:
-        with _logged(trace) as lines:
-            return _run(plan, lines)
+        with _logged(trace) as log:
+            return _run(plan, log)
     finally:
         _forget_tasks()
         gc.unfreeze()
@@ -96,10 +102,12 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
             gc.enable()
 
 
-def _run(plan: Plan, lines: list[str]) -> Result:
-    simulation = _Simulation(plan, lines)
+def _run(plan: Plan, log: _Log) -> Result:
+    simulation = _Simulation(plan, log.lines)
+    log.on_error = simulation.violate
     simulation.run()
-    world = simulation.world
+    log.on_error = log.lines.append
+    world, lines = simulation.world, log.lines
     return Result(plan, simulation.outcomes, simulation.violations, list(lines), world.now_s - BEGIN_S, world.turns)
 
 
@@ -108,8 +116,8 @@ class _Simulation:
         self.plan, self.lines = plan, lines
         self._draw = random.Random(f"world/{plan.seed}")
         self.violations: list[str] = []
-        self.world = World(self._chance(), self._on_error)
-        self.network = Network(self.world, self._chance(), plan.latency_s)
+        self.world = World(self._chance(), self._on_error, plan.turn_s)
+        self.network = Network(self.world, self._chance(), plan.latency_s, plan.break_share)
         self.host = Process(self.world, "clients", "host-clients")
         self.loop = self.host.loop("loop")
         self.config = PdserveConfig.parse(plan.config)
@@ -159,7 +167,9 @@ class _Simulation:
                 left = [outcome.request.asked.request_id for outcome in self.outcomes if not outcome.end]
                 self.violate(f"requests {left} have not ended")
                 return
-            self._until(self._is_healed, 60.0)
+            if not self._until(self._is_healed, HEAL_S):
+                self.violate("the service is not as it was before the faults")
+                return
             self.loop.call_soon(self._say_farewell)
             if not self._until(lambda: self._running == 0, END_S, least_s=0.001):
                 self.violate("the last requests have not ended")
@@ -307,6 +317,9 @@ class _Simulation:
                 self._flip(fault.target, Role(fault.other))
             case "replace":
                 self._replace(fault.target)
+            case "reset":
+                connections = list(self.network.open.values())
+                connections[self._draw.randrange(len(connections))].close("connection reset")
             case "kill_peer":
                 self._kill_peer(self.world.now_s + PEER_S)
             case "kill" if worker is not None:
@@ -320,6 +333,8 @@ class _Simulation:
                 engine = worker.engine
                 engine.process.pause()
                 self.loop.call_later(fault.for_s, engine.process.resume)
+            case "hang_engine" if worker is not None and worker.engines:
+                worker.engine.process.pause()
             case _:
                 self.tell("it has no target")
 
@@ -334,7 +349,7 @@ class _Simulation:
                     continue
                 transfer = incarnation.kv._receiver._by_attempt.get(prefix_transfer_id(served.attempt_id))
                 peer = self.workers.get(served.peer.worker_id)
-                if transfer is not None and transfer.fetch is not None and peer is not None:
+                if transfer is not None and transfer.fetch is not None and transfer.fetch.left and peer is not None:
                     self.tell(f"{served.peer.worker_id} is killed while {served.attempt_id} fetches its prefix")
                     peer.process.kill()
                     return
@@ -407,7 +422,7 @@ class _Simulation:
                 outcome.end = outcome.end or "DeadlineExceeded"
                 return
             gateway = f"gateway-{(attempt + len(asked.prompt)) % self.plan.gateways}"
-            wire = StreamWire(self.network, self.host, f"{gateway}/api")
+            wire = StreamWire(self.network, self.host, f"{gateway}{API}")
             resumed = _resumed(asked, left_s, outcome.tokens)
             self.tell(f"CLIENT {asked.request_id} asks {gateway} from token {len(outcome.tokens)} on")
             try:
@@ -482,6 +497,10 @@ class _Simulation:
                 self.violate(f"{name}: it ended {late_s:.3f} s after its deadline")
             if outcome.end in ("stop", "length", "left"):
                 continue
+            if outcome.end == DeadlineExceeded.__name__ and asked.timeout_s >= SERVED_S:
+                self.violate(f"{name}: it was not served within {asked.timeout_s} s: {outcome.why}")
+            if outcome.end not in ENDS and not issubclass(type(from_wire(outcome.end, "")), TransferError):
+                self.violate(f"{name}: {outcome.end}: {outcome.why}")
             if not self.plan.faults and outcome.end not in ("CapacityExceeded", "DeadlineExceeded"):
                 self.violate(f"{name}: {outcome.end} without any fault: {outcome.why}")
 
@@ -540,6 +559,9 @@ class _Simulation:
                 held = [kv._running, kv._sender._transfers, kv._receiver._by_attempt]
                 if any(held):
                     return f"{worker_id} has KV transfers {held}"
+                for link in kv._sender._peers.values():
+                    if over := link._announced.keys() & kv._sender._over.keys():
+                        return f"{worker_id} keeps announcements of what has ended: {sorted(over)}"
         return ""
 
 
@@ -568,36 +590,36 @@ def _forget_tasks() -> None:
         logging.disable(disabled)
 
 
-class _TraceHandler(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
+class _Log(logging.Handler):
+    """What the service's parts log, line by line; of unexpected errors ``on_error`` is told."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._lines = lines
+        self.lines: list[str] = []
+        self.on_error: Callable[[str], None] = self.lines.append
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line with the time and the thread of the world."""
         loop = asyncio._get_running_loop()
         if isinstance(loop, WorldLoop):
-            text = f"{loop.time() - BEGIN_S:10.6f} {loop.name}: {record.getMessage()}"
+            text = f"{loop.name}: {record.getMessage()}"
             if record.exc_info and record.exc_info[1] is not None:
                 text += f": {record.exc_info[1]!r}"
-            self._lines.append(text)
+                if record.levelno >= logging.ERROR:
+                    self.on_error(text)
+            self.lines.append(f"{loop.time() - BEGIN_S:10.6f} {text}")
 
 
 @contextlib.contextmanager
-def _logged(trace: bool) -> Any:
-    lines: list[str] = []
-    root = logging.getLogger()
-    before, disabled = root.level, logging.root.manager.disable
-    handler = _TraceHandler(lines)
-    if trace:
-        root.addHandler(handler)
-        root.setLevel(logging.DEBUG)
-        logging.disable(logging.NOTSET)
-    else:
-        logging.disable(logging.CRITICAL)
+def _logged(trace: bool) -> Iterator[_Log]:
+    log, root = _Log(), logging.getLogger()
+    level, disabled, handlers = root.level, logging.root.manager.disable, root.handlers
+    root.handlers = [log]
+    root.setLevel(logging.DEBUG if trace else logging.ERROR)
+    logging.disable(logging.NOTSET if trace else logging.WARNING)
     try:
-        yield lines
+        yield log
     finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
+        root.handlers = handlers
+        root.setLevel(level)
         logging.disable(disabled)
