@@ -307,6 +307,8 @@ def _serve(connection: Connection, loop: WorldLoop, serve: Serve, breaks_at: int
                     connection.send(1, answer)
         except PdserveError as error:
             why = str(error)
+        except Exception as error:  # noqa: BLE001 - at once, and not when the task is freed
+            loop.call_exception_handler({"message": "a stream is served", "exception": error})
         finally:
             connection.close(why, by=1)
 
@@ -315,8 +317,7 @@ def _serve(connection: Connection, loop: WorldLoop, serve: Serve, breaks_at: int
             task[0].cancel()
 
     connection.attach(1, loop, arrived.put, ended)
-    work = Interrupted(run(), breaks_at) if breaks_at else run()
-    loop.call_soon(lambda: task.append(loop.create_task(work)))
+    loop.call_soon(lambda: task.append(loop.create_task(Interrupted(run(), breaks_at) if breaks_at else run())))
 
 
 async def _pump(connection: Connection, requests: AsyncIterator[bytes]) -> None:

@@ -22,8 +22,8 @@ HUNG_S = 4.0
 TENANTS = ("a", "b", "c")
 
 FaultKind = Literal[
-    "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway", "flip",
-    "replace", "kill_peer",
+    "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway",
+    "pause_gateway", "flip", "replace", "kill_peer",
 ]  # fmt: skip
 _KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 MAX_KINDS = 4
@@ -34,8 +34,9 @@ MAX_KINDS = 4
 class Fault:
     """Something that happens ``at_s`` seconds after the service is ready, to ``target``, for ``for_s`` seconds.
     ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``reset``: some
-    connection breaks. ``replace``: the worker is drained and leaves, and another one joins. ``kill_peer``: as soon as a
-    worker fetches a prefix for a prompt that it is to hand off, the decode worker that waits for it is killed."""
+    connection breaks. ``pause_gateway`` breaks those of its clients, too. ``replace``: the worker is drained and
+    leaves, and another one joins. ``kill_peer``: as soon as a worker fetches a prefix for a prompt that it is to hand
+    off, the decode worker that waits for it is killed."""
 
     at_s: float
     kind: FaultKind
@@ -83,13 +84,13 @@ class Plan:
     def draw(cls, seed: int, num_requests: int = 50) -> Self:
         """The plan of a seed."""
         draw = random.Random(f"plan/{seed}")
-        prefill, decode = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+        quiet = draw.random() < QUIET_SHARE
+        kinds = () if quiet else draw.sample(_KINDS, draw.randint(1, MAX_KINDS))
+        fetches = "kill_peer" in kinds  # prefixes, often and slowly
+        prefill, decode = draw.choice([(2, 1), (2, 2), (3, 1), (3, 2), *([] if fetches else [(1, 1), (1, 2)])])
         roles = {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
         roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
         gateways = draw.choice([1, 1, 2])
-        quiet = draw.random() < QUIET_SHARE
-        kinds = () if quiet else draw.sample(_KINDS, draw.randint(1, MAX_KINDS))
-        fetches = "kill_peer" in kinds
         block_size = draw.choice([4, 8, 16])
         tiny = draw.random() < 0.3
         settings = WorkerSettings(
@@ -98,7 +99,7 @@ class Plan:
             max_num_seqs=draw.choice([2, 4, 16]),
             max_num_batched_tokens=draw.choice([8, 32, 128]),
             chunk_tokens=draw.choice([None, None, 8]),
-            prefix_caching=draw.random() < 0.9,
+            prefix_caching=fetches or draw.random() < 0.9,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
             bytes_per_s=3e4 if fetches else draw.choice([3e4, 2e5, 2e6]),
@@ -107,9 +108,7 @@ class Plan:
         )
         config = {
             "router": {
-                "policy": draw.choice(
-                    ["least_tokens", "prefix_affinity", "kv_aware", "round_robin", "round_robin", "power_of_two"]
-                ),
+                "policy": draw.choice(["round_robin", "power_of_two", *([] if fetches else _POLICIES)]),
                 "prefix_fetch": "always" if fetches else draw.choice(["off", "auto", "always", "always"]),
                 "first_token": draw.choice(["prefill", "prefill", "decode"]),
                 "max_unread_tokens": draw.choice([4, 1024]),
@@ -128,6 +127,8 @@ class Plan:
             "gateway": {"replicas": gateways},
         }
         habits = _Habits.draw(draw)
+        if fetches:
+            habits = habits._replace(modes=(Mode.PD,), heads=(48,))
         requests = tuple(_request(draw, number, settings, habits) for number in range(num_requests))
         faults: tuple[Fault, ...] = ()
         if not quiet:
@@ -146,6 +147,9 @@ def _when(fault: Fault) -> float:
     return fault.at_s
 
 
+_POLICIES = ("least_tokens", "prefix_affinity", "kv_aware", "round_robin")
+
+
 class _Habits(NamedTuple):
     """What the clients of a seed have in common: so many leave, read slowly, and have short deadlines."""
 
@@ -153,6 +157,8 @@ class _Habits(NamedTuple):
     dawdle: float
     hurry: float
     modes: tuple[Mode, ...]
+    heads: tuple[int, ...]
+    """So many tokens of a prompt are those of others."""
 
     @classmethod
     def draw(cls, draw: random.Random) -> Self:
@@ -162,6 +168,7 @@ class _Habits(NamedTuple):
             draw.choice([0.0, 0.25, 0.6]),
             draw.choice([0.0, 0.25]),
             draw.choice([(Mode.PD,), (Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO), (Mode.COLOCATED, Mode.AUTO)]),
+            draw.choice([(0, 24, 48), (48,)]),
         )
 
 
@@ -169,7 +176,7 @@ def _request(draw: random.Random, number: int, settings: WorkerSettings, habits:
     room = settings.num_blocks * settings.block_size
     tenant = draw.choice(TENANTS)
     shared = random.Random(f"{tenant}/{draw.randrange(2)}")  # some prompts of a tenant begin alike
-    head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice([0, 24, 48, 48]))]
+    head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice(habits.heads))]
     tail = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.randint(1, 24))]
     prompt = (*head, *tail)[: room // 2]
     leaves_after = draw.randint(1, 6) if draw.random() < habits.leave / 2 else None
@@ -211,6 +218,8 @@ def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Rol
             return Fault(at_s, kind, worker, HUNG_S)
         case "kill_gateway":
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}")
+        case "pause_gateway":
+            return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}", lasting)
         case "flip":
             return Fault(at_s, kind, worker, other=draw.choice(["prefill", "decode"]))
         case "pause" | "pause_engine":
