@@ -55,6 +55,7 @@ class WorldEngine:
         clock = worker.world
         self.runner = _Runner(layout, memory, config.num_blocks)
         connector = TransferConnector(clock, layout, layer_groups)
+        connector.worth_bytes = layout.block_bytes
         self.scheduler = Scheduler(config, clock, connector)
         self._pipe = _Pipe(control, self._events, self._kv_reader)
         self.core = EngineCore(self.scheduler, self.runner, clock, self._pipe, run_ahead)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 VOCAB_SIZE = 64
 EOS_TOKEN_ID = 0
 NUM_LAYERS = 2
-SLOT_BYTES = 8
-"""Of a token in a layer."""
+SLOT_BYTES = 64
+"""Of a token in a layer: so many that a prompt is larger than the smallest message."""
 
 _MASK = 2**64 - 1
 
@@ -43,7 +43,7 @@ def _prompt(salt: str, token_ids: tuple[int, ...]) -> _Prompt:
 
 
 def _slot(state: int, layer: int) -> bytes:
-    return ((state + layer) & _MASK).to_bytes(SLOT_BYTES, "little")
+    return ((state + layer) & _MASK).to_bytes(8, "little") * (SLOT_BYTES // 8)
 
 
 _LAYERS = range(NUM_LAYERS)

@@ -15,6 +15,7 @@ from simulator.service import Asked, WorkerSettings
 
 WINDOW_S = 3.0
 """Requests come, and faults happen, within so many seconds after the service is ready."""
+SLOW_BYTES_PER_S = 2.4e5
 QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
 HUNG_S = 4.0
@@ -92,7 +93,7 @@ class Plan:
         roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
         gateways = draw.choice([1, 1, 2])
         block_size = draw.choice([4, 8, 16])
-        tiny = draw.random() < 0.3
+        tiny, checksum = draw.random() < 0.3, draw.random() < 0.8
         settings = WorkerSettings(
             num_blocks=(96 if tiny else 512) // block_size * 2,
             block_size=block_size,
@@ -102,9 +103,9 @@ class Plan:
             prefix_caching=fetches or draw.random() < 0.9,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
-            bytes_per_s=3e4 if fetches else draw.choice([3e4, 2e5, 2e6]),
+            bytes_per_s=SLOW_BYTES_PER_S if fetches else draw.choice([SLOW_BYTES_PER_S, 1e6, 2e6]),
             step_s=draw.choice([(0.002, 0.010), (0.002, 0.010), (0.01, 0.04)]),
-            corrupt_share=0.0 if quiet else draw.choice([0.0, 0.0, 0.0, 0.0, 0.05]),
+            corrupt_share=draw.choice([0.0, 0.0, 0.0, 0.05]) if checksum and not quiet else 0.0,
         )
         config = {
             "router": {
@@ -120,8 +121,10 @@ class Plan:
                 "overlap": draw.choice(["none", "chunk", "layer"]),
                 "layer_groups": 2,
                 "lease_s": draw.choice([0.5, 3.0, 30.0]),
-                "on_kv_failure": draw.choice(["retry", "retry", "recompute"]),
-                "message_bytes": draw.choice([2**16, 2**20]),
+                "on_kv_failure": draw.choice(["retry", "retry", "recompute", "fail"]),
+                "checksum": checksum,
+                "message_bytes": draw.choice([2**12, 2**20]),
+                "max_inflight_bytes": draw.choice([2**12, 2**24]),
             },
             "engine": {"hang_timeout_s": draw.choice([1.5, 3.0])},
             "gateway": {"replicas": gateways},
