@@ -82,9 +82,9 @@ class KVSender:
 
     def push(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float, *, partial: bool = False) -> None:
         """Begin a transfer of ``num_blocks`` blocks to ``peer``; opens a link where there is none. Blocks that are
-        queued wait until the peer has announced where they go. ``deadline_s`` is a time of the sender's clock. With
-        ``partial``, these may be only the first of the announced blocks. ValueError if the attempt has a transfer
-        already."""
+        queued wait until the peer has announced where they go, for at most ``lease_s`` once all of them are.
+        ``deadline_s`` is a time of the sender's clock. With ``partial``, these may be only the first of the announced
+        blocks. ValueError if the attempt has a transfer already."""
         if attempt_id in self._transfers:
             raise ValueError(f"{attempt_id} is being sent already")
 
@@ -127,6 +127,8 @@ class KVSender:
             last=last,
             trailer=trailer,
         )
+        if last and not transfer.nonce:
+            transfer.lease.watch(self._lease_s)  # a receiver without room must not hold blocks here until the deadline
         if (peer := self._peer_of(transfer)) is not None:
             peer.advance(transfer)
 
