@@ -204,7 +204,7 @@ class _Simulation:
             and all(
                 len(worker.linked) == sum(role is Role.DECODE for role in self.roles.values())
                 for worker in gateway.registry.workers
-                if worker.role is Role.PREFILL
+                if worker.role is Role.PREFILL and not worker.lost
             )
             for gateway in self.gateways.values()
         )

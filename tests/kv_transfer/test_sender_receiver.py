@@ -213,6 +213,16 @@ async def test_a_receiver_that_has_no_room_yet_is_not_taken_for_silent(make_ends
     await ends.both("r")
 
 
+async def test_a_receiver_without_room_gets_a_lease_once_all_blocks_are_queued(make_ends: MakeEnds) -> None:
+    """Else two workers with small pools could wait for each other's room."""
+    ends = await make_ends(lease_s=0.3)
+    ends.push("r", 2)
+    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    async with asyncio.timeout(1):
+        with pytest.raises(TransferTimeout, match=r"silent for 0\.3 s"):
+            await ends.sender.wait("r")
+
+
 async def test_a_receiver_that_is_silent_after_its_announcement_is_given_up(make_ends: MakeEnds) -> None:
     ends = await linked(make_ends, lease_s=0.3)
     ends.push("r", 2)
