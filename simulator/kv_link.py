@@ -33,6 +33,8 @@ class Wires(NamedTuple):
     check: Check
     chance: random.Random
     one_sided: bool
+    on_device: bool
+    """Nothing is hashed, as between GPUs."""
     corrupt_share: float
     bytes_per_s: float
     """So few that a handshake measures a link with few bytes."""
@@ -61,12 +63,13 @@ class WorldTransport(KVTransport):
         chance: random.Random,
         *,
         one_sided: bool,
+        on_device: bool,
         corrupt_share: float,
         bytes_per_s: float,
     ) -> None:
         super().__init__(memory)
         self._network, self._process = network, process
-        self._wires = Wires(check, chance, one_sided, corrupt_share, bytes_per_s)
+        self._wires = Wires(check, chance, one_sided, on_device, corrupt_share, bytes_per_s)
         self._address = ""
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -107,7 +110,7 @@ class WorldLink(KVLink):
 
     def __init__(self, memory: Memory, connection: Connection, side: int, wires: Wires) -> None:
         super().__init__(memory)
-        self.reads_late = wires.one_sided
+        self.reads_late, self.on_device = wires.one_sided, wires.on_device
         self._connection, self._side, self._wires, self._one_sided = connection, side, wires, wires.one_sided
         self._arrived: Mailbox[tuple[bytes, _Sent | None] | None] = Mailbox()
         self._payload: _Sent | None = None

@@ -138,7 +138,7 @@ class Plan:
             number = draw.choice([1, 3, 6, 12])
             faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(number)), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
-        turn_s, break_share = draw.choice([TURN_S, TURN_S, 1e-5, 5e-5]), 0.0 if quiet else draw.choice([0.0, 0.0, 0.3])
+        turn_s, break_share = draw.choice([TURN_S, TURN_S, 2e-5, 2e-4]), 0.0 if quiet else draw.choice([0.0, 0.0, 0.3])
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
@@ -162,6 +162,8 @@ class _Habits(NamedTuple):
     modes: tuple[Mode, ...]
     heads: tuple[int, ...]
     """So many tokens of a prompt are those of others."""
+    window_s: float
+    """They come within so many seconds."""
 
     @classmethod
     def draw(cls, draw: random.Random) -> Self:
@@ -172,6 +174,7 @@ class _Habits(NamedTuple):
             draw.choice([0.0, 0.25]),
             draw.choice([(Mode.PD,), (Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO), (Mode.COLOCATED, Mode.AUTO)]),
             draw.choice([(0, 24, 48), (48,)]),
+            draw.choice([WINDOW_S, WINDOW_S, WINDOW_S, 0.05]),
         )
 
 
@@ -186,7 +189,7 @@ def _request(draw: random.Random, number: int, settings: WorkerSettings, habits:
     leaves_s = draw.uniform(0.0, 0.6) if draw.random() < habits.leave / 2 else None
     leaves = leaves_after is not None or leaves_s is not None
     return ClientRequest(
-        draw.uniform(0.0, WINDOW_S),
+        draw.uniform(0.0, habits.window_s),
         Asked(
             request_id=f"r{number}",
             tenant=tenant,

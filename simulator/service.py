@@ -180,6 +180,7 @@ class WorldWorker:
             engine.check_access,
             random.Random(self._chance.getrandbits(64)),
             one_sided=settings.one_sided,
+            on_device=settings.one_sided and not config.transfer.checksum,
             corrupt_share=settings.corrupt_share,
             bytes_per_s=settings.bytes_per_s,
         )
