@@ -326,9 +326,8 @@ class _Simulation:
                 self._flip(fault.target, Role(fault.other))
             case "replace":
                 self._replace(fault.target)
-            case "reset":
-                connections = list(self.network.open.values())
-                connections[self._draw.randrange(len(connections))].close("connection reset")
+            case "reset" if self.network.open:
+                self._draw.choice(list(self.network.open.values())).close("connection reset")
             case "kill_peer":
                 self._kill_peer(self.world.now_s + PEER_S)
             case "kill" if worker is not None:
