@@ -248,7 +248,8 @@ class WorldLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        self.world.on_error({**context, "thread": self.name})
+        if not self.dead:  # else its tasks end because they are freed
+            self.world.on_error({**context, "thread": self.name})
 
     default_exception_handler = call_exception_handler
 
