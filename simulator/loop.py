@@ -71,6 +71,8 @@ class World:
         self._numbers = 0
         self.runnable: list[WorldLoop] = []
         """Loops with callbacks to run, in no order that means anything."""
+        self.left: list[object] = []
+        """What dead loops would have run: tasks that are freed would run their last blocks."""
 
     def now(self) -> float:
         """Virtual seconds (`pdserve.core.clock.Clock`)."""
@@ -134,7 +136,7 @@ class World:
         while timers:
             when_s, _, callback = timers[0]
             if callback.call is None or callback.loop.dead:
-                heapq.heappop(timers)
+                self.left.append(heapq.heappop(timers)[2])
                 continue
             self.now_s = max(self.now_s, when_s)
             self._fire()
@@ -143,7 +145,9 @@ class World:
 
     def _fire(self) -> None:
         callback = heapq.heappop(self._timers)[2]
-        if callback.call is not None:
+        if callback.loop.dead:
+            self.left.append(callback)
+        elif callback.call is not None:
             callback.loop.add(callback)
 
 
@@ -186,7 +190,7 @@ class WorldLoop(asyncio.AbstractEventLoop):
         """Never run anything again. Nothing that its tasks would do at their end is done."""
         self.dead = self.paused = True
         self.rests = False
-        self.ready.clear()
+        self.world.left.append(self.ready)
         self.ready = deque(maxlen=0)  # takes nothing more
 
     def number(self) -> int:
