@@ -121,7 +121,9 @@ class Plan:
                 "overlap": draw.choice(["none", "chunk", "layer"]),
                 "layer_groups": 2,
                 "lease_s": draw.choice([0.5, 3.0, 30.0]),
-                "on_kv_failure": draw.choice(["retry", "retry", "recompute", "fail"]),
+                "on_kv_failure": draw.choice(
+                    ["retry", "retry", "recompute", "retry" if settings.corrupt_share else "fail"]
+                ),
                 "checksum": checksum,
                 "message_bytes": draw.choice([2**12, 2**20]),
                 "max_inflight_bytes": draw.choice([2**12, 2**24]),

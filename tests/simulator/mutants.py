@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
-    *("pdserve", "runtime", "checkpoints", "engine", "kv_transfer", "worker", "router"),
+    *("pdserve", "contract", "runtime", "checkpoints", "engine", "kv_transfer", "worker", "router"),
     *("prefill_worker", "decode_worker", "gateway", "simulator"),
 )
 MAX_SEEDS = 2_000
