@@ -201,10 +201,14 @@ class Attempt:
             yield await self._token(decoding)
 
     async def _first_of(self, prefilling: WorkerStream, decoding: WorkerStream) -> Arrival:
-        """Wait for token 1 of prefill. Raises decode's error if decode fails before."""
+        """Wait for token 1 of prefill. Raises decode's error if decode fails before, and `WorkerLost` if decode has
+        given more tokens than are kept unread: it had token 1, so prefill cannot reach this gateway."""
         doing = f"prefilling on {prefilling.worker.worker_id}"
-        while not (prefilling.has_changed or decoding.has_failed):
+        while not (prefilling.has_changed or decoding.has_failed or decoding.has_stalled):
             await self._deadline.bound(self._change(), doing)
+        if decoding.has_stalled and not prefilling.has_changed:
+            self.failed.add(prefilling.worker.worker_id)
+            raise WorkerLost(f"worker {prefilling.worker.worker_id} gave no token, and decode goes on without it")
         if not prefilling.has_output and decoding.has_failed:
             await self._next(decoding)
         return await self._next(prefilling)

@@ -78,6 +78,11 @@ class WorkerStream:
         return self._end is not None and not self._unread
 
     @property
+    def has_stalled(self) -> bool:
+        """Whether no more outputs are taken because too many are unread."""
+        return isinstance(self._end, ReaderStalled)
+
+    @property
     def has_changed(self) -> bool:
         """Whether `next` returns or raises something."""
         return bool(self._unread) or self._end is not None

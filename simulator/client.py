@@ -12,7 +12,8 @@ from pdserve.client.core import GatewayCore
 from pdserve.client.request import Ask
 from pdserve.core.errors import NotReady, PdserveError, from_wire, to_wire
 from pdserve.pb import inference_pb2 as pb
-from simulator.network import Network, Process, StreamWire
+from simulator.loop import Mailbox
+from simulator.network import API, Network, Process, StreamWire
 from simulator.service import ERROR, Call
 
 DEADLINE_GRACE_S = 12.0
@@ -67,7 +68,7 @@ class WorldGatewayApi(GatewayCore):
     @property
     def address(self) -> str:
         """Where the API is."""
-        return f"{self.target}/api"
+        return f"{self.target}{API}"
 
 
 class WorldCall:
@@ -77,7 +78,7 @@ class WorldCall:
         self._api, self._call, self._tokens = api, call, tokens
         self._reader: asyncio.Task[object] | None = None
         self._cancelled = False
-        self._read: asyncio.Queue[bytes] = asyncio.Queue()
+        self._read: Mailbox[bytes] = Mailbox()
 
     def cancel(self) -> None:
         """End it: the one who reads it is cancelled."""
@@ -92,7 +93,7 @@ class WorldCall:
             raise asyncio.CancelledError
         wire = StreamWire(api.network, api.process, api.address)
         error: PdserveError | None = None
-        began = False
+        began = completed = False
         try:
             async with asyncio.timeout(call.timeout_s + DEADLINE_GRACE_S):
                 answers = await wire.open(self._requests(), timeout_s=call.timeout_s)
@@ -106,8 +107,10 @@ class WorldCall:
                             api.on_begin(self._tokens)
                         if api.read_s:
                             await asyncio.sleep(api.read_s)
-                            self._read.put_nowait(b"")
-                        yield pb.GenerateResponse.FromString(data)
+                            self._read.put(b"")
+                        response = pb.GenerateResponse.FromString(data)
+                        completed = response.HasField("completion")
+                        yield response
         except TimeoutError:
             error = PdserveError()
             error.kind = UNANSWERED
@@ -115,6 +118,8 @@ class WorldCall:
             error = NotReady(str(lost))
         finally:
             await wire.aclose()
+        if error is None and not completed:
+            error = NotReady("the connection ended during the call")
         if error is not None:
             raise error
 

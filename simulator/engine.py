@@ -7,6 +7,8 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+import msgspec
+
 from contract.engine import Command, EngineEvent, KVEvent, KVReady, Ping, Pong, Ready, Submit
 from engine.core import ComputedStep, EngineCore
 from engine.offload import BlockStore, MemoryStore, OffloadConnector
@@ -16,7 +18,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kv_transfer.memory import HostMemory
 from pdserve.core.kv_layout import KVLayout, Region
 from pdserve.core.request import EngineStatus
-from simulator.loop import WorldLoop
+from simulator.loop import Mailbox, WorldLoop
 from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES, VOCAB_SIZE, Chain
 from simulator.network import Process
 
@@ -51,12 +53,12 @@ class WorldEngine:
         self.loop = self.process.loop("steps")
         self.layout, self._config, self._memory = layout, config, memory
         self._control, self._chance, self._step_s = control, chance, step_s
-        self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
+        self._events: Mailbox[EngineEvent | None] = Mailbox()
         self._kv_reader = _KVReader()
         self._inbox: list[Command] = []
         self._wake = asyncio.Event()
         clock = self.process.clock
-        self.runner = _Runner(layout, memory)
+        self.runner = _Runner(layout, memory, config.num_blocks)
         connector = KVConnector(clock, layout, layer_groups)
         self._cold: OffloadConnector | None = None
         if store is not None:
@@ -64,6 +66,7 @@ class WorldEngine:
             connector = self._cold = OffloadConnector(
                 clock, layout, layer_groups, store, self._read_block, self._write_block, self._done, reader
             )
+        connector.worth_bytes = layout.block_bytes
         self.scheduler = Scheduler(config, clock, connector)
         self._pipe = _Pipe(control, self._events, self._kv_reader)
         self.core = EngineCore(self.scheduler, self.runner, clock, self._pipe, run_ahead)
@@ -109,7 +112,7 @@ class WorldEngine:
     def _died(self) -> None:
         if self.returncode is None:
             self.returncode = KILLED
-            self._control.call_soon(self._events.put_nowait, None)
+            self._control.call_soon(self._events.put, None)
 
     def _block(self, block: int) -> Region:
         return Region(block * self.layout.block_bytes, self.layout.block_bytes)
@@ -119,7 +122,7 @@ class WorldEngine:
 
     def _write_block(self, block: int, data: bytes) -> None:
         region = self._block(block)
-        self.check_write([region])
+        self.check_access([region])
         self._memory.view(region)[:] = data
 
     @property
@@ -133,12 +136,14 @@ class WorldEngine:
     def _done(self, command: KVReady) -> None:
         self.loop.call_soon(self._take, command)
 
-    def check_write(self, regions: Sequence[Region]) -> None:
-        """Raise `Violation` if a link, or what reads cold blocks, writes a block that no request awaits."""
+    def check_access(self, regions: Sequence[Region]) -> None:
+        """Raise `Violation` if a link reads or writes a block that is free, or what reads cold blocks writes one."""
         for region in regions:
             for block in range(region.offset // self.layout.block_bytes, _last(region) // self.layout.block_bytes + 1):
-                if block < self._config.num_blocks and not self.scheduler.blocks.is_owned(block):
-                    raise Violation(f"{self.process.name}: block {block} is written, and is free")
+                if block < self._config.num_blocks:
+                    if not self.scheduler.blocks.is_owned(block):
+                        raise Violation(f"{self.process.name}: block {block} is accessed, and is free")
+                    self.runner.touch(block)
 
     # --- the engine's side -------------------------------------------------------------------------------------------
 
@@ -164,6 +169,10 @@ class WorldEngine:
             busy = self.core.step()
 
 
+class DiskError(OSError):
+    """What `FailingStore` raises."""
+
+
 class FailingStore(MemoryStore):
     """A store of cold blocks that drops so large a share of what it is given, and has lost or cannot read as large a
     share of what it is asked for."""
@@ -181,7 +190,7 @@ class FailingStore(MemoryStore):
         """See `BlockStore`."""
         if self._chance.random() < self._fail_share:
             if self._chance.random() < 0.5:
-                raise OSError("the disk fails")
+                raise DiskError("the disk fails")
             return None
         return super().get(digest)
 
@@ -215,13 +224,13 @@ class _Reader:
 class _Pipe:
     """The engine's outbox (`engine.core.Outbox`)."""
 
-    def __init__(self, control: WorldLoop, events: asyncio.Queue[EngineEvent | None], kv: _KVReader) -> None:
+    def __init__(self, control: WorldLoop, events: Mailbox[EngineEvent | None], kv: _KVReader) -> None:
         self._control, self._events, self._kv = control, events, kv
 
     def send(self, *events: EngineEvent) -> None:
         """Send events to the worker's control loop."""
         for event in events:
-            self._control.call_soon(self._events.put_nowait, event)
+            self._control.call_soon(self._events.put, event)
 
     def send_kv(self, *events: KVEvent) -> None:
         """Send events to its KV loop."""
@@ -259,39 +268,59 @@ class _KVReader:
                 self._on_event(event)
 
 
-class _Runner:
-    """Computes steps: checks the KV that a request reads, writes that of its new tokens, and samples."""
+class _Known(msgspec.Struct, eq=False):
+    """The chain of a request, and which of its full blocks held the right KV at the time ``stamp``."""
 
-    def __init__(self, layout: KVLayout, memory: HostMemory) -> None:
-        self._layout, self._memory = layout, memory
-        self._chains: dict[str, Chain] = {}
+    chain: Chain
+    blocks: list[int] = []
+    stamp: int = 0
+
+
+class _Runner:
+    """Computes steps: checks the KV that a request reads, writes that of its new tokens, and samples.
+
+    A full block is checked again when it was written since, or is another one."""
+
+    def __init__(self, layout: KVLayout, memory: HostMemory, num_blocks: int) -> None:
+        self._size, self._block_bytes = layout.block_size, layout.block_bytes
+        self._pool = memory.view(Region(0, num_blocks * layout.block_bytes))
+        self._written = [0] * num_blocks  # when each block was written, counted in writes
+        self._writes = 0
+        self._known: dict[str, _Known] = {}
         self._pending: dict[str, int] = {}
 
     def note(self, command: Command) -> None:
         """Take note of new requests."""
         if isinstance(command, Submit):
             request = command.request
-            self._chains[request.attempt_id] = Chain(request.salt, request.token_ids)
+            self._known[request.attempt_id] = _Known(Chain(request.salt, request.token_ids))
+
+    def touch(self, block: int) -> None:
+        """Note that a block may be written."""
+        self._writes += 1
+        self._written[block] = self._writes
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
         """See `engine.core.Runner`."""
-        for seq in seqs:
-            self._extend(self._chains[seq.attempt_id], seq)
-            self._check(seq)
+        known = [self._known[seq.attempt_id] for seq in seqs]
+        for seq, each in zip(seqs, known, strict=True):
+            self._extend(each.chain, seq)
+            self._check(each, seq)
         for layer in range(NUM_LAYERS):
-            for seq in seqs:
-                self._write(seq, layer)
+            for seq, each in zip(seqs, known, strict=True):
+                self._write(each.chain.rows[layer], seq, layer)
             if hook is not None and layer + 1 in hook.after:
                 hook.done(layer + 1)
         sampled: dict[str, SampledToken] = {}
-        for seq in seqs:
-            chain = self._chains[seq.attempt_id]
+        for seq, each in zip(seqs, known, strict=True):
             if seq.sample:
-                token_id = self._pending[seq.attempt_id] = chain.token_at(seq.end)
+                token_id = self._pending[seq.attempt_id] = each.chain.token_at(seq.end)
                 sampled[seq.attempt_id] = SampledToken(token_id)
         return ComputedStep(sampled)
 
     def _extend(self, chain: Chain, seq: ScheduledSeq) -> None:
+        if chain.token_ids[seq.start : seq.end] == seq.token_ids:
+            return
         for position, token_id in enumerate(seq.token_ids, seq.start):
             actual = self._pending[seq.attempt_id] if token_id == PENDING else token_id
             if position == len(chain.token_ids):
@@ -299,32 +328,36 @@ class _Runner:
             elif position > len(chain.token_ids) or chain.token_ids[position] != actual:
                 raise Violation(f"{seq.attempt_id}: token {actual} at {position} is not the one before")
 
-    def _check(self, seq: ScheduledSeq) -> None:
+    def _check(self, known: _Known, seq: ScheduledSeq) -> None:
         """Raise `Violation` unless the KV before the step's tokens is that of the request's own tokens."""
+        size, written, blocks = self._size, self._written, known.blocks
+        num_full = seq.start // size
+        table = seq.block_ids[:num_full]
+        if blocks != table[: len(blocks)] or any([written[block] > known.stamp for block in blocks]):
+            blocks = []
+        for place in range(len(blocks), -(-seq.start // size)):
+            self._check_block(known.chain, seq, place)
+        known.blocks, known.stamp = list(table), self._writes
+
+    def _check_block(self, chain: Chain, seq: ScheduledSeq, place: int) -> None:
+        size, block = self._size, seq.block_ids[place]
+        first, last = place * size * SLOT_BYTES, min((place + 1) * size, seq.start) * SLOT_BYTES
         for layer in range(NUM_LAYERS):
-            row = self._chains[seq.attempt_id].rows[layer]
-            for place, (view, start, stop) in enumerate(self._slots(seq.block_ids, 0, seq.start, layer)):
-                if view != row[start:stop]:
-                    raise Violation(
-                        f"{seq.attempt_id}: block {seq.block_ids[place]} (its {place}.) holds other KV than that of "
-                        f"its tokens, in layer {layer}"
-                    )
+            offset = block * self._block_bytes + layer * size * SLOT_BYTES
+            if self._pool[offset : offset + last - first] != chain.rows[layer][first:last]:
+                raise Violation(
+                    f"{seq.attempt_id}: block {block} (its {place}.) holds other KV than that of its tokens, in layer "
+                    f"{layer}"
+                )
 
-    def _write(self, seq: ScheduledSeq, layer: int) -> None:
-        row = self._chains[seq.attempt_id].rows[layer]
-        for view, start, stop in self._slots(seq.block_ids, seq.start, seq.end, layer):
-            view[:] = row[start:stop]
-
-    def _slots(
-        self, block_ids: Sequence[int], start: int, end: int, layer: int
-    ) -> Iterator[tuple[memoryview, int, int]]:
-        """The slots of tokens ``start`` to ``end`` in a layer: views, and their bytes in the row of a chain."""
-        layout, size = self._layout, self._layout.block_size
-        for place in range(start // size, -(-end // size)):
-            first, last = max(start, place * size), min(end, (place + 1) * size)
-            offset = block_ids[place] * layout.block_bytes + layer * size * SLOT_BYTES + (first % size) * SLOT_BYTES
-            region = Region(offset, (last - first) * SLOT_BYTES)
-            yield self._memory.view(region), first * SLOT_BYTES, last * SLOT_BYTES
+    def _write(self, row: bytearray, seq: ScheduledSeq, layer: int) -> None:
+        start, end, size = seq.start, seq.end, self._size
+        while start < end:
+            block, stop = seq.block_ids[start // size], min(end, (start // size + 1) * size)
+            offset = block * self._block_bytes + (layer * size + start % size) * SLOT_BYTES
+            self._pool[offset : offset + (stop - start) * SLOT_BYTES] = row[start * SLOT_BYTES : stop * SLOT_BYTES]
+            self.touch(block)
+            start = stop
 
 
 def _last(region: Region) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kv_transfer.base import NOTHING, KVLink, KVTransport, Message, check_sizes
@@ -15,7 +15,7 @@ from kv_transfer.memory import Memory
 from pdserve.core.errors import PdserveError, PeerLost
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
-from simulator.loop import WorldLoop
+from simulator.loop import Mailbox, WorldLoop
 from simulator.network import Connection, Network, Process
 
 NAME = "simulated"
@@ -23,16 +23,18 @@ PIECES = 3
 """A payload is written in so many pieces, between which other threads run."""
 
 
-CheckWrite = Callable[[Sequence[Region]], None]
-"""Is told of the regions of a pool that a link is about to write."""
+Check = Callable[[Sequence[Region]], None]
+"""Is told of the regions of a pool that a link is about to read or to write."""
 
 
 class Wires(NamedTuple):
     """What the links of a transport have in common."""
 
-    check: CheckWrite
+    check: Check
     chance: random.Random
     one_sided: bool
+    on_device: bool
+    """Nothing is hashed, as between GPUs."""
     corrupt_share: float
     bytes_per_s: float
     """So few that a handshake measures a link with few bytes."""
@@ -57,16 +59,17 @@ class WorldTransport(KVTransport):
         network: Network,
         process: Process,
         memory: Memory,
-        check: CheckWrite,
+        check: Check,
         chance: random.Random,
         *,
         one_sided: bool,
+        on_device: bool,
         corrupt_share: float,
         bytes_per_s: float,
     ) -> None:
         super().__init__(memory)
         self._network, self._process = network, process
-        self._wires = Wires(check, chance, one_sided, corrupt_share, bytes_per_s)
+        self._wires = Wires(check, chance, one_sided, on_device, corrupt_share, bytes_per_s)
         self._address = ""
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -107,17 +110,17 @@ class WorldLink(KVLink):
 
     def __init__(self, memory: Memory, connection: Connection, side: int, wires: Wires) -> None:
         super().__init__(memory)
-        self.reads_late = wires.one_sided
+        self.reads_late, self.on_device = wires.one_sided, wires.on_device
         self._connection, self._side, self._wires, self._one_sided = connection, side, wires, wires.one_sided
-        self._arrived: asyncio.Queue[tuple[bytes, _Sent | None] | None] = asyncio.Queue()
+        self._arrived: Mailbox[tuple[bytes, _Sent | None] | None] = Mailbox()
         self._payload: _Sent | None = None
         self._unread: deque[_Sent] = deque()
         self._why = ""
-        connection.attach(side, _running(), self._arrived.put_nowait, self._end)
+        connection.attach(side, _running(), self._arrived.put, self._end)
 
     def _end(self, why: str) -> None:
         self._why = self._why or why
-        self._arrived.put_nowait(None)
+        self._arrived.put(None)
         for sent in self._unread:
             sent.done.set()
 
@@ -126,7 +129,7 @@ class WorldLink(KVLink):
         check_sizes(header, payload)
         if self._why:
             raise PeerLost(self._why)
-        sent = _Sent(payload, one_sided=self._one_sided) if payload.size else None
+        sent = _Sent(payload, self._wires.check, one_sided=self._one_sided) if payload.size else None
         if sent is not None and self._one_sided:
             while self._unread and self._unread[0].done.is_set():
                 self._unread.popleft()
@@ -151,7 +154,7 @@ class WorldLink(KVLink):
             self._payload = None
         item = await self._arrived.get()
         if item is None:
-            self._arrived.put_nowait(None)
+            self._arrived.put(None)
             raise PeerLost(self._why)
         header, self._payload = item
         return Message(header, 0 if self._payload is None else self._payload.size)
@@ -159,34 +162,40 @@ class WorldLink(KVLink):
     async def _move(self, fetch: Fetch) -> None:
         if (sent := self._payload) is None:
             return
-        left = PIECES
         try:
-            for part in sent.parts():
-                size = -(-part.nbytes // left)
-                for start in range(0, part.nbytes, size):
-                    piece = part[start : start + size]
-                    target = _first(fetch.views(), piece.nbytes)
-                    with fetch.writing():
-                        await asyncio.sleep(piece.nbytes / self._wires.bytes_per_s)
-                        if self._why and not self._one_sided:
-                            raise PeerLost(self._why)
-                        if self._one_sided:  # what has begun is written, whether it is wanted any more or not
-                            self._wires.check(fetch.regions)
-                            data = self._wires.carry(piece)
-                            for view in target:
-                                view[:], data = data[: view.nbytes], data[view.nbytes :]
-                            if not fetch.cancelled:
-                                fetch.advance(piece.nbytes)
-                        elif not fetch.cancelled:
-                            self._wires.check(fetch.regions)
-                            fetch.write(self._wires.carry(piece))
-                    if fetch.cancelled:
-                        return
+            for piece in _pieces(sent.parts(), -(-sent.size // PIECES)):
+                if self._one_sided:
+                    await self._copy(fetch, sent, piece)
+                else:
+                    await asyncio.sleep(_size(piece) / self._wires.bytes_per_s)
+                    if self._why:
+                        raise PeerLost(self._why)
+                    if not fetch.cancelled:
+                        self._wires.check(fetch.regions)
+                        for part in piece:
+                            fetch.write(self._wires.carry(part))
+                if fetch.cancelled:
+                    return
             if self._why:
                 raise PeerLost(self._why)
         finally:
             sent.finish(self._connection)
             self._payload = None
+
+    async def _copy(self, fetch: Fetch, sent: _Sent, piece: Sequence[memoryview]) -> None:
+        """Read a piece where it is. What has begun is written, whether it is wanted any more or not."""
+        size = _size(piece)
+        target = _first(fetch.views(), size)
+        with fetch.writing():
+            await asyncio.sleep(size / self._wires.bytes_per_s)
+            if self._connection.is_held(1 - self._side):
+                sent.check(sent.regions)
+            self._wires.check(fetch.regions)
+            data = memoryview(b"".join(self._wires.carry(part) for part in piece))
+            for view in target:
+                view[:], data = data[: view.nbytes], data[view.nbytes :]
+            if not fetch.cancelled:
+                fetch.advance(size)
 
     async def aclose(self) -> None:
         """See `KVLink`."""
@@ -199,8 +208,8 @@ class WorldLink(KVLink):
 class _Sent:
     """A payload on its way."""
 
-    def __init__(self, payload: Payload, *, one_sided: bool) -> None:
-        self.size = payload.size
+    def __init__(self, payload: Payload, check: Check, *, one_sided: bool) -> None:
+        self.size, self.regions, self.check = payload.size, payload.regions, check
         self.done = asyncio.Event()
         """Set, on the sender's thread, when nothing reads the payload any more."""
         self._sender = _running()
@@ -213,6 +222,25 @@ class _Sent:
     def finish(self, connection: Connection) -> None:
         """Tell the sender that nothing reads it any more."""
         self._sender.call_later(connection.network.delay_s(), self.done.set)
+
+
+def _size(parts: Sequence[memoryview]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _pieces(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The bytes of ``parts`` in pieces of ``size`` bytes; the last may be smaller."""
+    piece, room = list[memoryview](), size
+    for part in parts:
+        while part.nbytes:
+            piece.append(part[:room])
+            room -= piece[-1].nbytes
+            part = part[piece[-1].nbytes :]
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
 
 
 def _first(views: Sequence[memoryview], size: int) -> list[memoryview]:

@@ -10,7 +10,9 @@ import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Generic, TypeVar, TypeVarTuple
+
+import msgspec
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -20,6 +22,8 @@ BEGIN_S = 1_000.0
 
 TURN_S = 1e-6
 """Virtual seconds that a turn takes, so that a loop that polls does not stop the clock."""
+LOOK_S = 0.005
+"""How often a condition is looked at."""
 MAX_BURST = 8
 """The most callbacks that a loop runs before others may."""
 
@@ -28,47 +32,38 @@ class Stuck(Exception):
     """Nothing is ready, and no timer is left."""
 
 
-class Callback:
+class Callback(msgspec.Struct, eq=False):
     """A callback of a loop, as `asyncio.TimerHandle`, but without a context of its own unless one is given: it is made
-    a hundred thousand times per run."""
+    a hundred thousand times per run. Once cancelled, it has no ``call``."""
 
-    __slots__ = ("_args", "_call", "_context", "_when_s", "is_cancelled", "loop")
-
-    def __init__(
-        self, loop: WorldLoop, call: Callable[..., object], args: Any, context: Context | None, when_s: float = 0.0
-    ) -> None:
-        self.loop, self._call, self._args, self._context, self._when_s = loop, call, args, context, when_s
-        self.is_cancelled = False
+    loop: WorldLoop
+    call: Callable[..., object] | None
+    args: tuple[Any, ...]
+    context: Context | None
+    when_s: float = 0.0
 
     def cancel(self) -> None:
         """Do not call it."""
-        self.is_cancelled = True
+        self.call = None
+        self.args = ()
 
     def cancelled(self) -> bool:
         """Whether it is not called."""
-        return self.is_cancelled
+        return self.call is None
 
     def when(self) -> float:
         """The time of a timer."""
-        return self._when_s
-
-    def run(self) -> None:
-        """Call it. What it raises is told to the world."""
-        try:
-            if self._context is None:
-                self._call(*self._args)
-            else:
-                self._context.run(self._call, *self._args)
-        except Exception as error:  # noqa: BLE001 - as asyncio does
-            self.loop.call_exception_handler({"message": f"{self._call}", "exception": error})
+        return self.when_s
 
 
 class World:
     """The clock, and all loops. ``chance`` decides which of them runs. ``on_error`` is told of exceptions that no code
-    has handled (as asyncio's exception handlers are)."""
+    has handled (as asyncio's exception handlers are). A turn of a loop takes ``turn_s``."""
 
-    def __init__(self, chance: random.Random, on_error: Callable[[dict[str, Any]], None]) -> None:
-        self.now_s = BEGIN_S
+    def __init__(
+        self, chance: random.Random, on_error: Callable[[dict[str, Any]], None], turn_s: float = TURN_S
+    ) -> None:
+        self.now_s, self._turn_s = BEGIN_S, turn_s
         self.turns = 0
         self._random = chance.random
         self.on_error = on_error
@@ -76,6 +71,8 @@ class World:
         self._numbers = 0
         self.runnable: list[WorldLoop] = []
         """Loops with callbacks to run, in no order that means anything."""
+        self.left: list[object] = []
+        """What dead loops would have run: tasks that are freed would run their last blocks."""
 
     def now(self) -> float:
         """Virtual seconds (`pdserve.core.clock.Clock`)."""
@@ -84,19 +81,21 @@ class World:
     def add_timer(self, callback: Callback) -> None:
         """Have its loop run ``callback`` at its time."""
         self._numbers += 1
-        heapq.heappush(self._timers, (callback.when(), self._numbers, callback))
+        heapq.heappush(self._timers, (callback.when_s, self._numbers, callback))
 
     def run(self, until: Callable[[], bool], limit_s: float) -> bool:
-        """Run loops in turn until the condition holds, which is looked at whenever the clock moves by a timer. False if
-        virtual time reaches ``limit_s`` first. `Stuck` if nothing is left to run."""
+        """Run loops in turn until the condition holds, which is looked at every `LOOK_S`. False if virtual time reaches
+        ``limit_s`` first. `Stuck` if nothing is left to run."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=_close_generator)
         try:
             while not until():
                 if self.now_s >= limit_s:
                     return False
-                self._run_ready()
-                self._next_timer()
+                look_s = self.now_s + LOOK_S
+                while self.now_s < look_s:
+                    self._run_ready()
+                    self._next_timer()
             return True
         finally:
             asyncio._set_running_loop(None)
@@ -109,19 +108,25 @@ class World:
             loop = runnable[place]
             ready = loop.ready
             if loop.paused or not ready:
-                loop.listed = False
+                loop.listed, loop.rests = False, not loop.paused
                 runnable[place] = runnable[-1]
                 runnable.pop()
                 continue
             asyncio._set_running_loop(loop)
             for _ in range(min(len(ready), 1 + int(draw() * MAX_BURST))):
                 callback = ready.popleft()
-                if not callback.is_cancelled:
-                    callback.run()
+                if (call := callback.call) is not None:
+                    try:
+                        if callback.context is None:
+                            call(*callback.args)
+                        else:
+                            callback.context.run(call, *callback.args)
+                    except Exception as error:  # noqa: BLE001 - as asyncio does
+                        loop.call_exception_handler({"message": f"{call}", "exception": error})
                 if loop.paused or not ready:
                     break
             self.turns += 1
-            self.now_s += TURN_S
+            self.now_s += self._turn_s
             while timers and timers[0][0] <= self.now_s:
                 self._fire()
 
@@ -130,8 +135,8 @@ class World:
         timers = self._timers
         while timers:
             when_s, _, callback = timers[0]
-            if callback.is_cancelled or callback.loop.dead:
-                heapq.heappop(timers)
+            if callback.call is None or callback.loop.dead:
+                self.left.append(heapq.heappop(timers)[2])
                 continue
             self.now_s = max(self.now_s, when_s)
             self._fire()
@@ -140,7 +145,9 @@ class World:
 
     def _fire(self) -> None:
         callback = heapq.heappop(self._timers)[2]
-        if not callback.is_cancelled:
+        if callback.loop.dead:
+            self.left.append(callback)
+        elif callback.call is not None:
             callback.loop.add(callback)
 
 
@@ -152,33 +159,39 @@ class WorldLoop(asyncio.AbstractEventLoop):
         self.ready: deque[Callback] = deque()
         self.listed = False
         """Whether it is in `World.runnable`."""
+        self.rests = True
+        """Whether the next callback puts it there."""
         self.paused = self.dead = False
         self._numbers = 0
 
     def add(self, callback: Callback) -> None:
         """Run ``callback`` after those that are ready."""
-        if self.dead:
-            return
         self.ready.append(callback)
-        if not self.listed and not self.paused:
-            self.listed = True
-            self.world.runnable.append(self)
+        if self.rests:
+            self._list()
+
+    def _list(self) -> None:
+        self.listed, self.rests = True, False
+        self.world.runnable.append(self)
 
     def pause(self) -> None:
         """Run nothing until `resume`, as a process that was stopped."""
-        self.paused = True
+        self.paused, self.rests = True, False
 
     def resume(self) -> None:
         """Go on."""
-        self.paused = False
-        if self.ready and not self.listed and not self.dead:
-            self.listed = True
-            self.world.runnable.append(self)
+        if self.dead:
+            return
+        self.paused, self.rests = False, not self.listed
+        if self.rests and self.ready:
+            self._list()
 
     def kill(self) -> None:
         """Never run anything again. Nothing that its tasks would do at their end is done."""
         self.dead = self.paused = True
-        self.ready.clear()
+        self.rests = False
+        self.world.left.append(self.ready)
+        self.ready = deque(maxlen=0)  # takes nothing more
 
     def number(self) -> int:
         """The next number of a task or future of this loop, which makes the order of sets the same in every run."""
@@ -191,7 +204,9 @@ class WorldLoop(asyncio.AbstractEventLoop):
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> Callback:
         soon = Callback(self, callback, args, context)
-        self.add(soon)
+        self.ready.append(soon)
+        if self.rests:
+            self._list()
         return soon
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -199,7 +214,9 @@ class WorldLoop(asyncio.AbstractEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> Callback:
-        return self.call_at(self.world.now_s + delay, callback, *args, context=context)
+        timer = Callback(self, callback, args, context, self.world.now_s + delay)
+        self.world.add_timer(timer)
+        return timer
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -221,7 +238,9 @@ class WorldLoop(asyncio.AbstractEventLoop):
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        return WorldTask(coro, loop=self, name=name, context=context)
+        task = WorldTask(coro, loop=self, name=name or self.name, context=context)
+        task._log_destroy_pending = False
+        return task
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Threads that compute take no time."""
@@ -233,9 +252,8 @@ class WorldLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if self.dead:
-            return  # what its futures have at their end does not matter
-        self.world.on_error({**context, "thread": self.name})
+        if not self.dead:  # else its tasks end because they are freed
+            self.world.on_error({**context, "thread": self.name})
 
     default_exception_handler = call_exception_handler
 
@@ -256,29 +274,90 @@ class WorldLoop(asyncio.AbstractEventLoop):
 
 
 class WorldFuture(asyncio.Future[T]):
-    """A future whose hash is a number of its loop."""
+    """A future whose hash is a number of its loop, so that sets of futures have the same order in every run."""
 
-    def __init__(self, *, loop: WorldLoop) -> None:
-        super().__init__(loop=loop)
-        self._number = loop.number()
+    _number = 0
 
     def __hash__(self) -> int:
-        return self._number
+        return _number(self)
 
 
 class WorldTask(asyncio.Task[T]):
     """A task whose hash is a number of its loop. If its loop is killed, it is forgotten without a word."""
 
-    def __init__(self, coro: Any, *, loop: WorldLoop, name: str | None, context: Context | None) -> None:
-        self._number = loop.number()
-        super().__init__(coro, loop=loop, name=name or f"{loop.name}-{self._number}", context=context)
-        self._log_destroy_pending = False
+    _number = 0
+    _log_destroy_pending: bool
 
     def __hash__(self) -> int:
-        return self._number
+        return _number(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+def _number(future: WorldFuture[Any] | WorldTask[Any]) -> int:
+    if not future._number:
+        loop = future.get_loop()
+        assert isinstance(loop, WorldLoop), "a world runs it"
+        future._number = loop.number()
+    return future._number
+
+
+class Mailbox(Generic[T]):
+    """A queue that one task reads."""
+
+    __slots__ = ("_items", "_reader")
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, item: T) -> None:
+        """Add an item, on the reader's thread."""
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> T:
+        """The next item."""
+        while not self._items:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._items.popleft()
+
+
+class Interrupted(Coroutine[Any, Any, T]):
+    """``work``, whose task is cancelled at its wait number ``at``: when what it waits for has come, and it has not run
+    since. Who hands something to a waiting task must be prepared for that."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], at: int) -> None:
+        self._work, self._left = work, at
+
+    def send(self, value: Any) -> Any:
+        """See `Coroutine`."""
+        return self._waits(self._work.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        """See `Coroutine`."""
+        return self._waits(self._work.throw(*error))
+
+    def close(self) -> None:
+        """See `Coroutine`."""
+        self._work.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._work.__await__()
+
+    def _waits(self, awaited: Any) -> Any:
+        self._left -= 1
+        if not self._left and awaited is not None:
+            task = asyncio.current_task()
+            assert task is not None, "a task runs it"
+            awaited.add_done_callback(lambda _: task.cancel())  # before the callback that wakes the task
+        return awaited
 
 
 def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:

@@ -3,14 +3,16 @@ them. Who reads KV that another request has written, or that was overwritten, no
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 VOCAB_SIZE = 64
 EOS_TOKEN_ID = 0
 NUM_LAYERS = 2
-SLOT_BYTES = 8
-"""Of a token in a layer."""
+SLOT_BYTES = 64
+"""Of a token in a layer: so many that a prompt is larger than the smallest message."""
 
 _MASK = 2**64 - 1
 
@@ -24,25 +26,46 @@ def _token(state: int) -> int:
     return (state >> 20) % VOCAB_SIZE
 
 
+class _Prompt(NamedTuple):
+    """A chain's states before and after each token of a prompt, and its rows."""
+
+    states: tuple[int, ...]
+    rows: tuple[bytes, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _prompt(salt: str, token_ids: tuple[int, ...]) -> _Prompt:
+    """Several workers compute the same prompt, and those who check its answer."""
+    states = [zlib.crc32(salt.encode()) + 1]
+    for token_id in token_ids:
+        states.append(_next(states[-1], token_id))
+    return _Prompt(tuple(states), tuple(b"".join(_slot(state, layer) for state in states[1:]) for layer in _LAYERS))
+
+
+def _slot(state: int, layer: int) -> bytes:
+    return ((state + layer) & _MASK).to_bytes(8, "little") * (SLOT_BYTES // 8)
+
+
+_LAYERS = range(NUM_LAYERS)
+
+
 class Chain:
     """The tokens of a request with ``salt``, and the KV that they must have."""
 
     def __init__(self, salt: str, token_ids: Sequence[int] = ()) -> None:
-        self.token_ids: list[int] = []
-        self._state = zlib.crc32(salt.encode()) + 1
-        self._states = [self._state]
-        self.rows = [bytearray() for _ in range(NUM_LAYERS)]
+        self.token_ids = list(token_ids)
+        prompt = _prompt(salt, tuple(token_ids))
+        self._states = list(prompt.states)
+        self.rows = [bytearray(row) for row in prompt.rows]
         """The KV of each layer, `SLOT_BYTES` per token."""
-        for token_id in token_ids:
-            self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Add a token."""
         self.token_ids.append(token_id)
-        state = self._state = _next(self._state, token_id)
+        state = _next(self._states[-1], token_id)
         self._states.append(state)
         for layer, row in enumerate(self.rows):
-            row += ((state + layer) & _MASK).to_bytes(SLOT_BYTES, "little")
+            row += _slot(state, layer)
 
     def token_at(self, position: int) -> int:
         """The token that follows the first ``position`` ones."""
@@ -51,9 +74,7 @@ class Chain:
 
 def answer(salt: str, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool) -> list[int]:
     """What the model answers."""
-    state, found = zlib.crc32(salt.encode()) + 1, list[int]()
-    for token_id in prompt:
-        state = _next(state, token_id)
+    state, found = _prompt(salt, tuple(prompt)).states[-1], list[int]()
     while len(found) < max_tokens:
         found.append(_token(state))
         if found[-1] == EOS_TOKEN_ID and not ignore_eos:

@@ -12,8 +12,12 @@ from typing import Any
 
 from contract.control import Serve
 from pdserve.core.errors import PdserveError
-from simulator.loop import World, WorldLoop
+from simulator.loop import Interrupted, Mailbox, World, WorldLoop
 
+API = "/api"
+"""The address of a gateway's API ends with this."""
+CONNECT_AGAIN_S = 0.5
+"""How often a connection is asked for again that gets no answer."""
 KEEPALIVE_S = 10.0
 """After so long without a way between its ends, a connection breaks at both."""
 
@@ -80,10 +84,13 @@ class Process:
 
 class Network:
     """What processes of different hosts can reach. ``chance`` draws the delay of each message, between the two of
-    ``latency_s``."""
+    ``latency_s``. ``break_share``: so many streams to addresses of the service's API break at the server's end, which
+    then waits for something, in the moment when that has come."""
 
-    def __init__(self, world: World, chance: random.Random, latency_s: tuple[float, float]) -> None:
-        self.world, self._chance, self._latency_s = world, chance, latency_s
+    def __init__(
+        self, world: World, chance: random.Random, latency_s: tuple[float, float], break_share: float = 0.0
+    ) -> None:
+        self.world, self._chance, self._latency_s, self._break_share = world, chance, latency_s, break_share
         self.servers: dict[str, tuple[Process, WorldLoop, Any]] = {}
         """By address: who listens there, on which thread, and what it does with a connection."""
         self._clocks: dict[str, HostClock] = {}
@@ -99,7 +106,14 @@ class Network:
 
     def delay_s(self) -> float:
         """Of one message."""
-        return self._chance.uniform(*self._latency_s)
+        least_s, most_s = self._latency_s
+        return least_s + (most_s - least_s) * self._chance.random()
+
+    def breaks_at(self, address: str) -> int:
+        """At which wait of its server a stream to ``address`` breaks; 0: it does not."""
+        if not self._break_share or not address.endswith(API) or self._chance.random() >= self._break_share:
+            return 0
+        return self._chance.randint(1, 12)
 
     def blocked(self, source: Process, target: Process) -> bool:
         """Whether no message of ``source`` reaches ``target`` now."""
@@ -132,9 +146,11 @@ class Network:
         found = self.servers.get(address)
         if found is None or not found[0].alive:
             raise PdserveError(f"{address}: connection refused")
-        if self.blocked(client, found[0]) or self.blocked(found[0], client):
-            await asyncio.sleep(timeout_s)
-            raise PdserveError(f"{address}: no answer")
+        until_s = self.world.now_s + timeout_s
+        while self.blocked(client, found[0]) or self.blocked(found[0], client):
+            if (left_s := until_s - self.world.now_s) <= 0:
+                raise PdserveError(f"{address}: no answer")
+            await asyncio.sleep(min(left_s, CONNECT_AGAIN_S))
         await asyncio.sleep(self.delay_s())
         if not found[0].alive:
             raise PdserveError(f"{address}: connection reset")
@@ -191,6 +207,10 @@ class Connection:
     def _arrive(self, on_message: Callable[[Any], None], message: Any) -> None:
         if not self.closed:
             on_message(message)
+
+    def is_held(self, side: int) -> bool:
+        """Whether the end ``side`` has not closed the connection, and its process is alive."""
+        return self.processes[side].alive and self.ends[side] is not None
 
     def flush(self) -> None:
         """Send what was held back, where nothing blocks it any more."""
@@ -278,13 +298,13 @@ class StreamWire:
         self._open.append(connection)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, WorldLoop), "a world runs it"
-        answers: asyncio.Queue[bytes | PdserveError | None] = asyncio.Queue()
+        answers: Mailbox[bytes | PdserveError | None] = Mailbox()
 
         def ended(why: str) -> None:
-            answers.put_nowait(PdserveError(f"{self._address}: {why}") if why else None)
+            answers.put(PdserveError(f"{self._address}: {why}") if why else None)
 
-        connection.attach(0, loop, answers.put_nowait, ended)
-        _serve(connection, server_loop, serve)
+        connection.attach(0, loop, answers.put, ended)
+        _serve(connection, server_loop, serve, self._network.breaks_at(self._address))
         sending = loop.create_task(_pump(connection, requests))
         return _answers(connection, answers, sending)
 
@@ -295,9 +315,9 @@ class StreamWire:
         self._open.clear()
 
 
-def _serve(connection: Connection, loop: WorldLoop, serve: Serve) -> None:
+def _serve(connection: Connection, loop: WorldLoop, serve: Serve, breaks_at: int) -> None:
     """Serve the server's end of a stream on ``loop``."""
-    arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+    arrived: Mailbox[bytes | None] = Mailbox()
     task: list[asyncio.Task[None]] = []
 
     async def requests() -> AsyncIterator[bytes]:
@@ -312,6 +332,8 @@ def _serve(connection: Connection, loop: WorldLoop, serve: Serve) -> None:
                     connection.send(1, answer)
         except PdserveError as error:
             why = str(error)
+        except Exception as error:  # noqa: BLE001 - at once, and not when the task is freed
+            loop.call_exception_handler({"message": "a stream is served", "exception": error})
         finally:
             connection.close(why, by=1)
 
@@ -319,8 +341,8 @@ def _serve(connection: Connection, loop: WorldLoop, serve: Serve) -> None:
         if task:
             task[0].cancel()
 
-    connection.attach(1, loop, arrived.put_nowait, ended)
-    loop.call_soon(lambda: task.append(loop.create_task(run())))
+    connection.attach(1, loop, arrived.put, ended)
+    loop.call_soon(lambda: task.append(loop.create_task(Interrupted(run(), breaks_at) if breaks_at else run())))
 
 
 async def _pump(connection: Connection, requests: AsyncIterator[bytes]) -> None:
@@ -330,7 +352,7 @@ async def _pump(connection: Connection, requests: AsyncIterator[bytes]) -> None:
 
 
 async def _answers(
-    connection: Connection, arrived: asyncio.Queue[bytes | PdserveError | None], sending: asyncio.Task[None]
+    connection: Connection, arrived: Mailbox[bytes | PdserveError | None], sending: asyncio.Task[None]
 ) -> AsyncIterator[bytes]:
     try:
         while (answer := await arrived.get()) is not None:

@@ -5,48 +5,43 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
+from simulator.loop import TURN_S
 from simulator.model import VOCAB_SIZE
 from simulator.service import Asked, WorkerSettings
 
-WINDOW_S = 4.0
+WINDOW_S = 3.0
 """Requests come, and faults happen, within so many seconds after the service is ready."""
+SLOW_BYTES_PER_S = 2.4e5
 QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
 MEASURED_S = 4.5
 """Within which all offsets to a clock are measured anew."""
+HUNG_S = 4.0
+"""Within which an engine that hangs is killed."""
 TENANTS = ("a", "b", "c")
 
 FaultKind = Literal[
-    "kill",
-    "kill_engine",
-    "pause",
-    "pause_engine",
-    "partition",
-    "kill_gateway",
-    "flip",
-    "replace",
-    "kill_peer",
-    "step",
-    "leave_reading",
-]
-_KINDS: tuple[FaultKind, ...] = (
-    "kill", "kill", "kill_engine", "kill_engine", "pause", "pause_engine", "partition", "partition", "kill_gateway",
-    "kill_gateway", "flip", "replace", "kill_peer", "kill_peer", "step",
-)  # fmt: skip
+    "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway",
+    "pause_gateway", "flip", "replace", "kill_peer", "step", "leave_reading",
+]  # fmt: skip
+_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+MAX_KINDS = 4
+"""A seed has faults of so many kinds at most: what happens rarely among all of them is frequent in some seeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Something that happens ``at_s`` seconds after the service is ready, to ``target``, for ``for_s`` seconds.
-    ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``replace``: the
-    worker is drained and leaves, and another one joins. ``kill_peer``: as soon as a worker fetches a prefix for a
-    prompt that it is to hand off, the decode worker that waits for it is killed. ``kill_gateway``: as soon as a stream
-    that runs there has tokens. ``step``: the clock of a host jumps ahead by ``other`` seconds; so long it may take
-    until everybody knows. ``leave_reading``: the client leaves whose request's cold blocks are being read."""
+    ``other``: of a partition, the host that ``target`` no longer reaches; of a flip, the new role. ``reset``: some
+    connection breaks. ``pause_gateway`` breaks those of its clients, too. ``replace``: the worker is drained and
+    leaves, and another one joins. ``kill_peer``: as soon as a worker fetches a prefix for a prompt that it is to hand
+    off, the decode worker that waits for it is killed. ``kill_gateway``: as soon as a stream that runs there has
+    tokens. ``step``: the clock of a host jumps ahead by ``other`` seconds; so long it may take until everybody knows.
+    ``leave_reading``: the client leaves whose request's cold blocks are being read."""
 
     at_s: float
     kind: FaultKind
@@ -85,20 +80,27 @@ class Plan:
     config: dict[str, Any]
     requests: tuple[ClientRequest, ...]
     faults: tuple[Fault, ...]
+    turn_s: float = TURN_S
+    """How long a turn of a thread takes."""
+    break_share: float = 0.0
+    """See `simulator.network.Network`."""
 
     @classmethod
     def draw(cls, seed: int, num_requests: int = 50) -> Self:
         """The plan of a seed."""
         draw = random.Random(f"plan/{seed}")
-        prefill, decode = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+        quiet = draw.random() < QUIET_SHARE
+        kinds = () if quiet else draw.sample(_KINDS, draw.randint(1, MAX_KINDS))
+        fetches = "kill_peer" in kinds  # prefixes, often and slowly
+        prefill, decode = draw.choice([(2, 1), (2, 2), (3, 1), (3, 2), *([] if fetches else [(1, 1), (1, 2)])])
         roles = {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
         roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
         gateways = draw.choice([1, 2])
-        quiet = draw.random() < QUIET_SHARE
         block_size = draw.choice([4, 8, 16])
-        prefix_caching = draw.random() < 0.9
-        cold_blocks = draw.choice([0, 0, 6, 1000]) if prefix_caching else 0
-        tiny = draw.random() < (0.6 if cold_blocks else 0.3)
+        reads = "leave_reading" in kinds  # cold blocks
+        prefix_caching = fetches or reads or draw.random() < 0.9
+        cold_blocks = draw.choice([6, 1000] if reads else [0, 0, 6, 1000]) if prefix_caching else 0
+        tiny, checksum = draw.random() < (0.6 if cold_blocks else 0.3), draw.random() < 0.8
         settings = WorkerSettings(
             num_blocks=(96 if tiny else 512) // block_size * 2,
             block_size=block_size,
@@ -108,18 +110,16 @@ class Plan:
             prefix_caching=prefix_caching,
             run_ahead=draw.random() < 0.5,
             one_sided=draw.random() < 0.5,
-            bytes_per_s=draw.choice([3e4, 2e5, 2e6]),
+            bytes_per_s=SLOW_BYTES_PER_S if fetches else draw.choice([SLOW_BYTES_PER_S, 1e6, 2e6]),
             step_s=draw.choice([(0.002, 0.010), (0.002, 0.010), (0.01, 0.04)]),
-            corrupt_share=0.0 if quiet else draw.choice([0.0, 0.0, 0.0, 0.0, 0.05]),
+            corrupt_share=draw.choice([0.0, 0.0, 0.0, 0.05]) if checksum and not quiet else 0.0,
             cold_blocks=cold_blocks,
             cold_fail_share=draw.choice([0.0, 0.1]),
         )
         config = {
             "router": {
-                "policy": draw.choice(
-                    ["least_tokens", "prefix_affinity", "kv_aware", "round_robin", "round_robin", "power_of_two"]
-                ),
-                "prefix_fetch": draw.choice(["off", "auto", "always", "always"]),
+                "policy": draw.choice(["round_robin", "power_of_two", *([] if fetches else _POLICIES)]),
+                "prefix_fetch": "always" if fetches else draw.choice(["off", "auto", "always", "always"]),
                 "first_token": draw.choice(["prefill", "prefill", "decode"]),
                 "max_unread_tokens": draw.choice([4, 1024]),
                 "max_queue": draw.choice([8, 256]),
@@ -130,19 +130,28 @@ class Plan:
                 "overlap": draw.choice(["none", "chunk", "layer"]),
                 "layer_groups": 2,
                 "lease_s": draw.choice([0.5, 3.0, 30.0]),
-                "on_kv_failure": draw.choice(["retry", "retry", "recompute"]),
-                "message_bytes": draw.choice([2**16, 2**20]),
+                "on_kv_failure": draw.choice(
+                    ["retry", "retry", "recompute", "retry" if settings.corrupt_share else "fail"]
+                ),
+                "checksum": checksum,
+                "message_bytes": draw.choice([2**12, 2**20]),
+                "max_inflight_bytes": draw.choice([2**12, 2**24]),
             },
+            "engine": {"hang_timeout_s": draw.choice([1.5, 3.0])},
             "gateway": {"replicas": gateways},
             "scaling": _scaling(draw, prefill + decode),
         }
-        requests = tuple(_request(draw, number, settings) for number in range(num_requests))
+        habits = _Habits.draw(draw)
+        if fetches:
+            habits = habits._replace(modes=(Mode.PD,), heads=(48,))
+        requests = tuple(_request(draw, number, settings, habits) for number in range(num_requests))
         faults: tuple[Fault, ...] = ()
-        kinds = _KINDS if not cold_blocks else (*_KINDS, "leave_reading", "leave_reading", "leave_reading")
         if not quiet:
-            faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(draw.randint(1, 8))), key=_when))
+            number = draw.choice([1, 3, 6, 12])
+            faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(number)), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
-        return cls(seed, roles, gateways, latency_s, settings, config, requests, faults)
+        turn_s, break_share = draw.choice([TURN_S, TURN_S, 2e-5, 2e-4]), 0.0 if quiet else draw.choice([0.0, 0.0, 0.3])
+        return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
         """The same with other faults."""
@@ -167,32 +176,60 @@ def _when(fault: Fault) -> float:
     return fault.at_s
 
 
-def _request(draw: random.Random, number: int, settings: WorkerSettings) -> ClientRequest:
+_POLICIES = ("least_tokens", "prefix_affinity", "kv_aware", "round_robin")
+
+
+class _Habits(NamedTuple):
+    """What the clients of a seed have in common: so many leave, read slowly, and have short deadlines."""
+
+    leave: float
+    dawdle: float
+    hurry: float
+    modes: tuple[Mode, ...]
+    heads: tuple[int, ...]
+    """So many tokens of a prompt are those of others."""
+    window_s: float
+    """They come within so many seconds."""
+
+    @classmethod
+    def draw(cls, draw: random.Random) -> Self:
+        """Those of a seed."""
+        return cls(
+            draw.choice([0.0, 0.15, 0.5]),
+            draw.choice([0.0, 0.25, 0.6]),
+            draw.choice([0.0, 0.25]),
+            draw.choice([(Mode.PD,), (Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO), (Mode.COLOCATED, Mode.AUTO)]),
+            draw.choice([(0, 24, 48), (48,)]),
+            draw.choice([WINDOW_S, WINDOW_S, WINDOW_S, 0.05]),
+        )
+
+
+def _request(draw: random.Random, number: int, settings: WorkerSettings, habits: _Habits) -> ClientRequest:
     room = settings.num_blocks * settings.block_size
     tenant = draw.choice(TENANTS)
     shared = random.Random(f"{tenant}/{draw.randrange(2)}")  # some prompts of a tenant begin alike
-    head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice([0, 24, 48, 48]))]
+    head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice(habits.heads))]
     tail = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.randint(1, 24))]
     prompt = (*head, *tail)[: room // 2]
-    leaves_after = draw.randint(1, 6) if draw.random() < 0.08 else None
-    leaves_s = draw.uniform(0.0, 1.0) if draw.random() < 0.08 else None
+    leaves_after = draw.randint(1, 6) if draw.random() < habits.leave / 2 else None
+    leaves_s = draw.uniform(0.0, 0.6) if draw.random() < habits.leave / 2 else None
     leaves = leaves_after is not None or leaves_s is not None
     return ClientRequest(
-        draw.uniform(0.0, WINDOW_S),
+        draw.uniform(0.0, habits.window_s),
         Asked(
             request_id=f"r{number}",
             tenant=tenant,
             prompt=tuple(prompt),
-            max_tokens=min(200, room // 2) if leaves else draw.choice([1, 2, 3, 8, 16]),
+            max_tokens=min(100, room // 2) if leaves else draw.choice([1, 2, 3, 8, 16]),
             ignore_eos=draw.random() < 0.7,
-            mode=draw.choice([Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO]),
+            mode=draw.choice(habits.modes),
             salt=draw.choice(["", "", "s"]),
-            timeout_s=draw.choice([2.0, 30.0, 30.0, 30.0]),
+            timeout_s=draw.choice([0.3, 2.0]) if draw.random() < habits.hurry else 30.0,
             priority=draw.choice([0, 0, 0, 1]),
         ),
         leaves_after,
         leaves_s,
-        draw.choice([0.0, 0.0, 0.0, 0.05]),
+        0.05 if draw.random() < habits.dawdle else 0.0,
     )
 
 
@@ -207,10 +244,14 @@ def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Rol
             return Fault(at_s, kind, here, lasting, draw.choice([each for each in hosts if each != here]))
         case "step":
             return Fault(at_s, kind, draw.choice(hosts), MEASURED_S, str(draw.choice([0.03, 1.0, 100.0])))
-        case "kill_peer" | "leave_reading":
+        case "kill_peer" | "leave_reading" | "reset":
             return Fault(at_s, kind, "")
+        case "hang_engine":
+            return Fault(at_s, kind, worker, HUNG_S)
         case "kill_gateway":
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}")
+        case "pause_gateway":
+            return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}", lasting)
         case "flip":
             return Fault(at_s, kind, worker, other=draw.choice(["prefill", "decode"]))
         case "pause" | "pause_engine":

@@ -14,15 +14,17 @@ import decode_worker.receive
 import prefill_worker.push
 from contract.control import Wire
 from engine.scheduling.scheduler import SchedulerConfig
+from gateway.arrival import AdmittedCall
 from gateway.callers import Caller, Callers, Quota
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
-from gateway.inference import Completion, Inference, OutputToken
+from gateway.inference import Completion, Inference, Observer, OutputToken
 from gateway.load_meter import LOOK_EVERY_S, LoadMeter
 from gateway.status_report import StatusReport
 from gateway.token_file import TokenLimits
 from gateway.worker_directory import WorkerDirectory
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
+from pdserve.core.clock import Clock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.kv_layout import KVLayout, probe_area
@@ -34,11 +36,11 @@ from router.router import Router
 from runtime.awake_clock import RunningAwakeClock, awake_clock
 from runtime.secret import ServiceSecret
 from runtime.threads import LoopThread
-from simulator.engine import FailingStore, WorldEngine
+from simulator.engine import FailingStore, Violation, WorldEngine
 from simulator.kv_link import WorldTransport
 from simulator.loop import WorldLoop
 from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES
-from simulator.network import Network, Process, StreamWire
+from simulator.network import API, Network, Process, StreamWire
 from worker.client import WorkerClient
 from worker.incarnation import Incarnation
 from worker.kv import KVThread
@@ -47,8 +49,10 @@ from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
 from worker.worker import Worker
 
-START_S = (0.5, 3.0)
+START_S = (0.2, 2.0)
 """How long a process takes to start."""
+FAIL_S = 1.0
+"""Within which the requests on an engine that has died have ended."""
 PROBE_BYTES = 64 * 2**10
 """What a link is measured with."""
 _SECRET = ServiceSecret(bytes(32))
@@ -116,6 +120,18 @@ class WorldWorker:
             self._tell(f"{self.spec.worker_id} ends: {error}")
         self.process.kill()
 
+    def _engine_died(self, engine: WorldEngine) -> None:
+        self.loop.call_soon(lambda: self.loop.create_task(self._check_failed(engine)))
+
+    async def _check_failed(self, engine: WorldEngine) -> None:
+        """Raise `Violation` unless the requests on an engine that has died end soon."""
+        for _ in range(10):  # not all at once: this process may be paused
+            await asyncio.sleep(FAIL_S / 10)
+        requests = {} if self.worker is None else self.worker._table._requests
+        for served in requests.values():
+            if served.resources.command == engine.send and not served.is_over:
+                raise Violation(f"{served.attempt_id} waits for an engine that has died")
+
     # --- WorkerPorts -------------------------------------------------------------------------------------------------
 
     async def listen(self, server: ControlServer) -> None:
@@ -164,14 +180,16 @@ class WorldWorker:
             step_s=settings.step_s,
         )
         self.engines.append(engine)
+        engine.process.on_death.append(lambda: self._engine_died(engine))
         epoch = id_of(self._chance)
         transport = WorldTransport(
             self._network,
             self.process,
             memory,
-            engine.check_write,
+            engine.check_access,
             random.Random(self._chance.getrandbits(64)),
             one_sided=settings.one_sided,
+            on_device=settings.one_sided and not config.transfer.checksum,
             corrupt_share=settings.corrupt_share,
             bytes_per_s=settings.bytes_per_s,
         )
@@ -282,6 +300,38 @@ class CountedQuota(Quota):
         super().spend(tokens)
 
 
+class CallQuota(CountedQuota):
+    """That of one call, whose use counts in ``whole``, too."""
+
+    def __init__(self, whole: CountedQuota, clock: Clock) -> None:
+        super().__init__(whole.limits, clock)
+        self._whole = whole
+
+    def take(self, requests: int, held: int = 0) -> None:
+        """See `Quota`."""
+        self._whole.take(requests, held)
+
+    def give_back(self, requests: int) -> None:
+        """See `Quota`."""
+        self._whole.give_back(requests)
+
+    def spend(self, tokens: int) -> None:
+        """See `Quota`."""
+        super().spend(tokens)
+        self._whole.spend(tokens)
+
+
+class Charges(Observer):
+    """Raises `Violation` unless a call is charged for all tokens that were computed for it."""
+
+    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
+        """See `Observer`."""
+        quota, record = arrival.caller.quota, completion.record
+        if isinstance(quota, CountedQuota) and quota.charged < record.num_tokens:
+            name = record.request.request_id
+            raise Violation(f"{name}: {record.num_tokens} tokens were computed, and {quota.charged} are charged")
+
+
 class WorldGateway:
     """The gateway ``name``: router, registry, directory and `Inference`, without its two servers of public APIs.
     ``restarted``: one with its name has served before."""
@@ -334,11 +384,11 @@ class WorldGateway:
             clock,
             60.0,
             b"key",
-            [self.meter] if config.scaling.controller != "off" else [],
+            [Charges(), *([self.meter] if config.scaling.controller != "off" else [])],
             chance=chance,
         )
         self._network.servers[self.name] = self.process, self.loop, self.directory.serve
-        self._network.servers[f"{self.name}/api"] = self.process, self.loop, self._serve
+        self._network.servers[f"{self.name}{API}"] = self.process, self.loop, self._serve
         self.loop.create_task(self._expire())
         if config.scaling.controller != "off":
             self.loop.create_task(self._look())
@@ -363,7 +413,7 @@ class WorldGateway:
         """A tenant, with its quota at this gateway."""
         if tenant not in self.quotas:
             self.quotas[tenant] = CountedQuota(TokenLimits(min_priority=-MAX_PRIORITY), self.process.clock)
-        return Caller(tenant, self.quotas[tenant], shares_cache=False)
+        return Caller(tenant, CallQuota(self.quotas[tenant], self.process.clock), shares_cache=False)
 
     async def _serve(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """One call of a client: the request in, tokens out, then the completion or an error."""

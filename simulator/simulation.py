@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from pdserve.client.async_client import AsyncStream
 from pdserve.client.generation import Generation
 from pdserve.client.request import Ask, GenerateOptions
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import DeadlineExceeded, NotReady, PdserveError
+from pdserve.core.errors import DeadlineExceeded, NotReady, PdserveError, TransferError, from_wire
 from pdserve.core.handoff import prefix_transfer_id
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode
@@ -28,7 +28,7 @@ from pdserve.core.worker import Role
 from router.breaker import BreakerState
 from router.registered_worker import RegisteredWorker
 from simulator.client import DEADLINE_GRACE_S, UNANSWERED, WorldGatewayApi
-from simulator.engine import Violation
+from simulator.engine import DiskError, Violation
 from simulator.loop import BEGIN_S, Stuck, World, WorldLoop
 from simulator.model import answer
 from simulator.network import Network, Process
@@ -40,6 +40,8 @@ from worker.spec import WorkerSpec
 RESTART_S = (0.5, 2.0)
 READY_S = 60.0
 """Within which a service is ready."""
+HEAL_S = 60.0
+"""Within which it is again after the faults."""
 END_S = 120.0
 """Within which all requests have ended, after the last one came."""
 REST_S = 60.0
@@ -48,12 +50,16 @@ ABORT_S = 1.0
 """Within which a request is gone whose client has left."""
 PEER_S = 2.0
 """How long a fault waits for its moment."""
+ENDS = frozenset(["stop", "length", "left", "CapacityExceeded", "DeadlineExceeded", "NotReady", "WorkerLost"])
+"""How requests end."""
+SERVED_S = 30.0
+"""A request with so much time is served, or refused because of faults or load: all faults end long before."""
 DRAIN_S, LEAVE_S = 2.0, 8.0
 """Within which a worker that leaves is drained, and has ended."""
 LAST_REQUESTS = 40
 """Sent at most, four at a time, until all breakers are closed."""
-RETRY_S = 0.1
-"""After so long a client asks again that was told that the service is not ready."""
+RETRY_S = (0.001, 0.1)
+"""After one of these a client asks again that was told that the service is not ready."""
 
 
 @dataclass(slots=True)
@@ -90,8 +96,8 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
     gc.disable()  # it would close what nothing refers to at times that depend on the machine
     gc.freeze()  # `_forget_tasks` need not look at what was there before
     try:
-        with _logged(trace) as lines:
-            return _run(plan, lines)
+        with _logged(trace) as log:
+            return _run(plan, log)
     finally:
         _forget_tasks()
         gc.unfreeze()
@@ -100,11 +106,13 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
             gc.enable()
 
 
-def _run(plan: Plan, lines: list[str]) -> Result:
-    simulation = _Simulation(plan, lines)
+def _run(plan: Plan, log: _Log) -> Result:
+    simulation = _Simulation(plan, log.lines)
+    log.on_error = simulation.violate
     simulation.run()
-    world = simulation.world
-    return Result(plan, simulation.outcomes, simulation.violations, list(lines), world.now_s - BEGIN_S, world.turns)
+    log.on_error = log.lines.append
+    world, violations = simulation.world, list(simulation.violations)  # what comes later is about the end of the world
+    return Result(plan, simulation.outcomes, violations, list(log.lines), world.now_s - BEGIN_S, world.turns)
 
 
 class _Simulation:
@@ -112,8 +120,8 @@ class _Simulation:
         self.plan, self.lines = plan, lines
         self._draw = random.Random(f"world/{plan.seed}")
         self.violations: list[str] = []
-        self.world = World(self._chance(), self._on_error)
-        self.network = Network(self.world, self._chance(), plan.latency_s)
+        self.world = World(self._chance(), self._on_error, plan.turn_s)
+        self.network = Network(self.world, self._chance(), plan.latency_s, plan.break_share)
         self.host = Process(self.network, "clients", "host-clients")
         self.loop = self.host.loop("loop")
         self.config = PdserveConfig.parse(plan.config)
@@ -172,7 +180,9 @@ class _Simulation:
                 left = [outcome.request.asked.request_id for outcome in self.outcomes if not outcome.end]
                 self.violate(f"requests {left} have not ended")
                 return
-            self._until(self._is_healed, 60.0)
+            if not self._until(self._is_healed, HEAL_S):
+                self.violate("the service is not as it was before the faults")
+                return
             self.loop.call_soon(self._say_farewell)
             if not self._until(lambda: self._running == 0, END_S, least_s=0.001):
                 self.violate("the last requests have not ended")
@@ -205,7 +215,7 @@ class _Simulation:
             and all(
                 len(worker.linked) == sum(role is Role.DECODE for role in self.roles.values())
                 for worker in gateway.registry.workers
-                if worker.role is Role.PREFILL
+                if worker.role is Role.PREFILL and not worker.lost
             )
             for gateway in self.gateways.values()
         )
@@ -323,6 +333,13 @@ class _Simulation:
         match fault.kind:
             case "kill_gateway":
                 self._kill_gateway(fault.target, self.world.now_s + PEER_S)
+            case "pause_gateway":
+                gateway = self.gateways[fault.target].process
+                gateway.pause()
+                for connection in list(self.network.open.values()):
+                    if connection.processes == (self.host, gateway):
+                        connection.close("a proxy gives up")
+                self.loop.call_later(fault.for_s, gateway.resume)
             case "partition":
                 self.network.block(fault.target, fault.other)
                 self.loop.call_later(fault.for_s, self.network.unblock, fault.target, fault.other)
@@ -333,6 +350,8 @@ class _Simulation:
                 self.remove(fault.target)
             case "step":
                 self.network.clock(fault.target).offset_s += float(fault.other)
+            case "reset" if self.network.open:
+                self._draw.choice(list(self.network.open.values())).close("connection reset")
             case "kill_peer":
                 self._kill_peer(self.world.now_s + PEER_S)
             case "leave_reading":
@@ -348,6 +367,8 @@ class _Simulation:
                 engine = worker.engine
                 engine.process.pause()
                 self.loop.call_later(fault.for_s, engine.process.resume)
+            case "hang_engine" if worker is not None and worker.engines:
+                worker.engine.process.pause()
             case _:
                 self.tell("it has no target")
 
@@ -371,7 +392,7 @@ class _Simulation:
                     continue
                 transfer = incarnation.kv._receiver._by_attempt.get(prefix_transfer_id(served.attempt_id))
                 peer = self.workers.get(served.peer.worker_id)
-                if transfer is not None and transfer.fetch is not None and peer is not None:
+                if transfer is not None and transfer.fetch is not None and transfer.fetch.left and peer is not None:
                     self.tell(f"{served.peer.worker_id} is killed while {served.attempt_id} fetches its prefix")
                     peer.process.kill()
                     return
@@ -491,7 +512,7 @@ class _Simulation:
             except PdserveError as error:
                 outcome.end, outcome.why = error.kind, str(error)
                 return
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._draw.choice(RETRY_S))
         outcome.end = DeadlineExceeded.__name__
 
     def _apis(self, outcome: Outcome) -> list[WorldGatewayApi]:
@@ -578,6 +599,9 @@ class _Simulation:
             charged = sum(gateway.quotas[tenant].charged for gateway in self._started if tenant in gateway.quotas)
             if charged < tokens:
                 self.violate(f"tenant {tenant} was charged {charged} tokens, and {tokens} were computed for it")
+        # Where roles change, the pools of two workers may wait for each other until deadlines. Clocks jump past these.
+        kinds = {fault.kind for fault in self.plan.faults}
+        on_time = not kinds & {"flip", "step"} and self.config.scaling.controller == "off"
         for outcome in self.outcomes:
             asked, name = outcome.request.asked, outcome.request.asked.request_id
             late_s = outcome.ended_s - (self._ready_s + outcome.request.at_s + asked.timeout_s)
@@ -585,8 +609,10 @@ class _Simulation:
                 self.violate(f"{name}: it ended {late_s:.3f} s after its deadline")
             if outcome.end in ("stop", "length", "left"):
                 continue
-            if outcome.end == PdserveError.__name__:  # of no known kind
-                self.violate(f"{name}: {outcome.why}")
+            if outcome.end == DeadlineExceeded.__name__ and asked.timeout_s >= SERVED_S and on_time:
+                self.violate(f"{name}: it was not served within {asked.timeout_s} s: {outcome.why}")
+            if outcome.end not in ENDS and not issubclass(type(from_wire(outcome.end, "")), TransferError):
+                self.violate(f"{name}: {outcome.end}: {outcome.why}")
             if not self.plan.faults and outcome.end not in ("CapacityExceeded", "DeadlineExceeded"):
                 self.violate(f"{name}: {outcome.end} without any fault: {outcome.why}")
 
@@ -645,6 +671,9 @@ class _Simulation:
                 held = [kv._running, kv._sender._transfers, kv._receiver._by_attempt]
                 if any(held):
                     return f"{worker_id} has KV transfers {held}"
+                for link in kv._sender._peers.values():
+                    if over := link._announced.keys() & kv._sender._over.keys():
+                        return f"{worker_id} keeps announcements of what has ended: {sorted(over)}"
         return ""
 
 
@@ -662,36 +691,36 @@ def _forget_tasks() -> None:
         logging.disable(disabled)
 
 
-class _TraceHandler(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
+class _Log(logging.Handler):
+    """What the service's parts log, line by line; of unexpected errors ``on_error`` is told."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._lines = lines
+        self.lines: list[str] = []
+        self.on_error: Callable[[str], None] = self.lines.append
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line with the time and the thread of the world."""
         loop = asyncio._get_running_loop()
         if isinstance(loop, WorldLoop):
-            text = f"{loop.time() - BEGIN_S:10.6f} {loop.name}: {record.getMessage()}"
+            text = f"{loop.name}: {record.getMessage()}"
             if record.exc_info and record.exc_info[1] is not None:
                 text += f": {record.exc_info[1]!r}"
-            self._lines.append(text)
+                if record.levelno >= logging.ERROR and not isinstance(record.exc_info[1], DiskError):
+                    self.on_error(text)
+            self.lines.append(f"{loop.time() - BEGIN_S:10.6f} {text}")
 
 
 @contextlib.contextmanager
-def _logged(trace: bool) -> Any:
-    lines: list[str] = []
-    root = logging.getLogger()
-    before, disabled = root.level, logging.root.manager.disable
-    handler = _TraceHandler(lines)
-    if trace:
-        root.addHandler(handler)
-        root.setLevel(logging.DEBUG)
-        logging.disable(logging.NOTSET)
-    else:
-        logging.disable(logging.CRITICAL)
+def _logged(trace: bool) -> Iterator[_Log]:
+    log, root = _Log(), logging.getLogger()
+    level, disabled, handlers = root.level, logging.root.manager.disable, root.handlers
+    root.handlers = [log]
+    root.setLevel(logging.DEBUG if trace else logging.ERROR)
+    logging.disable(logging.NOTSET if trace else logging.WARNING)
     try:
-        yield lines
+        yield log
     finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
+        root.handlers = handlers
+        root.setLevel(level)
         logging.disable(disabled)

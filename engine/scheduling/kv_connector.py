@@ -32,8 +32,10 @@ class KVConnector:
     tokens if `Submit` says so, in the same way as RECEIVE requests.
 
     ``layer_groups`` is the largest number of groups of layers of ``layout`` that a step announces separately (0: it
-    announces all layers at its end).
+    announces all layers at its end); each has at least `worth_bytes`.
     """
+
+    worth_bytes = WORTH_BYTES
 
     def __init__(self, clock: Clock, layout: KVLayout | None = None, layer_groups: int = 0) -> None:
         self._clock = clock
@@ -102,7 +104,7 @@ class KVConnector:
         pushed = [part for part in parts if part.attempt_id in self._pushing]
         size = self._layout.block_size
         blocks = sum(-(-part.end // size) - part.start // size for part in pushed)
-        after = frozenset(group_ends(self._layout, self._layer_groups, blocks))
+        after = frozenset(group_ends(self._layout, self._layer_groups, blocks, self.worth_bytes))
         if not after:
             return None
         told = False
@@ -136,10 +138,10 @@ class KVConnector:
         """End what it runs, because the engine ends."""
 
 
-def group_ends(layout: KVLayout, most_groups: int, num_blocks: int) -> tuple[int, ...]:
+def group_ends(layout: KVLayout, most_groups: int, num_blocks: int, worth_bytes: int = WORTH_BYTES) -> tuple[int, ...]:
     """The numbers of layers after which a step that writes ``num_blocks`` blocks announces progress.
 
     The last layer is not included, so the result is empty if there is only one group.
     """
-    groups = min(most_groups, layout.num_layers, num_blocks * layout.block_bytes // WORTH_BYTES)
+    groups = min(most_groups, layout.num_layers, num_blocks * layout.block_bytes // worth_bytes)
     return tuple(sorted({layout.num_layers * group // groups for group in range(1, groups)}))

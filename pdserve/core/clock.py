@@ -5,12 +5,14 @@ so a worker and its engine need no conversion. Offsets between hosts are measure
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
 from typing import Protocol
 
 
+@functools.cache
 def clock_id() -> str:
     """Identifies the monotonic clock that this process reads: processes with equal ids read the same clock.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
-    *("pdserve", "runtime", "checkpoints", "engine", "kv_transfer", "worker", "router"),
+    *("pdserve", "contract", "runtime", "checkpoints", "engine", "kv_transfer", "worker", "router"),
     *("prefill_worker", "decode_worker", "gateway", "simulator"),
 )
 MAX_SEEDS = 2_000
@@ -212,6 +212,42 @@ MUTANTS = (
         "kv_transfer/receive_transfer.py",
         "        every = (1 << layout.num_layers) - 1\n",
         "        every = 1\n",
+    ),
+    Mutant(
+        "bytes of a transfer that was dropped stay in flight",
+        "kv_transfer/send_link.py",
+        "        self._inflight_bytes -= transfer.unacknowledged_bytes\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "transfers that were announced over a lost link go on",
+        "kv_transfer/receiver.py",
+        "            if unheard or transfer.source is link:\n",
+        "            if transfer.source is link:\n",
+    ),
+    Mutant(
+        "the engine is not told that a request has failed",
+        "worker/request_table.py",
+        "                served.resources.command(Abort(served.attempt_id))\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "the blocks of a pushed prompt are given to no one who waits",
+        "engine/scheduling/scheduler.py",
+        "            self._forget(seq)\n            self._reserve()\n\n    def abort",
+        "            self._forget(seq)\n\n    def abort",
+    ),
+    Mutant(
+        "an event that comes before its hand-off is dropped",
+        "worker/kv.py",
+        "            self._loop.call_soon(partial(self._tell, event, again=True))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a block is cached that is partly filled",
+        "engine/scheduling/scheduler.py",
+        "        num_full = seq.num_computed_tokens // self.config.block_size\n        if seq.prefix",
+        "        num_full = -(-seq.num_computed_tokens // self.config.block_size)\n        if seq.prefix",
     ),
 )
 

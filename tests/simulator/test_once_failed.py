@@ -1,0 +1,50 @@
+"""Plans under which the service once failed."""
+
+from __future__ import annotations
+
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role
+from simulator.plan import ClientRequest, Fault, Plan
+from simulator.service import Asked, WorkerSettings
+from simulator.simulation import simulate
+
+SETTINGS = WorkerSettings(
+    num_blocks=64,
+    block_size=8,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    chunk_tokens=None,
+    prefix_caching=True,
+    run_ahead=False,
+    one_sided=True,
+    corrupt_share=0.0,
+    bytes_per_s=2e6,
+    step_s=(0.002, 0.01),
+)
+
+
+def asked(number: int) -> Asked:
+    """A request for 16 tokens that is handed off."""
+    return Asked(
+        request_id=f"r{number}",
+        tenant="a",
+        prompt=tuple(1 + (number * 31 + place) % 60 for place in range(20)),
+        max_tokens=16,
+        ignore_eos=True,
+        mode=Mode.PD,
+        salt=str(number),
+        timeout_s=30.0,
+        priority=0,
+    )
+
+
+def test_decode_goes_on_while_prefill_cannot_reach_the_gateway() -> None:
+    """Decode left too many tokens unread, so the attempt was given up; but token 1 was still awaited, until the
+    deadline."""
+    roles = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE}
+    requests = tuple(ClientRequest(0.1 + 0.05 * number, asked(number)) for number in range(8))
+    faults = (Fault(0.0, "partition", "host-prefill-0", 6.0, "host-gateway-0"),)
+    config = {"router": {"policy": "round_robin", "max_unread_tokens": 4}}
+    result = simulate(Plan(0, roles, 1, (0.0001, 0.002), SETTINGS, config, requests, faults))
+    assert result.violations == []
+    assert {outcome.end for outcome in result.outcomes} == {"length"}
