@@ -58,7 +58,8 @@ class BenchPlan(LoadOptions):
             return cls(workload=workload, **{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             first = error.errors()[0]
-            raise InvalidRequest(f"{first['loc'][0]}: {first['msg']} (got {first['input']!r})") from None
+            what = first["msg"].removeprefix("Value error, ")
+            raise InvalidRequest(f"{first['loc'][0]}: {what} (got {first['input']!r})") from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
