@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from pdserve.core.errors import InvalidRequest
+from runtime.process import end_with_parent
 from simulator.plan import Plan
 from simulator.simulation import Result, simulate
 
@@ -54,7 +55,7 @@ def run_seeds(first: int, count: int, *, num_requests: int = 50, jobs: int | Non
     check_hash_seed()
     batches = [range(start, min(start + _BATCH, first + count)) for start in range(first, first + count, _BATCH)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=context) as pool:
+    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=context, initializer=end_with_parent) as pool:
         running = [pool.submit(run_batch, batch, num_requests) for batch in batches]
         try:
             for done in as_completed(running):

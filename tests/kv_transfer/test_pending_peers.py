@@ -423,7 +423,8 @@ async def test_a_peer_gets_nothing_from_a_grpc_stream() -> None:
         call = stub(iter((b"junk",)), timeout=AT_ONCE_S)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        # INTERNAL: the refusal came while gRPC's client wrote.
+        assert refused.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
         await ends.count(1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
