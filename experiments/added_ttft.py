@@ -315,7 +315,7 @@ def _answer(cells: Sequence[Figures], run: RunData) -> str:
     sentences = [
         f"With prompts of {cell['prompt_len']} tokens over {cell['transport']}, one request at a time{beside}, "
         f"{token_1}, and {token_2}, the first that waits for the hand-off.",
-        f"The KV transfer exposes {interval_text(cell['exposed_ms'], '')} ms of it." if cell["exposed_ms"] else "",
+        f"{interval_text(cell['exposed_ms'])} ms of KV transfer are exposed." if cell["exposed_ms"] else "",
         unclear_text(cell, run),
     ]
     if _told(cell):
