@@ -1,5 +1,5 @@
-"""Finds a model: the embedded one, a dummy with random weights, a Hugging Face folder, or one of the Hugging Face Hub.
-Does not import torch."""
+"""Finds a model (the embedded one, a dummy with random weights, a Hugging Face folder, or one of the Hugging Face Hub)
+and checks the files of its folder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from checkpoints.shape import ModelShape, RopeScaling
 from pdserve.core.errors import ModelError
 
 DUMMY_SEED = 20_240_607  # all workers must draw the same weights
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+_LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
 _READ_BYTES = 2**20
 
 
@@ -197,11 +200,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must hold a JSON object, not a {type(data).__name__}")
     return data
-
-
-INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
-_LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(path: Path) -> None:

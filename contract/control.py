@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
+from contract.message import Message
 from pdserve.core.errors import PdserveError, from_wire, to_wire
 from pdserve.core.handoff import KVPeer, PeerLink, PrefixSource
 from pdserve.core.prefix_digests import BlockUpdate
@@ -24,10 +25,6 @@ MAX_CONTROL_BYTES = 64 * 2**20
 Validated requests and the outputs of one step are far smaller."""
 MAX_BEAT_BYTES = 2**20
 """Limit: a heartbeat, or its answer. Then: a new stream."""
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages. Encoded as a list of the class's name and its fields, in order."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -121,7 +118,7 @@ class Outputs(Message, frozen=True):
     the attempt id."""
 
     outputs: list[tuple[str, TokenOutput]]
-    failures: list[tuple[str, Failure]] = []
+    failures: list[tuple[str, Failure]] = msgspec.field(default_factory=list)
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
@@ -142,7 +139,7 @@ class Beat(Message, frozen=True):
 
     info: WorkerInfo
     load: WorkerLoad
-    link_states: list[LinkState] = []
+    link_states: list[LinkState] = msgspec.field(default_factory=list)
     blocks: BlockUpdate | None = None
 
     @property
@@ -167,19 +164,13 @@ class BeatAnswer(Message, frozen=True):
 
     gateway_epoch: str
     superseded: bool
-    peers: list[KVPeer] = []
+    peers: list[KVPeer] = msgspec.field(default_factory=list)
     blocks_after: int | None = None
     role: Role | None = None
     version: int = 0
 
 
 M = TypeVar("M")
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Message) -> bytes:
-    """The wire form of a message."""
-    return _encoder.encode(message)
 
 
 class MessageDecoder(Generic[M]):

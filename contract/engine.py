@@ -15,8 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from contract import control
-from contract.control import Message
+from contract.message import Message, encode
 from pdserve.core.handoff import FirstToken
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
@@ -249,9 +248,9 @@ KVEvent = Reserved | Computed
 M = TypeVar("M", bound=Message)
 
 
-def encode(message: Message) -> bytes:
+def encode_frame(message: Message) -> bytes:
     """Encode a message as one frame."""
-    body = control.encode(message)
+    body = encode(message)
     return len(body).to_bytes(4, "little") + body
 
 

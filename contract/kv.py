@@ -26,8 +26,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from contract.control import Message
-from contract.control import encode as encode
+from contract.message import Message
 from pdserve.core.errors import ChecksumMismatch, LayoutMismatch, TransferError, TransferRefused, from_wire
 from pdserve.core.kv_layout import KVLayout
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -390,7 +390,7 @@ def _told(summary: Figures) -> list[str]:
     return list(dict.fromkeys([*smallest, "colocated", AS_CONFIGURED, *chunks, PD]))
 
 
-def _looks(arms: Sequence[str] | Mapping[str, Figures]) -> list[Look]:
+def _looks(arms: Iterable[str]) -> list[Look]:
     """A colour for each arm: fixed for what runs apart and for whole prompts, in turn for others."""
     turns = itertools.cycle(("#0072b2", "#cc79a7", "#56b4e9", "#009e73", "#88a020", "#6a3d9a"))
     fixed: Looks = {

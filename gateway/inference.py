@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.arrival import AdmittedCall, Claim
+from gateway.admitted_call import AdmittedCall, Claim
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
 from gateway.tokenizer import Tokenizer
@@ -105,11 +105,11 @@ class Observer:
         """Token number ``index`` of a request (from 0) reached the gateway ``seconds`` after the one before, which says
         nothing about how quickly its client reads."""
 
-    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
+    def finished(self, completion: Completion, call: AdmittedCall) -> None:
         """A request ended with an answer."""
 
-    def failed(self, error: PdserveError, arrival: AdmittedCall | None) -> None:
-        """A call ended with ``error``: with `RequestAborted` if its client cancelled it. Without an ``arrival``, it was
+    def failed(self, error: PdserveError, call: AdmittedCall | None) -> None:
+        """A call ended with ``error``: with `RequestAborted` if its client cancelled it. Without a ``call``, it was
         not admitted."""
 
 
@@ -159,10 +159,10 @@ class Inference:
             self.failed(error)
             raise
 
-    def failed(self, error: PdserveError, arrival: AdmittedCall | None = None) -> None:
-        """Tell the observers of a call that ended with ``error``, without an ``arrival`` before it was admitted."""
+    def failed(self, error: PdserveError, call: AdmittedCall | None = None) -> None:
+        """Tell the observers of a call that ended with ``error``, without a ``call`` before it was admitted."""
         for observer in self._observers:
-            observer.failed(error, arrival)
+            observer.failed(error, call)
 
     @contextmanager
     def admission(
@@ -175,92 +175,92 @@ class Inference:
         received_s = self._clock.now()
         timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
         deadline = Deadline(received_s + timeout_s, self._clock)
-        arrival = AdmittedCall(caller, received_s, deadline, traceparent, host)
+        call = AdmittedCall(caller, received_s, deadline, traceparent, host)
         try:
             if self.draining is not None:
                 raise NotReady(*self.draining.args)
             # Its limits come first: a call that exceeds them must not count as an arrival, which can pause streams.
-            arrival.take(1)
+            call.take(1)
             self._router.arrived(caller.name or host, self._being_read)
         except PdserveError as error:
-            caller.quota.give_back(arrival.requests)
+            caller.quota.give_back(call.requests)
             self.failed(error)
             raise
         self.in_progress += 1
         try:
-            yield arrival
+            yield call
         except PdserveError as error:
-            self.failed(error, arrival)
+            self.failed(error, call)
             raise
         except asyncio.CancelledError:
             # It may have reached the call anywhere, also while an answer was being written.
-            taken_over = next((each for claim in arrival.claims if (each := claim.error())), None)
-            self.failed(taken_over or RequestAborted("the client cancelled the call"), arrival)
+            taken_over = next((each for claim in call.claims if (each := claim.error())), None)
+            self.failed(taken_over or RequestAborted("the client cancelled the call"), call)
             if taken_over is None:
                 raise
             raise taken_over from None
         finally:
             self.in_progress -= 1
-            caller.quota.give_back(arrival.requests)
+            caller.quota.give_back(call.requests)
             deadline.close()
 
     def was_read(self) -> None:
         """Note that the message of an admitted call was read. Many in a short time pause running requests."""
         self._router.was_read()
 
-    def within(self, arrival: AdmittedCall, timeout_s: float) -> None:
+    def within(self, call: AdmittedCall, timeout_s: float) -> None:
         """Set the deadline that the client has given, ``timeout_s`` after the call came."""
-        arrival.deadline.move(arrival.received_s + timeout_s, self._clock)
+        call.deadline.move(call.received_s + timeout_s, self._clock)
 
-    async def limits(self, arrival: AdmittedCall, mode: Mode = Mode.AUTO) -> Limits:
+    async def limits(self, call: AdmittedCall, mode: Mode = Mode.AUTO) -> Limits:
         """The workers' limits. If no worker has registered yet, waits for one within the call's deadline if the service
         was ready before the gateway was restarted, and else raises the error that says why."""
         doing = "waiting for the service's workers to report to the gateway"
-        return await arrival.deadline.bound(self._await_limits(mode), doing)
+        return await call.deadline.bound(self._await_limits(mode), doing)
 
     async def generate(
-        self, submission: Submission, arrival: AdmittedCall, task: asyncio.Task[Any] | None = None
+        self, submission: Submission, call: AdmittedCall, task: asyncio.Task[Any] | None = None
     ) -> AsyncGenerator[OutputToken | Completion, None]:
         """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers. A
         later call with its id cancels ``task`` (default: the one that iterates).
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
         request_id = submission.request_id or f"req-{self._chance.randbytes(16).hex()}"
-        key = arrival.caller.name, request_id
-        claim = await self._claim(key, submission, arrival, task or asyncio.current_task())
+        key = call.caller.name, request_id
+        claim = await self._claim(key, submission, call, task or asyncio.current_task())
         bind_request(request_id)
         try:
-            client = arrival.client()
+            client = call.client()
             self._being_read[client] += 1
             try:
                 check_short("salt", submission.salt)
                 check_short("session_id", submission.session_id)
-                arrival.caller.quota.check_priority(submission.priority)
+                call.caller.quota.check_priority(submission.priority)
                 check_sampling(submission.sampling, self.tokenizer)
-                limits = await self.limits(arrival, submission.mode)
-                reading = self._read(submission, request_id, arrival, limits)
-                request = await arrival.deadline.bound(reading, "its prompt was tokenized")
+                limits = await self.limits(call, submission.mode)
+                reading = self._read(submission, request_id, call, limits)
+                request = await call.deadline.bound(reading, "its prompt was tokenized")
             finally:
                 self._being_read[client] -= 1
                 if not self._being_read[client]:
                     del self._being_read[client]
             record = Session(
                 request,
-                arrival.deadline,
-                client=arrival.client(submission.user),
+                call.deadline,
+                client=call.client(submission.user),
                 holder=client,
                 output_token_ids=list(request.output_token_ids),
             )
-            record.timeline.record(EventKind.RECEIVED, GATEWAY, arrival.received_s)
+            record.timeline.record(EventKind.RECEIVED, GATEWAY, call.received_s)
             self.running[key] = record
             detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
             text = OutputText(detokenizer, request.sampling.stop)
             if (ended := await self._resume(record, text)) is not None:
                 if request.sampling.prompt_logprobs is not None:
                     await self._compute_prompt(record)
-                yield self._completion(Completion(record, text, ended), arrival)
+                yield self._completion(Completion(record, text, ended), call)
                 return
-            async with aclosing(self._tokens(record, text, arrival)) as outputs:
+            async with aclosing(self._tokens(record, text, call)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
@@ -269,7 +269,7 @@ class Inference:
             claim.ended.set()
 
     async def _claim(
-        self, key: tuple[str, str], submission: Submission, arrival: AdmittedCall, task: asyncio.Task[Any] | None
+        self, key: tuple[str, str], submission: Submission, call: AdmittedCall, task: asyncio.Task[Any] | None
     ) -> Claim:
         """Use a request id. If a call uses it and asks for the same, that call ends first: a client whose connection
         broke need not wait until the gateway has noticed. `InvalidRequest` if it asks for something else."""
@@ -281,9 +281,9 @@ class Inference:
                     f"request_id: {request_id!r} is in use by another request; choose another or leave it out",
                     kind="DuplicateRequest",
                 )
-            await arrival.deadline.bound(earlier.take_over(), "an earlier call with its request_id ended")
+            await call.deadline.bound(earlier.take_over(), "an earlier call with its request_id ended")
         claim = self._claims[key] = Claim(request_id, submission, task)
-        arrival.claims.append(claim)
+        call.claims.append(claim)
         return claim
 
     async def _await_limits(self, mode: Mode) -> Limits:
@@ -302,15 +302,15 @@ class Inference:
         finally:
             unsubscribe()
 
-    async def _read(self, submission: Submission, request_id: str, arrival: AdmittedCall, limits: Limits) -> Request:
+    async def _read(self, submission: Submission, request_id: str, call: AdmittedCall, limits: Limits) -> Request:
         check_token_options(submission.sampling, limits.vocab_size)
-        prompt = await prompt_of(submission, self.tokenizer, limits, arrival.client())
+        prompt = await prompt_of(submission, self.tokenizer, limits, call.client())
         fitted = fit_max_tokens(submission, len(prompt), limits)
-        arrival.tell_prompt(len(prompt), fitted.prompt_logprobs)
+        call.tell_prompt(len(prompt), fitted.prompt_logprobs)
         resume = check_resume(submission.resume, fitted, limits)
         sampling = seeded(fitted, request_id)
-        arrival.caller.quota.spend_prompt(len(prompt) + len(resume))  # tokens to resume after are prefilled as well
-        salt = keyed_salt(arrival.caller.salt_of(submission.salt), self._cache_key)
+        call.caller.quota.spend_prompt(len(prompt) + len(resume))  # tokens to resume after are prefilled as well
+        salt = keyed_salt(call.caller.salt_of(submission.salt), self._cache_key)
         return Request(
             request_id,
             prompt,
@@ -349,7 +349,7 @@ class Inference:
                 record.prompt_logprobs = alone.prompt_logprobs
 
     async def _tokens(
-        self, record: Session, output: OutputText, arrival: AdmittedCall
+        self, record: Session, output: OutputText, call: AdmittedCall
     ) -> AsyncGenerator[OutputToken | Completion, None]:
         timeline, now = record.timeline, self._clock.now
         finish_reason = FinishReason.ERROR
@@ -358,7 +358,7 @@ class Inference:
             index = resumed = len(record.output_token_ids)
             before_s = 0.0
             async for token in tokens:
-                arrival.caller.quota.spend(1 + record.recomputed_tokens)
+                call.caller.quota.spend(1 + record.recomputed_tokens)
                 was_paused, record.recomputed_tokens = bool(record.recomputed_tokens), 0
                 text = output.add(token.token_id)
                 if token.finish_reason is not None:
@@ -374,7 +374,7 @@ class Inference:
                         observer.gap(token.arrived_s - before_s, index)
                 elif not resumed:
                     for observer in self._observers:
-                        observer.first(record, now_s - arrival.received_s)
+                        observer.first(record, now_s - call.received_s)
                 before_s = token.arrived_s
                 last = output.stopped or token.finish_reason is not None
                 yield OutputToken(record, token.token_id, text, index, last, token.logprobs)
@@ -382,11 +382,11 @@ class Inference:
                 if output.stopped and token.finish_reason is None:
                     record.stopped = True
                     break
-        yield self._completion(Completion(record, output, finish_reason), arrival)
+        yield self._completion(Completion(record, output, finish_reason), call)
 
-    def _completion(self, completion: Completion, arrival: AdmittedCall) -> Completion:
+    def _completion(self, completion: Completion, call: AdmittedCall) -> Completion:
         """``completion``, of which the observers are told."""
         completion.record.timeline.record(EventKind.FINISHED, GATEWAY, self._clock.now())
         for observer in self._observers:
-            observer.finished(completion, arrival)
+            observer.finished(completion, call)
         return completion

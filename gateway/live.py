@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from gateway.account import account_of
-from gateway.arrival import AdmittedCall
+from gateway.admitted_call import AdmittedCall
 from gateway.callers import Caller
 from gateway.inference import Completion, Inference, Observer
 from pdserve.core.timeline import Figure
@@ -44,10 +44,10 @@ class LastRequests(Observer):
         self.counts["gaps"] += 1
         self.counts["itl_s"] += seconds
 
-    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
+    def finished(self, completion: Completion, call: AdmittedCall) -> None:
         """Keep a finished request, unless it was resumed: its first tokens were not made here."""
         if completion.breakdowns[Figure.TTFT] is not None:
-            own = self._finished.setdefault(arrival.caller.name, deque(maxlen=FINISHED))
+            own = self._finished.setdefault(call.caller.name, deque(maxlen=FINISHED))
             own.append((next(self._count), _finished(completion)))
 
     def plain(self, caller: Caller) -> list[dict[str, Any]]:

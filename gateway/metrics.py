@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from contract.scaling import GatewayLoad, ScalingReport, within_objective
-from gateway.arrival import AdmittedCall
+from gateway.admitted_call import AdmittedCall
 from gateway.inference import Completion, Observer
 from pdserve.core.errors import PdserveError, RequestAborted
 from pdserve.core.handoff import TransferProof
@@ -140,11 +140,11 @@ class Metrics(Observer, Collector):
         """A token came ``seconds`` after the one before."""
         self._gaps.observe(seconds)
 
-    def failed(self, error: PdserveError, arrival: AdmittedCall | None) -> None:
+    def failed(self, error: PdserveError, call: AdmittedCall | None) -> None:
         """A request ended with ``error``, or was refused."""
         (self._cancelled if isinstance(error, RequestAborted) else self._failed(error.kind)).inc()
 
-    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
+    def finished(self, completion: Completion, call: AdmittedCall) -> None:
         """A request ended with an answer."""
         record, result = completion.record, completion.result
         timeline, mode = record.timeline, completion.mode

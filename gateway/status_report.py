@@ -112,7 +112,7 @@ class StatusReport:
             notes=[*self._model_notes, *self.notes, *filter(None, (shared, self._problem()))],
         )
         if self.scaling is not None:
-            status.scaling.CopyFrom(_scaling(self.scaling))
+            status.scaling.CopyFrom(_scaling_status(self.scaling))
         limits = self.limits()
         if limits is not None and self._registry.workers:
             layout = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info.layout
@@ -159,7 +159,7 @@ class StatusReport:
         )
 
 
-def _scaling(report: ScalingReport) -> pb.ScalingStatus:
+def _scaling_status(report: ScalingReport) -> pb.ScalingStatus:
     return pb.ScalingStatus(
         controller=report.controller,
         last_action=report.last,

@@ -18,7 +18,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.arrival import AdmittedCall
+from gateway.admitted_call import AdmittedCall
 from gateway.inference import Completion, Observer
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, RequestAborted
@@ -44,19 +44,19 @@ class Tracing(Observer):
         self._ids = RandomIdGenerator()
         self._clock = clock
 
-    def failed(self, error: PdserveError, arrival: AdmittedCall | None) -> None:
+    def failed(self, error: PdserveError, call: AdmittedCall | None) -> None:
         """Make the span of a request that failed. One that was not admitted, or was cancelled, has none."""
-        if arrival is None or isinstance(error, RequestAborted) or (ends := self._ends(arrival)) is None:
+        if call is None or isinstance(error, RequestAborted) or (ends := self._ends(call)) is None:
             return
         epoch_ns = self._epoch()
         attributes = {"error.type": error.kind}
         status = Status(StatusCode.ERROR, str(error))
         now_s = self._clock.now()
-        self._send("request", *ends, epoch_ns(arrival.received_s), epoch_ns(now_s), attributes, SpanKind.SERVER, status)
+        self._send("request", *ends, epoch_ns(call.received_s), epoch_ns(now_s), attributes, SpanKind.SERVER, status)
 
-    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
+    def finished(self, completion: Completion, call: AdmittedCall) -> None:
         """Make the spans of a request that ended with an answer."""
-        if (ends := self._ends(arrival)) is None:
+        if (ends := self._ends(call)) is None:
             return
         epoch_ns, timeline = self._epoch(), completion.record.timeline
         times = {kind: epoch_ns(timeline.gateway_time(kind)) for kind in timeline.events}
@@ -70,7 +70,7 @@ class Tracing(Observer):
             # Clocks of two hosts are compared with an error, so an end may seem to lie before its start.
             ended_ns = max(times[start], times[end])
             self._send(name, self._context(request.trace_id), request, times[start], ended_ns, attributes)
-        begun_ns = epoch_ns(arrival.received_s)
+        begun_ns = epoch_ns(call.received_s)
         self._send(
             "request", request, parent, begun_ns, times[EventKind.FINISHED], _attributes(completion), SpanKind.SERVER
         )
@@ -79,12 +79,12 @@ class Tracing(Observer):
         """Send what is left, within a few seconds."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _ends(self, arrival: AdmittedCall) -> tuple[SpanContext, SpanContext | None] | None:
+    def _ends(self, call: AdmittedCall) -> tuple[SpanContext, SpanContext | None] | None:
         """The context of a request's span and that of its parent (None: it begins a trace). None if the client does
         not sample its trace."""
-        if not arrival.traceparent:
+        if not call.traceparent:
             return self._context(self._ids.generate_trace_id()), None
-        found = TraceContextTextMapPropagator().extract({"traceparent": arrival.traceparent}, Context())
+        found = TraceContextTextMapPropagator().extract({"traceparent": call.traceparent}, Context())
         parent = get_current_span(found).get_span_context()
         if not parent.is_valid:
             return self._context(self._ids.generate_trace_id()), None

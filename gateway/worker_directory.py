@@ -10,7 +10,8 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
-from contract.control import BEATS, Beat, BeatAnswer, WorkerHandle, encode
+from contract.control import BEATS, Beat, BeatAnswer, WorkerHandle
+from contract.message import encode
 from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer

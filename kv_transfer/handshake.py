@@ -23,9 +23,9 @@ from contract.kv import (
     Refusal,
     Refused,
     decode,
-    encode,
     peer_error,
 )
+from contract.message import encode
 from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, Message
 from kv_transfer.pool import Pool
 from pdserve.core.clock import Clock

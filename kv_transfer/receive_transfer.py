@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from contract.kv import Announce, Blocks, Header, Probe, Probed, Rated, Reason, Refusal, encode
+from contract.kv import Announce, Blocks, Header, Probe, Probed, Rated, Reason, Refusal
+from contract.message import encode
 from kv_transfer.base import KVLink
 from kv_transfer.fetch import Fetch
 from kv_transfer.link_rate import Run, SenderClock

@@ -22,9 +22,9 @@ from contract.kv import (
     Refused,
     checksum,
     decode,
-    encode,
     peer_error,
 )
+from contract.message import encode
 from kv_transfer.base import KVLink
 from kv_transfer.pool import Pool
 from kv_transfer.send_transfer import SendTransfer

@@ -93,7 +93,7 @@ def _no_pair(view: ClusterView, any_ready: bool) -> NotReady | LayoutMismatch | 
         if not view.ready(role):
             hint = "; modes auto and colocated need none" if any_ready else ""
             if any_ready and not any(worker.role is role for worker in view.workers):
-                hint += f"; a service that was started without one gets one by `pdserve scale --{role} 1`"
+                hint += f"; if the service was started without one, add one by `pdserve scale --{role} 1`"
             return NotReady(f"no {role} worker is ready ({_census(view)}){hint}; try again")
     decode = {worker.worker_id for worker in view.ready(Role.DECODE)}
     if any(not decode.isdisjoint(prefill.linked) for prefill in view.ready(Role.PREFILL)):

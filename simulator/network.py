@@ -20,8 +20,6 @@ CONNECT_AGAIN_S = 0.5
 """How often a connection is asked for again that gets no answer."""
 KEEPALIVE_S = 10.0
 """After so long without a way between its ends, a connection breaks at both."""
-
-
 MOST_OFFSET_S = 500.0
 """How far the clocks of hosts are from the world's at most, before they step."""
 

@@ -22,6 +22,8 @@ MEASURED_S = 4.5
 """Within which all offsets to a clock are measured anew."""
 HUNG_S = 4.0
 """Within which an engine that hangs is killed."""
+TINY_TOKENS, LARGE_TOKENS = 192, 1024
+"""Of a KV pool: a tiny one holds two or three requests."""
 TENANTS = ("a", "b", "c")
 
 FaultKind = Literal[
@@ -102,7 +104,7 @@ class Plan:
         cold_blocks = draw.choice([6, 1000] if reads else [0, 0, 6, 1000]) if prefix_caching else 0
         tiny, checksum = draw.random() < (0.6 if cold_blocks else 0.3), draw.random() < 0.8
         settings = WorkerSettings(
-            num_blocks=(96 if tiny else 512) // block_size * 2,
+            num_blocks=(TINY_TOKENS if tiny else LARGE_TOKENS) // block_size,
             block_size=block_size,
             max_num_seqs=draw.choice([2, 4, 16]),
             max_num_batched_tokens=draw.choice([8, 32, 128]),

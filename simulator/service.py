@@ -14,7 +14,7 @@ import decode_worker.receive
 import prefill_worker.push
 from contract.control import Wire
 from engine.scheduling.scheduler import SchedulerConfig
-from gateway.arrival import AdmittedCall
+from gateway.admitted_call import AdmittedCall
 from gateway.callers import Caller, Callers, Quota
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
 from gateway.inference import Completion, Inference, Observer, OutputToken
@@ -324,9 +324,9 @@ class CallQuota(CountedQuota):
 class Charges(Observer):
     """Raises `Violation` unless a call is charged for all tokens that were computed for it."""
 
-    def finished(self, completion: Completion, arrival: AdmittedCall) -> None:
+    def finished(self, completion: Completion, call: AdmittedCall) -> None:
         """See `Observer`."""
-        quota, record = arrival.caller.quota, completion.record
+        quota, record = call.caller.quota, completion.record
         if isinstance(quota, CountedQuota) and quota.charged < record.num_tokens:
             name = record.request.request_id
             raise Violation(f"{name}: {record.num_tokens} tokens were computed, and {quota.charged} are charged")
@@ -417,17 +417,17 @@ class WorldGateway:
 
     async def _serve(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """One call of a client: the request in, tokens out, then the completion or an error."""
-        call = _CALL.decode(await anext(requests))
-        room = asyncio.Semaphore(call.window)
-        reading = self.loop.create_task(_note_reads(requests, room)) if call.window else None
+        first = _CALL.decode(await anext(requests))
+        room = asyncio.Semaphore(first.window)
+        reading = self.loop.create_task(_note_reads(requests, room)) if first.window else None
         try:
-            with self.inference.admission(self.caller(call.tenant), call.timeout_s) as arrival:
+            with self.inference.admission(self.caller(first.tenant), first.timeout_s) as call:
                 self.inference.was_read()
-                outputs = self.inference.generate(submission_of(call.message), arrival)
+                outputs = self.inference.generate(submission_of(first.message), call)
                 async with aclosing(outputs):
                     async for output in outputs:
-                        if call.window:
-                            await arrival.deadline.bound(room.acquire(), "the client was reading the answer")
+                        if first.window:
+                            await call.deadline.bound(room.acquire(), "the client was reading the answer")
                         yield _response(output)
         except PdserveError as error:
             yield ERROR + msgspec.msgpack.encode(to_wire(error))

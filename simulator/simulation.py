@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +27,12 @@ from pdserve.core.worker import Role
 from router.breaker import BreakerState
 from router.registered_worker import RegisteredWorker
 from simulator.client import DEADLINE_GRACE_S, UNANSWERED, WorldGatewayApi
-from simulator.engine import DiskError, Violation
-from simulator.loop import BEGIN_S, Stuck, World, WorldLoop
+from simulator.engine import Violation
+from simulator.log import WorldLog, logged
+from simulator.loop import BEGIN_S, Stuck, World
 from simulator.model import answer
 from simulator.network import Network, Process
-from simulator.plan import ClientRequest, Fault, Plan
+from simulator.plan import TINY_TOKENS, ClientRequest, Fault, Plan
 from simulator.scaling import EPSILON_S, WorldScaling
 from simulator.service import Asked, WorldGateway, WorldWorker
 from worker.spec import WorkerSpec
@@ -54,8 +54,6 @@ ENDS = frozenset(["stop", "length", "left", "CapacityExceeded", "DeadlineExceede
 """How requests end."""
 SERVED_S = 30.0
 """A request with so much time is served, or refused because of faults or load: all faults end long before."""
-TINY_TOKENS = 192
-"""Of a pool that holds two or three requests."""
 DRAIN_S, LEAVE_S = 2.0, 8.0
 """Within which a worker that leaves is drained, and has ended."""
 LAST_REQUESTS = 40
@@ -98,7 +96,7 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
     gc.disable()  # it would close what nothing refers to at times that depend on the machine
     gc.freeze()  # `_forget_tasks` need not look at what was there before
     try:
-        with _logged(trace) as log:
+        with logged(trace) as log:
             return _run(plan, log)
     finally:
         _forget_tasks()
@@ -108,7 +106,7 @@ def simulate(plan: Plan, *, trace: bool = False) -> Result:
             gc.enable()
 
 
-def _run(plan: Plan, log: _Log) -> Result:
+def _run(plan: Plan, log: WorldLog) -> Result:
     simulation = _Simulation(plan, log.lines)
     log.on_error = simulation.violate
     simulation.run()
@@ -251,9 +249,9 @@ class _Simulation:
         """Send a few requests more, four at a time: the service must be as it was before the faults."""
         self._running += 1
         self._scales = False
-        self.loop.create_task(self._farewell()).add_done_callback(lambda _: self._farewell_ended())
+        self.loop.create_task(self._farewell()).add_done_callback(self._farewell_ended)
 
-    def _farewell_ended(self) -> None:
+    def _farewell_ended(self, _task: object) -> None:
         self._running -= 1
 
     async def _farewell(self) -> None:
@@ -692,39 +690,4 @@ def _forget_tasks() -> None:
         gc.collect()
     finally:
         sys.unraisablehook = hook
-        logging.disable(disabled)
-
-
-class _Log(logging.Handler):
-    """What the service's parts log, line by line; of unexpected errors ``on_error`` is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self.on_error: Callable[[str], None] = self.lines.append
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line with the time and the thread of the world."""
-        loop = asyncio._get_running_loop()
-        if isinstance(loop, WorldLoop):
-            text = f"{loop.name}: {record.getMessage()}"
-            if record.exc_info and record.exc_info[1] is not None:
-                text += f": {record.exc_info[1]!r}"
-                if record.levelno >= logging.ERROR and not isinstance(record.exc_info[1], DiskError):
-                    self.on_error(text)
-            self.lines.append(f"{loop.time() - BEGIN_S:10.6f} {text}")
-
-
-@contextlib.contextmanager
-def _logged(trace: bool) -> Iterator[_Log]:
-    log, root = _Log(), logging.getLogger()
-    level, disabled, handlers = root.level, logging.root.manager.disable, root.handlers
-    root.handlers = [log]
-    root.setLevel(logging.DEBUG if trace else logging.ERROR)
-    logging.disable(logging.NOTSET if trace else logging.WARNING)
-    try:
-        yield log
-    finally:
-        root.handlers = handlers
-        root.setLevel(level)
         logging.disable(disabled)

@@ -23,8 +23,8 @@ from contract.control import (
     SendPrefix,
     Wire,
     Work,
-    encode,
 )
+from contract.message import encode
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
 from pdserve.core.handoff import KVPeer, PrefixSource

@@ -11,7 +11,8 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from contract.control import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, Wire, encode
+from contract.control import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, Wire
+from contract.message import encode
 from pdserve.core.errors import PdserveError
 from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret

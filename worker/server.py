@@ -13,18 +13,8 @@ from typing import Protocol
 
 import grpc
 
-from contract.control import (
-    MAX_CONTROL_BYTES,
-    TO_WORKER,
-    Abort,
-    Failure,
-    Outputs,
-    Ping,
-    Reply,
-    RequestHeartbeat,
-    Work,
-    encode,
-)
+from contract.control import MAX_CONTROL_BYTES, TO_WORKER, Abort, Failure, Outputs, Ping, Reply, RequestHeartbeat, Work
+from contract.message import encode
 from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire

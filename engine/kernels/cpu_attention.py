@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from engine.model.kv_pool import Attention, AttentionStep, KVPool, LayerKV
+from engine.model.attention import Attention, AttentionStep
+from engine.model.kv_pool import KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
 
 TILE_BYTES = 3 * 2**20  # keys and values of a decode tile, which fit into the caches of one core

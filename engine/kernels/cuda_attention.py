@@ -15,7 +15,8 @@ import torch
 
 from engine.kernels.cuda_flashinfer import FlashInferPrefill
 from engine.kernels.cuda_paged_attention import attend_chunks, attend_decodes, tile_rows
-from engine.model.kv_pool import Attention, AttentionStep, KVPool, LayerKV
+from engine.model.attention import Attention, AttentionStep
+from engine.model.kv_pool import KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
 
 NO_SLOT = -1  # slot of a row of padding: its keys and values are not written

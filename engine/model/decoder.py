@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from checkpoints.shape import ModelShape, Rope
-from engine.model.kv_pool import AttentionStep, KVPool, LayerKV
+from engine.model.attention import AttentionStep
+from engine.model.kv_pool import KVPool, LayerKV
 from engine.model.layers import GatedMLP, LoopedExperts, RMSNorm, RoutedExperts, linear
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights

@@ -1,21 +1,14 @@
-"""The paged KV cache of one device, a tensor in the engine process that the worker process also maps; and what attends
-to it: a step is planned once, and the plan serves every layer.
-
-`engine.kernels.cpu_attention` and `engine.kernels.cuda_attention` implement attention.
-"""
+"""The paged KV cache of one device: a tensor in the engine process that the worker process also maps."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout, probe_area
 from runtime import memory_file
@@ -113,34 +106,3 @@ class KVPool:
 
 def _does_not_fit(size: int, why: str) -> ConfigError:
     return ConfigError(f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit: {why}")
-
-
-class AttentionStep(ABC):
-    """The plan of one step: where each row's keys and values go, and what the row attends to.
-
-    ``slots`` are the places in the pool that the device's decoder layer writes keys and values to.
-    """
-
-    slots: torch.Tensor
-
-    @abstractmethod
-    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
-        """Attention of ``query`` (``[rows, heads, head_dim]``) over the pool: ``[rows, heads * head_dim]``.
-
-        Each row sees itself and the tokens before it, or only the last ``window`` of these. Scores are multiplied by
-        ``scale`` (1 if the queries are scaled already), and then capped softly if the `Attention` has a soft cap.
-        """
-
-
-class Attention(ABC):
-    """Attention of one device over its pool."""
-
-    @staticmethod
-    def order(seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
-        """Return ``seqs`` in the order that `plan` requires: decodes, ordered by context, then chunks."""
-        return sorted(seqs, key=lambda s: (len(s.token_ids) > 1, s.start))
-
-    @abstractmethod
-    def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
-        """Plan a step of ``seqs``, which are in `order`, and prepare the pool for what they write. The step before it
-        has been launched."""

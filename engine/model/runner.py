@@ -11,8 +11,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.model.attention import Attention
 from engine.model.decoder import Decoder, ModelStep
-from engine.model.kv_pool import Attention, KVPool
+from engine.model.kv_pool import KVPool
 from engine.model.sampler import DrawnTokens, draw_tokens, logprobs_of, read_logprobs
 from engine.model.token_draw import DrawRows
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq

@@ -33,6 +33,11 @@ from engine.scheduling.sequence import TokenHistory
 from pdserve.core.sampling import MAX_BIAS, SamplingParams, TokenLogprobs
 from runtime.cuda import upload
 
+_ADDENDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
+"""What is added to the scores of eight tokens by the byte of their mask: ``[256, 8]``."""
+_Entry = tuple[int, NDArray[np.int64], NDArray[np.floating[Any]]]
+"""A row, token ids, and a number for each of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
@@ -144,14 +149,6 @@ def _rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 def _put(tensor: torch.Tensor, rows: Sequence[int], values: torch.Tensor) -> None:
     tensor[upload(rows, torch.int64, tensor.device)] = values
-
-
-_ADDENDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
-"""What is added to the scores of eight tokens by the byte of their mask: ``[256, 8]``."""
-
-
-_Entry = tuple[int, NDArray[np.int64], NDArray[np.floating[Any]]]
-"""A row, token ids, and a number for each of them."""
 
 
 def adjust(

@@ -22,6 +22,7 @@ import xxhash
 from pdserve.core.sampling import SamplingParams
 from runtime.cuda import upload
 
+BLOCK_TOKENS = 512
 _TILE_BYTES = 4 * 2**20  # on a CPU: the weights of so many rows stay in its cache from one operation to the next
 _LEAST_TEMPERATURE = 1e-30  # anything so small is greedy; a float32 must not round it to zero
 
@@ -29,7 +30,6 @@ INCREMENT = 0x9E3779B97F4A7C15
 MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Constants of SplitMix64, which kernels compute by themselves (`engine.kernels.cuda_top_p`)."""
 _MASK = 2**64 - 1
-
 
 Key = tuple[int, int]
 """Seed and position, which select the uniform numbers of a row."""
@@ -160,9 +160,6 @@ def uniform(seed: int, position: int, turn: int = 0) -> float:
         bits = ((bits ^ (bits >> 27)) * MULTIPLIERS[1]) & _MASK
         bits ^= bits >> 31
     return float(bits >> 11) * 2.0**-53
-
-
-BLOCK_TOKENS = 512
 
 
 def padded(num_tokens: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Generic
 
-from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, encode
+from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, encode_frame
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core.errors import LaunchError, from_wire
 from runtime import memory_file
@@ -119,7 +119,7 @@ class EngineClient:
         Ignored before `start` and after the end of the engine (see `events`)."""
         if self._loop is None:
             return
-        frame = encode(command)
+        frame = encode_frame(command)
         with self._sending:
             waiting = bool(self._unsent)
             self._unsent += frame

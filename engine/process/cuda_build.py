@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.model.attention import Attention
 from engine.model.decoder import Decoder, DecoderLayer
-from engine.model.kv_pool import TORCH_DTYPES, Attention, KVPool
+from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.layers import groups_natively
 from engine.model.runner import ModelRunner, RecordedSteps
 from engine.model.token_draw import DrawRows

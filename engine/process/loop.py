@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, encode
+from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, encode_frame
 from engine.core import EngineCore, Outbox, Runner
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
@@ -87,7 +87,7 @@ class WorkerPipe:
 
     @staticmethod
     def _write(fd: int, events: Sequence[EngineEvent | KVEvent]) -> None:
-        data = memoryview(b"".join(encode(event) for event in events))
+        data = memoryview(b"".join(encode_frame(event) for event in events))
         try:
             while data:
                 data = data[os.write(fd, data) :]

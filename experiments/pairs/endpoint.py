@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -58,7 +59,7 @@ def fill(memory: Any, role: str) -> Any:
     return memory
 
 
-class Endpoint:
+class Endpoint(ABC):
     """Some memory and a way to transfer it; ``role`` is "source" (its bytes are transferred) or "target". Calls are of
     `connect`, `transfer`, `clear`, `digest` and `rest`."""
 
@@ -81,14 +82,14 @@ class Endpoint:
         """The memory; of the ``kind`` private, a process's own, in huge pages where the kernel has them."""
         return fill(np.empty(num_bytes, np.uint8) if kind == "private" else shared(num_bytes), self.role)
 
-    def connect(self, address: Any) -> None:
+    def connect(self, address: Any) -> None:  # noqa: B027 - some need nothing
         """Get ready for transfers from or to the endpoint with this `address`."""
 
+    @abstractmethod
     def transfer(self, num_bytes: int) -> float:
         """This side's part of a transfer of the first bytes; says `Expecting` if the other side begins. Returns when
         the source began, or the target had everything, on the host's clock. Where the target measures the whole, the
         source returns 0."""
-        raise NotImplementedError
 
     def views(self, num_bytes: int) -> Iterable[memoryview]:
         """The memory of a transfer."""
@@ -106,7 +107,7 @@ class Endpoint:
             digest.update(view)
         return digest.hexdigest()
 
-    def rest(self, nothing: None) -> None:
+    def rest(self, nothing: None) -> None:  # noqa: B027 - most sources do nothing
         """Ends the part of a source whose target reads."""
 
     def called(self) -> bool:
@@ -149,9 +150,9 @@ class Reader(Endpoint):
     def serve(self) -> None:
         """What the source does meanwhile."""
 
+    @abstractmethod
     def reader(self, num_bytes: int) -> Callable[[], object]:
         """A function that reads the first bytes."""
-        raise NotImplementedError
 
 
 def _read(calls: queue.SimpleQueue[bytes]) -> None:

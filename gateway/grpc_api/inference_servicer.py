@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from gateway.arrival import AdmittedCall
+from gateway.admitted_call import AdmittedCall
 from gateway.failures import end_call, sent_in_time
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.interceptor import CALLER, metadata_of
@@ -69,10 +69,10 @@ class InferenceServicer:
         completion = await asyncio.to_thread(completion_to_proto, output, tokenizer)
         return pb.GenerateResponse(completion=completion)
 
-    async def _message(self, peer: str, context: Context, arrival: AdmittedCall) -> bytes:
+    async def _message(self, peer: str, context: Context, call: AdmittedCall) -> bytes:
         """The request. `InvalidRequest` if the call has none, `DeadlineExceeded` if it comes too late."""
         reading = self._guard.read(peer, context.read())
-        message = await arrival.deadline.bound(reading, "the client was sending its message")
+        message = await call.deadline.bound(reading, "the client was sending its message")
         if message is not None:
             return message
         await asyncio.sleep(RESET_S)
@@ -82,17 +82,17 @@ class InferenceServicer:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
         peer, traceparent = context.peer(), metadata_of(context.invocation_metadata(), "traceparent")
         self._guard.authenticated(peer)
-        arrival: AdmittedCall | None = None
+        call: AdmittedCall | None = None
         beginning: asyncio.Future[None] | None = None
         try:
             # A call that is refused because of the queue or a limit is refused before its message is read.
             with self._inference.admission(
                 CALLER.get(), context.time_remaining(), traceparent, peer.rpartition(":")[0]
-            ) as arrival:
-                data = await self._message(peer, context, arrival)
+            ) as call:
+                data = await self._message(peer, context, call)
                 self._inference.was_read()
-                outputs = self._inference.generate(submission_of(data), arrival)
-                bound = arrival.deadline.bound
+                outputs = self._inference.generate(submission_of(data), call)
+                bound = call.deadline.bound
                 async with aclosing(outputs):
                     async for output in outputs:
                         response = await self._response(output)
@@ -108,7 +108,7 @@ class InferenceServicer:
             return
         except PdserveError as error:
             failure: Exception = error
-            if arrival is None:
+            if call is None:
                 self._guard.refused(peer)
         except Exception as error:
             log.exception("unexpected error in a request")

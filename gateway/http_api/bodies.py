@@ -48,10 +48,10 @@ class BodyLimits(NamedTuple):
 
 class JsonCount:
     """Counts the values of a JSON text while its parts arrive. `InvalidRequest`, which begins with ``what``, once they
-    exceed ``shape``. What comes after a mistake in the JSON may be miscounted, but no parser reads it either."""
+    exceed ``limits``. What comes after a mistake in the JSON may be miscounted, but no parser reads it either."""
 
-    def __init__(self, shape: BodyLimits, what: str) -> None:
-        self._shape = shape
+    def __init__(self, limits: BodyLimits, what: str) -> None:
+        self._limits = limits
         self._what = what
         self._values = self._nodes = self._depth = 0
         self._in_string = False
@@ -71,12 +71,12 @@ class JsonCount:
         containers = outside.count(b"[") + outside.count(b"{")
         self._values += containers + outside.count(b",")
         self._nodes += containers + outside.count(b":")
-        if self._nodes > self._shape.nodes:
+        if self._nodes > self._limits.nodes:
             raise InvalidRequest(
-                f"{self._what} more than {self._shape.nodes} lists, objects and fields; send less at a time"
+                f"{self._what} more than {self._limits.nodes} lists, objects and fields; send less at a time"
             )
-        if self._values > self._shape.values:
-            raise InvalidRequest(f"{self._what} more than {self._shape.values} values; send less at a time")
+        if self._values > self._limits.values:
+            raise InvalidRequest(f"{self._what} more than {self._limits.values} values; send less at a time")
         for bracket in outside.translate(None, _NO_BRACKETS):
             self._depth += _DEPTH[bracket]
             if self._depth > MAX_DEPTH:
@@ -93,10 +93,10 @@ class JsonCount:
 class Body:
     """A body of ``client`` that arrives, one of ``bodies``."""
 
-    def __init__(self, bodies: Bodies, client: str, shape: BodyLimits) -> None:
+    def __init__(self, bodies: Bodies, client: str, limits: BodyLimits) -> None:
         self._bodies = bodies
         self.client = client
-        self._count = JsonCount(shape, "body: it has")
+        self._count = JsonCount(limits, "body: it has")
         self._data = bytearray()
         self._kept_bytes = 0
 
@@ -138,12 +138,12 @@ class Bodies:
         self._parser = SharedThreads(1, "bodies")
 
     @contextlib.contextmanager
-    def arriving(self, client: str, headers: Headers, shape: Callable[[int], BodyLimits]) -> Iterator[Body]:
-        """A body that has not been read yet; ``shape`` gives its bounds for a context. Its bytes count until the
-        context ends, because a call keeps what was parsed of them. `InvalidRequest` if it is not JSON, and what
-        `Body.expect` raises."""
+    def arriving(self, client: str, headers: Headers, limits: Callable[[int], BodyLimits]) -> Iterator[Body]:
+        """A body that has not been read yet. ``limits`` gives its limits for a context length. Its bytes count until
+        this context manager ends, because a call keeps what was parsed of them. `InvalidRequest` if it is not JSON, and
+        what `Body.expect` raises."""
         _check_media_type(headers.get("content-type", ""))
-        body = Body(self, client, shape(self._context_length))
+        body = Body(self, client, limits(self._context_length))
         try:
             body.expect(int(headers.get("content-length", 0)))
             yield body

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from gateway.arrival import AdmittedCall
+from gateway.admitted_call import AdmittedCall
 from gateway.http_api.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.http_api.exchange import Exchange, ServedModel
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -51,22 +51,22 @@ def generation(served: ServedModel, body_type: type[CompletionBody] | type[ChatB
     return Exchange(served, body_type, prepare, partial(_generate, served))
 
 
-async def _generate(served: ServedModel, exchange: Exchange, prepared: Prepared, arrival: AdmittedCall) -> None:
+async def _generate(served: ServedModel, exchange: Exchange, prepared: Prepared, call: AdmittedCall) -> None:
     """Send the outputs, as a whole or as a stream."""
     submissions, answer, timeout_s = prepared
     if timeout_s is not None:
-        served.inference.within(arrival, timeout_s)
+        served.inference.within(call, timeout_s)
     exchange.headers_sent["x-request-id"] = answer.id
-    arrival.take(len(submissions) - 1)  # the call itself counts as the first
+    call.take(len(submissions) - 1)  # the call itself counts as the first
     tokens: list[list[OutputToken]] = [[] for _ in submissions]
     completions: dict[int, Completion] = {}
-    bound = arrival.deadline.bound  # because a client that stops reading blocks the write
+    bound = call.deadline.bound  # because a client that stops reading blocks the write
 
     async def made(make: Callable[..., Any], *what: Any) -> Any:
         """A part of the answer. Log-probabilities of prompts may be many; in a thread, other calls have turns."""
-        return await asyncio.to_thread(make, *what) if arrival.prompt_logprobs else make(*what)
+        return await asyncio.to_thread(make, *what) if call.prompt_logprobs else make(*what)
 
-    async with aclosing(_outputs(served, submissions, arrival)) as outputs:
+    async with aclosing(_outputs(served, submissions, call)) as outputs:
         async for index, output in outputs:
             own = tokens[index]
             if isinstance(output, Completion):
@@ -88,11 +88,11 @@ async def _generate(served: ServedModel, exchange: Exchange, prepared: Prepared,
 
 
 async def _outputs(
-    served: ServedModel, submissions: Sequence[Submission], arrival: AdmittedCall
+    served: ServedModel, submissions: Sequence[Submission], call: AdmittedCall
 ) -> AsyncGenerator[tuple[int, Output], None]:
     """The outputs of all submissions, each with its index, as they come. The first failure ends all."""
     if len(submissions) == 1:
-        async with aclosing(served.inference.generate(submissions[0], arrival)) as outputs:
+        async with aclosing(served.inference.generate(submissions[0], call)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -101,7 +101,7 @@ async def _outputs(
 
     async def run(index: int, submission: Submission) -> None:
         try:
-            async with aclosing(served.inference.generate(submission, arrival, answering)) as outputs:
+            async with aclosing(served.inference.generate(submission, call, answering)) as outputs:
                 async for output in outputs:
                     await merged.put((index, output))
         except Exception as error:  # noqa: BLE001 - it is raised where outputs are taken
@@ -137,11 +137,11 @@ def tokenization(served: ServedModel) -> Exchange:
         text = render(served.chat_template, body.messages, body.tools, body.add_generation_prompt)
         return text, bool(body.add_special_tokens), body.return_token_strs
 
-    async def respond(exchange: Exchange, prepared: tuple[str, bool, bool], arrival: AdmittedCall) -> None:
+    async def respond(exchange: Exchange, prepared: tuple[str, bool, bool], call: AdmittedCall) -> None:
         text, special, with_texts = prepared
-        tokenizer, limits = _tokenizer(served), await served.inference.limits(arrival)
-        reading = text_to_token_ids(text, tokenizer, limits, special, arrival.client())
-        token_ids = await arrival.deadline.bound(reading, "its prompt was tokenized")
+        tokenizer, limits = _tokenizer(served), await served.inference.limits(call)
+        reading = text_to_token_ids(text, tokenizer, limits, special, call.client())
+        token_ids = await call.deadline.bound(reading, "its prompt was tokenized")
         answer = {"count": len(token_ids), "max_model_len": limits.context_length, "tokens": token_ids}
         if with_texts:
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
@@ -153,8 +153,8 @@ def tokenization(served: ServedModel) -> Exchange:
 def detokenization(served: ServedModel) -> Exchange:
     """``POST /detokenize``: the text of token ids."""
 
-    async def respond(exchange: Exchange, token_ids: list[int], arrival: AdmittedCall) -> None:
-        check_token_ids("tokens", token_ids, await served.inference.limits(arrival))
+    async def respond(exchange: Exchange, token_ids: list[int], call: AdmittedCall) -> None:
+        check_token_ids("tokens", token_ids, await served.inference.limits(call))
         await exchange.send_json({"prompt": _tokenizer(served).decode(token_ids)})
 
     return Exchange(served, DetokenizeBody, lambda body: body.tokens, respond)

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.arrival import AdmittedCall
+from gateway.admitted_call import AdmittedCall
 from gateway.chat_template import ChatTemplate
 from gateway.failures import error_object, http_failure, sent_in_time, statuses_of
 from gateway.http_api.access import caller_of
@@ -77,15 +77,15 @@ class Exchange(Response):
         headers, (host, *_) = Headers(scope=scope), scope.get("client") or ("",)
         try:
             with (
-                inference.admission(caller_of(scope), None, headers.get("traceparent", ""), host) as arrival,
-                bodies.arriving(arrival.client(), headers, self._body_type.shape) as body,
+                inference.admission(caller_of(scope), None, headers.get("traceparent", ""), host) as call,
+                bodies.arriving(call.client(), headers, self._body_type.limits) as body,
             ):
                 try:
-                    await arrival.deadline.bound(_receive(receive, body), "the client was sending its body")
+                    await call.deadline.bound(_receive(receive, body), "the client was sending its body")
                 except DeadlineExceeded as error:
                     raise InvalidRequest(f"body: {error}", kind="BodyIncomplete") from None
                 inference.was_read()
-                responding = asyncio.create_task(self._run(body, arrival))
+                responding = asyncio.create_task(self._run(body, call))
                 leaving = asyncio.create_task(_left(receive))
                 try:
                     await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -106,8 +106,8 @@ class Exchange(Response):
             failure = error
         await sent_in_time(self._send_failure(failure, scope, receive))
 
-    async def _run(self, body: Body, arrival: AdmittedCall) -> None:
-        await self._respond(self, await self._served.bodies.parse(body, self._read, arrival.deadline), arrival)
+    async def _run(self, body: Body, call: AdmittedCall) -> None:
+        await self._respond(self, await self._served.bodies.parse(body, self._read, call.deadline), call)
 
     def _read(self, data: bytearray) -> Any:
         body = parsed(self._body_type, data)

@@ -5,7 +5,7 @@ checked by `gateway.validation`, for both APIs alike.
 
 A body has few errors, whatever its size: lists and objects stop at their first wrong item, and unknown fields count
 once. Pydantic would describe every one of them, which takes seconds for a million. How many values a body may hold is
-checked before it is parsed: `CallBody.shape`."""
+checked before it is parsed: `CallBody.limits`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class CallBody(_Body):
     model: str | None = Field(None, description="the served model's name; may be left out")
 
     @classmethod
-    def shape(cls, context_length: int) -> BodyLimits:
+    def limits(cls, context_length: int) -> BodyLimits:
         """The most that a body may hold, with a model of ``context_length`` tokens."""
         return BodyLimits(MAX_CHAT_VALUES, MAX_CHAT_NODES)
 
@@ -250,8 +250,8 @@ class CompletionBody(GenerationBody):
     suffix: Literal[""] | None = None
 
     @classmethod
-    def shape(cls, context_length: int) -> BodyLimits:
-        """See `CallBody.shape`."""
+    def limits(cls, context_length: int) -> BodyLimits:
+        """See `CallBody.limits`."""
         token_ids = min(MAX_CHOICES * context_length, max(MAX_TOKEN_IDS, context_length))
         return BodyLimits(token_ids + MAX_STOP_TOKEN_IDS + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
 
@@ -352,8 +352,8 @@ class DetokenizeBody(CallBody):
     tokens: TokenIds
 
     @classmethod
-    def shape(cls, context_length: int) -> BodyLimits:
-        """See `CallBody.shape`. So a body with a few tokens too many still learns that of its field."""
+    def limits(cls, context_length: int) -> BodyLimits:
+        """See `CallBody.limits`. So a body with a few tokens too many still learns that of its field."""
         return BodyLimits(2 * context_length + MAX_COMPLETION_NODES, MAX_COMPLETION_NODES)
 
 

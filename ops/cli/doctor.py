@@ -36,6 +36,8 @@ def doctor(settings: PdserveConfig, as_json: JsonOption = False) -> None:
 def _show(console: Console, report: DoctorReport) -> None:
     from rich.markup import escape
 
+    from pdserve.core.request import counted
+
     need = ""
     if report.need is not None:
         from ops.waterfall.bars import human_bytes
@@ -56,8 +58,6 @@ def _show(console: Console, report: DoctorReport) -> None:
         console.print(f"[{_COLORS[level]}]{level:4}[/] {check}: {escape(', '.join(where))}: {escape(what)}")
         if remedy:
             console.print(f"     → {escape(remedy)}")
-    from pdserve.core.request import counted
-
     fails, warnings = (sum(finding.level == level for finding in report.findings) for level in ("fail", "warn"))
     verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
     examined = f"{counted(len(report.nodes), 'node')}, {counted(len(report.pairs), 'pair')} examined"

@@ -27,7 +27,7 @@ from pdserve.client.generation import Generation
 from pdserve.client.target import Target
 from pdserve.core.errors import PdserveError
 from pdserve.core.interval import CONFIDENCE
-from pdserve.core.request import Mode
+from pdserve.core.request import Mode, counted
 from pdserve.core.timeline import Figure
 
 MAX_TOKENS = 32
@@ -122,7 +122,7 @@ async def _rounds(
 
 
 def _summarise(report: DemoReport, console: Console) -> None:
-    beside, rounds = beside_text(report.load_facts), f"{report.rounds} round{'s' * (report.rounds > 1)}"
+    beside, rounds = beside_text(report.load_facts), counted(report.rounds, "round")
     console.print(
         f"disaggregated against colocated{beside and f' ({beside})'}: the same {report.requests} prompts, one request "
         f"at a time, modes interleaved, {rounds}; medians of the rounds in ms (added: of the paired differences)"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from contract import control, engine, kv
 from contract.kv import Abort, Announce, Hello, Rated, Refused
+from contract.message import encode
 from pdserve.core.errors import LayoutMismatch, PdserveError, TransferRefused, WorkerLost, from_wire
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.prefix_digests import MAX_UPDATE_BLOCKS, BlockUpdate
@@ -149,7 +150,7 @@ def test_a_wrong_part_is_refused(name: str, path: tuple[Any, ...], value: object
 )
 def test_headers_have_bounds(header: kv.Header) -> None:
     with pytest.raises(TransferRefused, match=r"^malformed header: "):
-        kv.decode(kv.encode(header))
+        kv.decode(encode(header))
 
 
 def test_nesting_without_end_is_refused() -> None:
@@ -170,14 +171,14 @@ def test_errors_keep_their_class() -> None:
     assert type(from_wire("NoSuchError", "")) is PdserveError
     failed = control.LinkState("decode-1", "e2", control.Failure("LayoutMismatch", "dtype differs"))
     beat = msgspec.structs.replace(example(control.Beat, random.Random(1)), link_states=[failed])
-    mismatch = control.BEATS.decode(control.encode(beat)).links["decode-1", "e2"]
+    mismatch = control.BEATS.decode(encode(beat)).links["decode-1", "e2"]
     assert (type(mismatch), str(mismatch)) == (LayoutMismatch, "dtype differs")
 
 
 @pytest.mark.parametrize("added", [b"1234567", bytes(8 * MAX_UPDATE_BLOCKS + 8)])
 def test_an_update_of_no_whole_hashes_or_too_many_is_refused(added: bytes) -> None:
     beat = example(control.Beat, random.Random(1))
-    kind, info, load, links, *_ = msgspec.msgpack.decode(control.encode(beat))
+    kind, info, load, links, *_ = msgspec.msgpack.decode(encode(beat))
     valid = msgspec.msgpack.decode(msgspec.msgpack.encode(BlockUpdate(0, 1, b"?" * 8)))
     broken = msgspec.msgpack.encode([kind, info, load, links, [*valid[:2], added, *valid[3:]]])
     with pytest.raises(PdserveError, match="are not up to 65536 hashes of 8 bytes"):
@@ -194,7 +195,7 @@ MESSAGES = [example(kind, random.Random(3)) for kind in get_args(ENGINE)]
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(0, 2000), max_size=20))
 def test_a_pipe_may_cut_the_stream_anywhere(messages: list[Any], cuts: list[int]) -> None:
-    stream = b"".join(engine.encode(message) for message in messages)
+    stream = b"".join(engine.encode_frame(message) for message in messages)
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     reader: engine.FrameReader[Any] = engine.FrameReader(ENGINE)
     got = [message for start, end in itertools.pairwise(places) for message in reader.feed(stream[start:end])]

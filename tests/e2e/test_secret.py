@@ -16,7 +16,8 @@ import grpc
 import psutil
 import pytest
 
-from contract.control import MAX_CONTROL_BYTES, Beat, Receive, Run, encode
+from contract.control import MAX_CONTROL_BYTES, Beat, Receive, Run
+from contract.message import encode
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, TransferRefused

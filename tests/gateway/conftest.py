@@ -15,7 +15,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
 from checkpoints.source import DUMMIES, ModelSource
-from contract.control import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
+from contract.control import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer
+from contract.message import encode
 from gateway.gateway import Gateway
 from gateway.tokenizer import Tokenizer
 from pdserve.core.config import PdserveConfig

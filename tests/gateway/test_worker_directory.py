@@ -8,7 +8,8 @@ import grpc
 import msgspec
 import pytest
 
-from contract.control import Beat, BeatAnswer, encode
+from contract.control import Beat, BeatAnswer
+from contract.message import encode
 from pdserve.core.errors import LayoutMismatch
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.prefix_digests import SNAPSHOT, BlockUpdate, PrefixDigests, keyed_salt, pack

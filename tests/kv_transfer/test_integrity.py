@@ -26,8 +26,8 @@ from contract.kv import (
     Refused,
     checksum,
     decode,
-    encode,
 )
+from contract.message import encode
 from kv_transfer.base import KVLink
 from kv_transfer.memory import HostMemory, Memory
 from pdserve.core.errors import ChecksumMismatch, TransferError, WorkerLost

@@ -26,7 +26,8 @@ from typing import Any
 import grpc
 import pytest
 
-from contract.kv import Hello, Open, encode
+from contract.kv import Hello, Open
+from contract.message import encode
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.pending_peers import INTRODUCTION_S, MAX_PENDING_PEERS, MIN_PENDING_S, HandshakeLimit, PendingPeer
 from kv_transfer.receive_transfer import ReceiveLink

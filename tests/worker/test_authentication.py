@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 import prefill_worker.push
-from contract.control import Ping, encode
+from contract.control import Ping
+from contract.message import encode
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.worker import Role, WorkerInfo
 from runtime.grpc_tls import add_port

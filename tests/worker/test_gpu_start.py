@@ -13,8 +13,9 @@ import torch
 
 from contract.engine import KVRole
 from engine.kernels.cpu_attention import CPUAttention
+from engine.model.attention import Attention, AttentionStep
 from engine.model.decoder import Decoder, DecoderLayer
-from engine.model.kv_pool import Attention, AttentionStep, KVPool
+from engine.model.kv_pool import KVPool
 from engine.process.build import BuiltEngine, build_engine
 from engine.process.cuda_build import CONTEXT_BYTES, CudaParts, default_pool_bytes
 from engine.scheduling.batch import ScheduledSeq

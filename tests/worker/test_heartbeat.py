@@ -14,7 +14,8 @@ import pytest
 
 import decode_worker.receive
 import prefill_worker.push
-from contract.control import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
+from contract.control import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer
+from contract.message import encode
 from ops.launch.worker import HANDLERS
 from pdserve.core.errors import WorkerLost
 from pdserve.core.handoff import KVPeer, PeerLink

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway import arrival
+from gateway import admitted_call
 from gateway.validation import MAX_PROMPT_LOGPROBS
 from pdserve.core.errors import TransferError, WorkerLost
 from pdserve.pb import inference_pb2 as pb
@@ -112,7 +112,7 @@ async def test_an_echo_with_log_probabilities(http: Http) -> None:
 
 async def test_log_probabilities_of_prompts_are_bounded(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all prompts of a call."""
-    monkeypatch.setattr(arrival, "MAX_PROMPT_LOGPROBS", 12)
+    monkeypatch.setattr(admitted_call, "MAX_PROMPT_LOGPROBS", 12)
     body = {"prompt": [[5, 6], [7, 8]], "echo": True, "max_tokens": 0}
     assert (await http.post(PATH, **body, logprobs=2)).status_code == 200
     for more in ({"logprobs": 3}, {"logprobs": 2, "n": 2}):
