@@ -46,6 +46,12 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 # --- gateway → worker ------------------------------------------------------------------------------------------------
 
 
+class Hello(Message, frozen=True):
+    """The first message of a stream: the gateway at its other end is the one of this epoch (`BeatAnswer`)."""
+
+    gateway_epoch: str
+
+
 class Run(Message, frozen=True):
     """Prefill and decode on this worker; KV of the prompt's beginning may come from ``prefix_source``. Answered by
     `Outputs`, without a `Reply`."""
@@ -133,7 +139,8 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Beat(Message, frozen=True):
-    """A heartbeat. The first one registers the worker. ``link_states`` are the states of the links that an earlier
+    """A heartbeat. The first one registers the worker. ``load`` has the requests of other gateways than the one that
+    gets it. ``link_states`` are the states of the links that an earlier
     answer asked for, without those that are still being opened. ``blocks`` is there if the last answer wanted it and
     the prefix cache has changed."""
 
@@ -187,7 +194,9 @@ class MessageDecoder(Generic[M]):
             raise PdserveError(f"an unreadable message ({error}); gateway and worker differ in version") from None
 
 
-TO_WORKER: MessageDecoder[Work | Call | RequestHeartbeat] = MessageDecoder(Work | Call | RequestHeartbeat)  # type: ignore[arg-type]  # a union
+TO_WORKER: MessageDecoder[Hello | Work | Call | RequestHeartbeat] = MessageDecoder(
+    Hello | Work | Call | RequestHeartbeat  # type: ignore[arg-type]  # a union
+)
 TO_GATEWAY: MessageDecoder[Reply | Outputs] = MessageDecoder(Reply | Outputs)  # type: ignore[arg-type]  # a union
 BEATS = MessageDecoder(Beat)
 BEAT_ANSWERS = MessageDecoder(BeatAnswer)

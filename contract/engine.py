@@ -185,7 +185,8 @@ class Load(Message, frozen=True):
 
     ``preemptions`` counts since the start, and so do ``prompt_tokens_looked_up`` in the prefix cache and
     ``prompt_tokens_cached`` found there. ``cached_blocks`` are the blocks that the cache can find now, and
-    ``stored_blocks`` the cold ones kept outside of the pool.
+    ``stored_blocks`` the cold ones kept outside of the pool. ``stalled``: it can compute nothing and admit nothing,
+    because requests lack blocks, and those that have them await KV or an end of their hand-off.
     """
 
     free_blocks: int
@@ -196,6 +197,7 @@ class Load(Message, frozen=True):
     prompt_tokens_cached: int = 0
     cached_blocks: int = 0
     stored_blocks: int = 0
+    stalled: bool = False
 
 
 class CacheChanged(Message, frozen=True):

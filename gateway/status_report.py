@@ -141,7 +141,7 @@ class StatusReport:
             free_blocks=load.free_blocks,
             running=load.running,
             waiting=load.waiting,
-            outstanding_tokens=worker.outstanding_tokens + worker.others_tokens,
+            outstanding_tokens=worker.outstanding_tokens + load.others_tokens,
             transports=[endpoint.transport for endpoint in info.kv_endpoints],
             heartbeat_age_s=self._registry.age_s(worker),
             engine_restarts=info.engine_restarts,

@@ -21,8 +21,8 @@ from router.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 
-Connect = Callable[[WorkerInfo], Awaitable[WorkerHandle]]
-"""Opens the control connection to a worker."""
+Connect = Callable[[WorkerInfo, str], Awaitable[WorkerHandle]]
+"""Opens the control connection to a worker, for the gateway of an epoch."""
 
 
 class WorkerDirectory:
@@ -130,7 +130,7 @@ class WorkerDirectory:
                 beats[worker] = worker.heartbeat_s
             # Tokens arrive before the last blocks are released, so wait for a heartbeat that reports no blocks in use.
             load = worker.load
-            is_idle = load.free_blocks >= worker.info.num_blocks and not load.outstanding_tokens
+            is_idle = load.free_blocks >= worker.info.num_blocks and not load.others_requests
             return worker.heartbeat_s > beats[worker] and is_idle
 
         for worker in leaving:
@@ -175,7 +175,7 @@ class WorkerDirectory:
 
     async def _join(self, info: WorkerInfo) -> None:
         try:
-            handle = await self._connect(info)
+            handle = await self._connect(info, self._gateway_epoch)
         except PdserveError as error:
             self._log_once((info.worker_id, info.epoch), f"worker {info.worker_id}: cannot connect: {error}")
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -31,12 +32,21 @@ log = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 2.0  # after this, the blocks of a worker that does not answer are freed by their leases
 PROOF_TIMEOUT_S = 10.0
 """How long to wait for the proof of a hand-off after the last token."""
+STANDSTILL_S = 2.0
+"""Limit: wait of both workers of a hand-off for blocks that only hand-offs free; twice that after token 1. Then: retry.
+
+Requests of several gateways, and retries, reach two workers in different orders. Then each may hold blocks for
+hand-offs for which the other one has none."""
 
 # A retry after token 1 gets token 2 from a prefill, whose events replace those of decode.
 _AS_TOKEN_2 = {
     EventKind.PREFILL_SCHEDULED: EventKind.DECODE_SCHEDULED,
     EventKind.TOKEN_1_SAMPLED: EventKind.TOKEN_2_SAMPLED,
 }
+
+
+class Standstill(Exception):
+    """Neither worker of a hand-off can go on: each waits for blocks that others of their hand-offs hold."""
 
 
 class Attempt:
@@ -75,6 +85,8 @@ class Attempt:
         self._complete = False
         self._dispatched = self._decoded = False
         self._prefix: PrefixSending | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._chance = chance
         self._measure = Measure(assignment)
 
     async def __aenter__(self) -> Attempt:
@@ -118,6 +130,8 @@ class Attempt:
         if self._left:
             return
         self._left = True
+        if self._watch is not None:
+            self._watch.cancel()
         if not self._complete:
             self._aborts = {
                 self._registry.spawn(_abort(worker.handle, self._request.attempt_id)) for worker in self._contacted
@@ -186,6 +200,7 @@ class Attempt:
         decoding, prefilling = self._open(decode_share), self._open(share)
         decode.handle.receive(request, share.worker.info.peer, decoding, self._hold_first_token)
         share.worker.handle.push(request, decode.info.peer, prefilling, self._fetch_prefix(share.worker))
+        self._watch_for_standstill(share.worker, decoding)
         arrival = await self._first_of(prefilling, decoding)
         share.end()
         if self._hold_first_token and arrival.output.finish_reason is None:
@@ -289,6 +304,21 @@ class Attempt:
         if fetch.failure:
             log.warning("request %s: a prefix is computed: %s", self._request.request_id, fetch.failure)
             self._registry.fetch_failed(worker, fetch.source)
+
+    def _watch_for_standstill(self, prefill: RegisteredWorker, decoding: WorkerStream) -> None:
+        """Fail ``decoding`` with `Standstill` when both workers have stood still for `STANDSTILL_S` and it has given
+        nothing."""
+        decode, now_s = decoding.worker, self._clock.now()
+        if self._decoded or decoding.has_changed:
+            return
+        if now_s - max(prefill.stalled_s, decode.stalled_s) > STANDSTILL_S * (2 if self.gave_tokens else 1):
+            # Their next heartbeats tell whether this was enough: the others of them go on waiting.
+            prefill.stalled_s = decode.stalled_s = math.inf
+            ids = f"{prefill.worker_id} and {decode.worker_id}"
+            decoding.failed(Standstill(f"{ids} waited for blocks that each other's hand-offs hold"))
+            return
+        pause_s = STANDSTILL_S * self._chance.uniform(0.25, 0.5)
+        self._watch = asyncio.get_running_loop().call_later(pause_s, self._watch_for_standstill, prefill, decoding)
 
     def _send(self, *workers: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -22,18 +23,16 @@ class RegisteredWorker:
 
     ``heartbeat_s``, ``lost_s``: times of the last heartbeat and of its loss, on the router's clock.
     ``outstanding_tokens``, ``outstanding_requests``: what it has to compute for this router.
-    ``prompt_tokens``: outstanding tokens of prompts of this router without a first token, and ``spared_tokens`` the
-    tokens of those prompts that are not outstanding, because it has them cached.
+    ``prompt_tokens``: outstanding tokens of prompts of this router without a first token.
     ``decoding``: requests of this router past their first token.
-    ``others_tokens``, ``others_prompt_tokens``, ``others_requests``: the same of requests of other gateways, by its
-    last heartbeat: what it reported, less what this router counted then. The report may lack requests that were under
-    way; then these are 0.
+    ``load``: its last report of itself, which has the requests of other gateways.
     ``held_blocks``: blocks of this router's requests on it now; ``held_at_beat``: at its last heartbeat.
     ``lost``: why it is gone (empty: it is not).
     ``breaker``: how it served its last requests, which its next incarnation inherits.
     ``retiring``: it finishes its requests and gets no more.
     ``linked``, ``failed``: by its last heartbeat, its links to decode workers, and the errors of missing links.
     ``late``: its heartbeat is overdue.
+    ``stalled_s``: since when its heartbeats say that it is stalled (`pdserve.core.worker.WorkerLoad`); infinite if not.
     ``avoided_sources``: workers from which it could not fetch the KV of a prefix lately.
 
     ``cached_view``: its `view`; None after any attribute was set.
@@ -47,10 +46,6 @@ class RegisteredWorker:
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
     prompt_tokens: int = 0
-    spared_tokens: int = 0
-    others_tokens: int = 0
-    others_prompt_tokens: int = 0
-    others_requests: int = 0
     decoding: int = 0
     held_blocks: int = 0
     held_at_beat: int = 0
@@ -59,6 +54,7 @@ class RegisteredWorker:
     lost_s: float = 0.0
     retiring: bool = False
     late: bool = False
+    stalled_s: float = math.inf
     avoided_sources: frozenset[str] = frozenset()
     linked: Mapping[WorkerEpoch, PeerLink] = field(default_factory=dict)
     failed: Mapping[WorkerEpoch, PdserveError] = field(default_factory=dict)
@@ -116,11 +112,11 @@ class RegisteredWorker:
             waiting=load.waiting,
             free_blocks=load.free_blocks,
             blocks_placed=self.held_blocks - self.held_at_beat,
-            outstanding_tokens=self.outstanding_tokens + self.others_tokens,
+            outstanding_tokens=self.outstanding_tokens + load.others_tokens,
             outstanding_requests=self.outstanding_requests,
-            others_requests=self.others_requests,
-            prompt_tokens=self.prompt_tokens + self.others_prompt_tokens,
-            others_prompt_tokens=self.others_prompt_tokens,
+            others_requests=load.others_requests,
+            prompt_tokens=self.prompt_tokens + load.others_prompt_tokens,
+            others_prompt_tokens=load.others_prompt_tokens,
             live=not self.lost,
             ready=self.is_ready,
             late=self.late,
@@ -140,21 +136,15 @@ class RegisteredWorker:
     @property
     def decoding_here(self) -> int:
         """Requests of all gateways that decode on it, if it is a decode worker."""
-        return self.decoding + self.others_requests
+        return self.decoding + self.load.others_requests
 
-    def beat(
-        self, load: WorkerLoad, links: Links, info: WorkerInfo | None, now_s: float, *, shared: bool = False
-    ) -> bool:
-        """Apply a heartbeat at ``now_s``. ``shared``: there are other gateways. Returns whether its readiness, its role
-        or its links have changed."""
+    def beat(self, load: WorkerLoad, links: Links, info: WorkerInfo | None, now_s: float) -> bool:
+        """Apply a heartbeat at ``now_s``. Returns whether its readiness, its role or its links have changed."""
         was_ready, role, linked = self.is_ready, self.role, self.linked
         self.heartbeat_s = now_s
         self.late = self.breaker.suspect = False
         self.load = load
-        self.others_tokens = max(0, load.outstanding_tokens - self.outstanding_tokens - self.spared_tokens)
-        self.others_prompt_tokens = max(0, load.prompt_tokens - self.prompt_tokens - self.spared_tokens)
-        # Without other gateways all requests are this router's, also those that it has seen end just now.
-        self.others_requests = max(0, load.running + load.waiting - self.outstanding_requests) if shared else 0
+        self.stalled_s = min(self.stalled_s, now_s) if load.stalled else math.inf
         self.held_at_beat = self.held_blocks
         if info is not None:
             self.info = info
@@ -179,7 +169,6 @@ class Share:
         self._changed = changed
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
-        self._spared_tokens = max(0, kv_tokens - prompt_tokens) if prompt_tokens else 0
         self._open = True
         self._decoding = False
         self.round = worker.breaker.begin()
@@ -187,7 +176,6 @@ class Share:
         worker.outstanding_tokens += tokens
         worker.outstanding_requests += 1
         worker.prompt_tokens += prompt_tokens
-        worker.spared_tokens += self._spared_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -198,7 +186,8 @@ class Share:
         """Note its first token: the prompt no longer waits. May be called again."""
         if self._prompt_tokens:
             self._less(self._prompt_tokens)
-            self._forget_prompt()
+            self.worker.prompt_tokens -= self._prompt_tokens
+            self._prompt_tokens = 0
             self._changed()
 
     def token_made(self) -> None:
@@ -219,14 +208,10 @@ class Share:
             self._less(self._tokens)
             self.worker.outstanding_requests -= 1
             self.worker.held_blocks -= self.worker.info.layout.blocks_for(self._kv_tokens)
-            self._forget_prompt()
+            self.worker.prompt_tokens -= self._prompt_tokens
+            self._prompt_tokens = 0
             self.worker.breaker.left(self.round)
             self._changed()
-
-    def _forget_prompt(self) -> None:
-        self.worker.prompt_tokens -= self._prompt_tokens
-        self.worker.spared_tokens -= self._spared_tokens
-        self._prompt_tokens = self._spared_tokens = 0
 
     def _less(self, tokens: int) -> None:
         tokens = min(tokens, self._tokens)

@@ -91,7 +91,7 @@ class WorkerRegistry:
         replaced = self._workers.get(info.worker_id)
         breaker = replaced.breaker if replaced is not None else Breaker()
         worker = RegisteredWorker(handle, info, self._clock.now(), breaker)
-        worker.beat(load or WorkerLoad(), links, info, self._clock.now(), shared=self._gateways > 1)
+        worker.beat(load or WorkerLoad(), links, info, self._clock.now())
         self._workers[info.worker_id] = worker
         for other in self._workers.values():
             self._fetch_again(other, info.worker_id)
@@ -125,7 +125,7 @@ class WorkerRegistry:
             return False
         if blocks is not None and self.prefixes is not None:
             self.prefixes.apply(worker_id, worker.info.epoch, blocks)
-        if worker.beat(load, links, info, self._clock.now(), shared=self._gateways > 1):
+        if worker.beat(load, links, info, self._clock.now()):
             self._came()
         else:
             self.notify_load()

@@ -8,7 +8,7 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 import msgspec
@@ -16,12 +16,20 @@ import msgspec
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
-from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, to_wire
+from pdserve.core.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    NotReady,
+    PdserveError,
+    TransferError,
+    TransferTimeout,
+    to_wire,
+)
 from pdserve.core.request import FailedAttempt, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
 from router.arrivals import Arrivals
-from router.attempt import Attempt
+from router.attempt import Attempt, Standstill
 from router.deadline import Deadline
 from router.fair_queue import Waiting, is_below_share
 from router.registry import Assignment, WorkerRegistry
@@ -167,6 +175,10 @@ class Router:
                     log.info("request %s: paused until its client reads: %s", request_id, stalled)
                     failures.reset()
                     session.recomputed_tokens += session.num_tokens
+                except Standstill as standstill:
+                    log.warning("request %s: attempt %d is given up: %s", request_id, session.attempts, standstill)
+                    _note_failure(session, (), TransferTimeout(str(standstill)))
+                    failures.reset()
                 except PdserveError as error:
                     # A worker that refuses the request has not failed its hand-off.
                     handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
@@ -175,8 +187,7 @@ class Router:
                     if (final := failures.add(error, attempt, assignment)) is not None:
                         raise final from error
                     log.warning("request %s: attempt %d failed: %s", request_id, session.attempts, error)
-                    session.failures.append(FailedAttempt(", ".join(sorted(attempt.failed)), *to_wire(error)))
-                    del session.failures[:-MAX_PLACEMENTS]
+                    _note_failure(session, attempt.failed, error)
                     needs_no_transfer = isinstance(error, TransferError) and failures.is_last
                     if needs_no_transfer or (handoff_failed and self._on_kv_failure == "recompute"):
                         mode = Mode.COLOCATED
@@ -247,6 +258,11 @@ class Router:
         del session.placements[:-MAX_PLACEMENTS]
         log.debug("request %s: attempt %d: %s", request.request_id, session.attempts + 1, assignment.reason)
         return assignment
+
+
+def _note_failure(session: Session, workers: Iterable[str], error: PdserveError) -> None:
+    session.failures.append(FailedAttempt(", ".join(sorted(workers)), *to_wire(error)))
+    del session.failures[:-MAX_PLACEMENTS]
 
 
 def _forget_attempt(session: Session) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import PdserveError
 from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
 from router.registered_worker import RegisteredWorker
@@ -64,7 +63,7 @@ class WorkerStream:
         self._on_change = on_change
         self._on_stall = on_stall
         self._unread: deque[Arrival] = deque()
-        self._held: deque[Arrival | PdserveError] = deque()  # during a burst
+        self._held: deque[Arrival | Exception] = deque()  # during a burst
         self._end: Exception | None = None  # the reason why no more outputs are taken
 
     @property
@@ -88,8 +87,8 @@ class WorkerStream:
         return bool(self._unread) or self._end is not None
 
     def next(self) -> Arrival | None:
-        """The next output; None if there is none yet. Raises the worker's error, or `ReaderStalled`, after the last
-        output."""
+        """The next output; None if there is none yet. Raises the error of the stream, or `ReaderStalled`, after the
+        last output."""
         if self._unread:
             return self._unread.popleft()
         if self._end is not None:
@@ -104,7 +103,7 @@ class WorkerStream:
         elif self._end is None:
             self._take(arrival)
 
-    def failed(self, error: PdserveError) -> None:
+    def failed(self, error: Exception) -> None:
         """See `pdserve.core.worker.OutputSink`."""
         if self._held or self._arrivals.is_burst:
             self._hold(error)
@@ -125,11 +124,11 @@ class WorkerStream:
             self._on_stall()
         self._on_change()
 
-    def _fail(self, error: PdserveError) -> None:
+    def _fail(self, error: Exception) -> None:
         self._end = error
         self._on_change()
 
-    def _hold(self, item: Arrival | PdserveError) -> None:
+    def _hold(self, item: Arrival | Exception) -> None:
         if not self._held:
             self._arrivals.when_settled(self._release)
         self._held.append(item)

@@ -394,10 +394,10 @@ class WorldGateway:
             self.loop.create_task(self._look())
         self.ready = True
 
-    async def _connect(self, info: WorkerInfo) -> WorkerClient:
+    async def _connect(self, info: WorkerInfo, epoch: str) -> WorkerClient:
         wire = StreamWire(self._network, self.process, info.control_address)
         # Its clock has no id that tells it from those of other hosts.
-        return await WorkerClient.over(wire, replace(info, clock_id=""), self.process.clock)
+        return await WorkerClient.over(wire, replace(info, clock_id=""), epoch, self.process.clock)
 
     async def _expire(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from contract.control import (
     TO_GATEWAY,
     Abort,
     Call,
+    Hello,
     Ping,
     Push,
     Receive,
@@ -67,24 +68,27 @@ class WorkerClient:
     async def connect(
         cls,
         info: WorkerInfo,
+        gateway_epoch: str,
         secret: ServiceSecret,
         *,
         tls: PlaneTls | None = None,
         clock: Clock | None = None,
         timeout_s: float = 5.0,
     ) -> WorkerClient:
-        """Open the control stream, over the service's ``tls``, and measure the clock offset. WorkerLost or
+        """Open the control stream of the gateway of this epoch, over the service's ``tls``, and measure the clock
+        offset. WorkerLost or
         DeadlineExceeded if the worker does not answer within ``timeout_s``, WorkerLost if it does not know the
         service's ``secret``."""
         wire = ServiceWire(CONTROL, info.control_address, secret, MAX_CONTROL_BYTES, tls)
-        return await cls.over(wire, info, clock, timeout_s)
+        return await cls.over(wire, info, gateway_epoch, clock, timeout_s)
 
     @classmethod
     async def over(
-        cls, wire: Wire, info: WorkerInfo, clock: Clock | None = None, timeout_s: float = 5.0
+        cls, wire: Wire, info: WorkerInfo, gateway_epoch: str, clock: Clock | None = None, timeout_s: float = 5.0
     ) -> WorkerClient:
         """`connect` over ``wire``, which this client closes."""
         client = cls(info, wire, clock)
+        client._send(encode(Hello(gateway_epoch)))
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
             await client._call(Ping(client._next_id()), timeout_s)

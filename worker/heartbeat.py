@@ -33,9 +33,9 @@ def registry_wire(address: str, secret: ServiceSecret, tls: PlaneTls | None = No
 class ReportingWorker(Protocol):
     """The part of a worker that its heartbeat needs."""
 
-    def report(self, blocks_after: int | None) -> Beat:
-        """The worker's current info, load, and links, and the changes of its prefix cache after that position. NotReady
-        before its first engine is ready."""
+    def report(self, gateway_epoch: str, blocks_after: int | None) -> Beat:
+        """What the gateway of this epoch (empty: not known yet) gets: the worker's current info, load, and links, and
+        the changes of its prefix cache after that position. NotReady before its first engine is ready."""
         ...
 
     def on_answer(self, registry_address: str, answer: BeatAnswer) -> None:
@@ -84,7 +84,7 @@ class Heartbeat:
         timeout_s = max(interval_s, ANSWER_TIMEOUT_S)
         failing = False
         stream: _BeatStream | None = None
-        blocks_after: int | None = None  # by the gateway's last answer
+        gateway_epoch, blocks_after = "", None  # by the gateway's last answer
         try:
             while True:
                 self._wake.clear()  # the report may lack changes that happen from here on
@@ -93,9 +93,10 @@ class Heartbeat:
                         if stream is None:
                             stream = _BeatStream()
                             await stream.open(wire, timeout_s)
-                        answer = BEAT_ANSWERS.decode(await stream.exchange(encode(worker.report(blocks_after))))
+                        beat = worker.report(gateway_epoch, blocks_after)
+                        answer = BEAT_ANSWERS.decode(await stream.exchange(encode(beat)))
                     failing = False
-                    blocks_after = answer.blocks_after
+                    gateway_epoch, blocks_after = answer.gateway_epoch, answer.blocks_after
                     worker.on_answer(where, answer)
                 except (PdserveError, TimeoutError) as error:
                     if stream is not None:

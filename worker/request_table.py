@@ -219,10 +219,15 @@ class RequestTable:
         served = self._requests.get(attempt_id)
         return None if served is None or served.is_over else served
 
-    def outstanding(self) -> tuple[int, int]:
-        """Sums of `ServedRequest.outstanding` over all requests, of all gateways."""
-        each = [served.outstanding() for served in self._requests.values() if not served.is_over]
-        return sum(tokens for tokens, _ in each), sum(prompt_tokens for _, prompt_tokens in each)
+    def outstanding(self, gateway_epoch: str) -> tuple[int, int, int]:
+        """The number of requests of other gateways than the one of this epoch, and sums of `ServedRequest.outstanding`
+        over them."""
+        each = [
+            served.outstanding()
+            for served in self._requests.values()
+            if not served.is_over and served.outbox.gateway_epoch != gateway_epoch
+        ]
+        return len(each), sum(tokens for tokens, _ in each), sum(prompt_tokens for _, prompt_tokens in each)
 
     def begin(self, served: ServedRequest, handler: Handler) -> None:
         """Serve a new request."""

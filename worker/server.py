@@ -13,7 +13,18 @@ from typing import Protocol
 
 import grpc
 
-from contract.control import MAX_CONTROL_BYTES, TO_WORKER, Abort, Failure, Outputs, Ping, Reply, RequestHeartbeat, Work
+from contract.control import (
+    MAX_CONTROL_BYTES,
+    TO_WORKER,
+    Abort,
+    Failure,
+    Hello,
+    Outputs,
+    Ping,
+    Reply,
+    RequestHeartbeat,
+    Work,
+)
 from contract.message import encode
 from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
@@ -29,9 +40,11 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Queues the messages of one control stream. Outputs are batched: all outputs of a step are sent as one message."""
+    """Queues the messages of one control stream, to the gateway of epoch ``gateway_epoch``. Outputs are batched: all
+    outputs of a step are sent as one message."""
 
     def __init__(self) -> None:
+        self.gateway_epoch = ""
         self._replies: list[Reply] = []
         self._outputs: list[tuple[str, TokenOutput]] = []
         self._failures: list[tuple[str, Failure]] = []
@@ -140,7 +153,9 @@ class ControlServer:
             async for data in requests:
                 received_s = self._clock.now()
                 message = TO_WORKER.decode(data)
-                if isinstance(message, Ping):
+                if isinstance(message, Hello):
+                    outbox.gateway_epoch = message.gateway_epoch
+                elif isinstance(message, Ping):
                     outbox.reply(Reply(message.call_id, received_s, received_s))
                 elif isinstance(message, RequestHeartbeat):
                     self._worker.request_heartbeat()

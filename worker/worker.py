@@ -231,14 +231,16 @@ class Worker:
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
-    def report(self, blocks_after: int | None) -> control.Beat:
-        """The content of the next heartbeat, with the changes of the prefix cache after that position (None: without).
-        NotReady before the first engine is ready."""
+    def report(self, gateway_epoch: str, blocks_after: int | None) -> control.Beat:
+        """The content of the next heartbeat to the gateway of this epoch, with the changes of the prefix cache after
+        that position (None: without). NotReady before the first engine is ready."""
         links = [] if self._links is None else self._links.states()
+        requests, tokens, prompt_tokens = self._table.outstanding(gateway_epoch)
+        load = replace(self.load, others_requests=requests, others_tokens=tokens, others_prompt_tokens=prompt_tokens)
         cached = None if self._incarnation is None else self._incarnation.cached_blocks
         if cached is None or blocks_after is None or blocks_after == cached.ends:
-            return control.Beat(self.info, self.load, links)
-        return control.Beat(self.info, self.load, links, cached.since(blocks_after))
+            return control.Beat(self.info, load, links)
+        return control.Beat(self.info, load, links, cached.since(blocks_after))
 
     def on_answer(self, registry_address: str, answer: control.BeatAnswer) -> None:
         """Act on a gateway's answer to a heartbeat. A superseded worker ends: another worker has taken its name, it was
@@ -288,15 +290,11 @@ class Worker:
 
     @property
     def load(self) -> WorkerLoad:
-        """The load of the engine, what the requests on this worker have still to compute, the messages that the KV end
-        has refused, and the cores that its engine shares."""
+        """The load of the engine, the messages that the KV end has refused, and the cores that its engine shares."""
         if self._incarnation is None:
             return WorkerLoad()
-        outstanding_tokens, prompt_tokens = self._table.outstanding()
         return replace(
             self._incarnation.load,
-            outstanding_tokens=outstanding_tokens,
-            prompt_tokens=prompt_tokens,
             kv_refused=self._incarnation.kv.refused,
             shared_cores=self._shared(),
         )

@@ -390,7 +390,12 @@ class Scheduler:
             self._cached_tokens,
             self.blocks.cached_blocks,
             self.connector.num_stored_blocks,
+            self._is_stalled(),
         )
+
+    def _is_stalled(self) -> bool:
+        """Whether requests lack blocks that only hand-offs can free."""
+        return not self._in_flight and (bool(self._running) or self._head() is not None) and not self.has_work
 
     def take_events(self) -> list[SchedulerEvent]:
         """Return the events since the last call, in order."""

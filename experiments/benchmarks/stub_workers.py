@@ -42,7 +42,7 @@ class StubWorker:
         for heartbeat in self._heartbeats:
             heartbeat.start(registry_wire(heartbeat.registry_address, self._secret))
 
-    def report(self, blocks_after: int | None) -> Beat:
+    def report(self, gateway_epoch: str, blocks_after: int | None) -> Beat:
         """The worker, idle or not, has room for everything."""
         info = replace(
             fake_info(self.worker_id, self._role, layout=LAYOUT),
@@ -53,7 +53,9 @@ class StubWorker:
             version=VERSION,
             clock_id=clock_id(),
         )
-        return Beat(info, WorkerLoad(NUM_BLOCKS, len(self._running), 0), self._links)
+        others = sum(outbox.gateway_epoch != gateway_epoch for _, outbox in self._running.values())
+        load = WorkerLoad(NUM_BLOCKS, len(self._running), 0, others_requests=others)
+        return Beat(info, load, self._links)
 
     def on_answer(self, registry_address: str, answer: BeatAnswer) -> None:
         """Links to all decode workers exist at once."""

@@ -89,9 +89,10 @@ class SharedCores:
 class WorkerLoad:
     """What a worker says of itself with every heartbeat: its engine's load; of its prefix cache, prompt tokens of all
     requests its engine admitted, how many of those were cached, the blocks that can be found now, and the cold blocks
-    kept outside of the pool; how many KV messages it refused, by reason; the tokens that the requests of all
-    gateways have still to compute on it (``prompt_tokens``: of prompts without a first token); and the cores that it
-    shares with other engines at present."""
+    kept outside of the pool; how many KV messages it refused, by reason; the requests that it has of other gateways
+    than the one that it reports to, and the tokens that they have still to compute on it (``others_prompt_tokens``: of
+    prompts without a first token); the cores that it shares with other engines at present; and whether it can compute
+    nothing until hand-offs with other workers proceed."""
 
     free_blocks: int = 0
     running: int = 0
@@ -102,9 +103,11 @@ class WorkerLoad:
     cached_blocks: int = 0
     stored_blocks: int = 0
     kv_refused: Mapping[str, int] = field(default_factory=dict)
-    outstanding_tokens: int = 0
-    prompt_tokens: int = 0
+    others_requests: int = 0
+    others_tokens: int = 0
+    others_prompt_tokens: int = 0
     shared_cores: tuple[SharedCores, ...] = ()
+    stalled: bool = False
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):

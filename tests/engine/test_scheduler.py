@@ -373,6 +373,19 @@ def test_a_push_behind_a_stuck_request_is_not_starved_of_budget_or_turns() -> No
     assert rig.parts() == {"r": 1}
 
 
+def test_it_is_stalled_while_only_hand_offs_can_free_blocks() -> None:
+    rig = Rig(num_blocks=4)
+    rig.submit("p", 12, 1, PUSH)
+    assert not rig.load().stalled, "its step comes"
+    rig.step()
+    assert not rig.load().stalled, "nothing waits for the blocks of p"
+    assert rig.submit("r", 8, 4, RECEIVE) == []
+    assert rig.load().stalled
+    rig.release("p")
+    assert len(rig.take_events()) == 1, "r has its blocks"
+    assert not rig.load().stalled, "r awaits KV, and nothing waits for blocks"
+
+
 # --- the contract of schedule and update -----------------------------------------------------------------------------
 
 

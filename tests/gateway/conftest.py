@@ -222,7 +222,7 @@ async def services(model_folder: Path) -> AsyncIterator[StartService]:
         fleet: dict[str, FakeWorker] = {}
         service: Service
 
-        async def connect(info: WorkerInfo) -> FakeWorker:
+        async def connect(info: WorkerInfo, gateway_epoch: str) -> FakeWorker:
             return await service.connect(info)
 
         gateway = Gateway(

@@ -27,8 +27,8 @@ class DelayedGateway(Gateway):
     def __init__(self, config: PdserveConfig, *, connect: Connect, **settings: Any) -> None:
         delay_s = planted_delays_s()
 
-        async def connect_late(info: WorkerInfo) -> WorkerHandle:
-            handle = await connect(info)
+        async def connect_late(info: WorkerInfo, gateway_epoch: str) -> WorkerHandle:
+            handle = await connect(info, gateway_epoch)
             delay_dispatch(handle, delay_s.get("dispatch", 0.0))
             return handle
 

@@ -157,22 +157,19 @@ async def test_an_engine_that_starts_anew_is_the_same_worker(registry: WorkerReg
     assert again.retiring, "it gets nothing more, whatever its engine does"
 
 
-async def test_cached_tokens_of_a_prompt_are_no_load_of_this_router_nor_of_others(registry: WorkerRegistry) -> None:
+async def test_cached_tokens_of_a_prompt_are_no_load(registry: WorkerRegistry) -> None:
     registry.add(worker("p0"))
     placed = Placed("p0", None, "")
     shares = [registry.assign(Needs(Mode.COLOCATED, 100, 50, cached={"p0": 80, "p1": 96}), placed) for _ in range(2)]
-    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=300, prompt_tokens=200))
     (view,) = registry.view().workers
-    assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (140, 40, 0)
+    assert (view.outstanding_tokens, view.prompt_tokens) == (140, 40)
     shares[0].prefill.prefilled()
-    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=200, prompt_tokens=100))
     (view,) = registry.view().workers
-    assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (120, 20, 0)
+    assert (view.outstanding_tokens, view.prompt_tokens) == (120, 20)
     for share in shares:
         share.end()
-    entry = registry.get("p0")
-    assert entry is not None
-    assert (entry.outstanding_tokens, entry.prompt_tokens, entry.spared_tokens) == (0, 0, 0)
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.prompt_tokens) == (0, 0)
 
 
 async def test_the_load_is_this_routers_own_and_what_the_worker_reports_of_others(registry: WorkerRegistry) -> None:
@@ -180,35 +177,27 @@ async def test_the_load_is_this_routers_own_and_what_the_worker_reports_of_other
     own = registry.begin("p0", tokens=150, prompt_tokens=100)
     (view,) = registry.view().workers
     assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (150, 100, 0)
-    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=450, prompt_tokens=160))
+    registry.heartbeat("p0", WorkerLoad(others_requests=2, others_tokens=300, others_prompt_tokens=60))
     (view,) = registry.view().workers
     assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (450, 160, 60)
     own.prefilled()
     own.token_made()
     (view,) = registry.view().workers
     assert (view.outstanding_tokens, view.prompt_tokens) == (450 - 101, 60), "own progress counts at once"
-    registry.begin("p0", tokens=30, prompt_tokens=20)
-    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=49))
-    (view,) = registry.view().workers
-    assert (view.outstanding_tokens, view.prompt_tokens) == (79, 20), "what is under way is not missing"
-    registry.heartbeat("p0", WorkerLoad())
     own.end()
     (view,) = registry.view().workers
-    assert (view.outstanding_tokens, view.others_prompt_tokens) == (30, 0)
+    assert (view.outstanding_tokens, view.others_prompt_tokens) == (300, 60)
 
 
-@pytest.mark.parametrize("gateways", [1, 2])
-async def test_requests_of_other_gateways_fill_a_worker(clock: FakeClock, gateways: int) -> None:
-    registry = WorkerRegistry(clock, RouterConfig(), gateways=gateways)
+async def test_requests_of_other_gateways_fill_a_worker(registry: WorkerRegistry) -> None:
     fake = worker("d0")
     fake.info = replace(fake.info, max_num_seqs=4)
     registry.add(fake)
     own = registry.begin("d0", tokens=5, kv_tokens=5)
-    registry.heartbeat("d0", WorkerLoad(free_blocks=64, running=4, waiting=1))
+    registry.heartbeat("d0", WorkerLoad(free_blocks=64, running=5, others_requests=4))
     (view,) = registry.view().workers
-    shared = gateways > 1  # else they are its own, which have ended since
-    assert (view.others_requests, view.batch, view.is_full) == ((4, 5, True) if shared else (0, 1, False))
-    assert view.has_room(5) == (not shared)
+    assert (view.others_requests, view.batch, view.is_full) == (4, 5, True)
+    assert not view.has_room(5)
     own.end()
     (view,) = registry.view().workers
     assert view.has_room(5), "no gateway is kept from a worker by the others"

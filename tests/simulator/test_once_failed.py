@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
 from simulator.plan import ClientRequest, Fault, Plan
@@ -46,5 +50,17 @@ def test_decode_goes_on_while_prefill_cannot_reach_the_gateway() -> None:
     faults = (Fault(0.0, "partition", "host-prefill-0", 6.0, "host-gateway-0"),)
     config = {"router": {"policy": "round_robin", "max_unread_tokens": 4}}
     result = simulate(Plan(0, roles, 1, (0.0001, 0.002), SETTINGS, config, requests, faults))
+    assert result.violations == []
+    assert {outcome.end for outcome in result.outcomes} == {"length"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_whose_pools_wait_for_each_other_go_on(seed: int) -> None:
+    """Prefill kept finished prompts for a decode worker that kept its blocks for prompts for which prefill had none:
+    with two gateways, requests reach the workers in different orders. They waited until their deadlines."""
+    roles = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
+    small = replace(SETTINGS, num_blocks=8)  # one prompt with its tokens, and half of another one
+    requests = tuple(ClientRequest(0.001 * number, asked(number)) for number in range(16))
+    result = simulate(Plan(seed, roles, 2, (0.0001, 0.05), small, {"gateway": {"replicas": 2}}, requests, ()))
     assert result.violations == []
     assert {outcome.end for outcome in result.outcomes} == {"length"}

@@ -135,7 +135,7 @@ async def test_a_worker_reports_to_its_own_gateway_only(model: Path, caplog: pyt
     often = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
     async with running(model, Role.PREFILL, prefill_worker.push.HANDLERS, router=often) as (worker, client):
         with pytest.raises(WorkerLost, match="the peer does not know the service's secret"):
-            await WorkerClient.connect(client.info, OTHER)
+            await WorkerClient.connect(client.info, "g", OTHER)
         address = worker.spec.registry_addresses[0]
         async with registry_at(address, OTHER) as rogue:
             async with asyncio.timeout(SOON_S):

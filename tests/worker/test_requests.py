@@ -84,7 +84,7 @@ async def running(
     worker = Worker(spec, handlers, SECRET)
     serving = asyncio.create_task(worker.run())
     try:
-        client = await WorkerClient.connect(await worker.started, SECRET)
+        client = await WorkerClient.connect(await worker.started, "g", SECRET)
         try:
             yield worker, client
         finally:
@@ -246,7 +246,7 @@ async def test_requests_that_a_worker_cannot_serve_are_refused(prefill: Served) 
         await outputs(sent(client.receive, request_for("r9"), TEST_PEER))
     stream = asyncio.create_task(outputs(sent(client.run, request_for("twice9", max_tokens=100))))
     await until(lambda: "twice9" in worker._table)
-    second = await WorkerClient.connect(client.info, SECRET)
+    second = await WorkerClient.connect(client.info, "g", SECRET)
     with pytest.raises(InvalidRequest, match="attempt_id: 'twice9' is running on worker prefill-0 already"):
         await outputs(sent(second.run, request_for("twice9")))
     await second.aclose()
@@ -254,9 +254,23 @@ async def test_requests_that_a_worker_cannot_serve_are_refused(prefill: Served) 
     await check_idle(worker)
 
 
+async def test_a_gateway_is_told_of_the_requests_of_others(prefill: Served) -> None:
+    worker, client = prefill
+    second = await WorkerClient.connect(client.info, "h", SECRET)
+    stream = asyncio.create_task(outputs(sent(second.run, request_for("others9", max_tokens=100))))
+    await until(lambda: "others9" in worker._table)
+    for epoch, count in (("g", 1), ("h", 0), ("", 1)):
+        load = worker.report(epoch, None).load
+        assert load.others_requests == count
+        assert (load.others_tokens > 0) == bool(count)
+    stream.cancel()
+    await second.aclose()
+    await check_idle(worker)
+
+
 async def test_an_unreadable_message_ends_its_stream_alone(decode: Served) -> None:
     worker, client = decode
-    second = await WorkerClient.connect(client.info, SECRET)
+    second = await WorkerClient.connect(client.info, "g", SECRET)
     stream = asyncio.create_task(outputs(sent(second.receive, request_for("r10"), TEST_PEER)))
     await until(lambda: "r10" in worker._table)
     second._outgoing.put_nowait(b"\x92\xa4Exec\x01")
