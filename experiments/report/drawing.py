@@ -110,7 +110,8 @@ class Mark:
         if self.kind == "bars":
             height = look.get("height", 0.6)
             axes.barh(ys, xs, left=to, height=height, xerr=xerr, error_kw={"capsize": 4}, **drawn)
-            xs = [max(start, start + x) for start, x in zip(to, xs, strict=True)]
+            above = [0.0] * len(rows) if xerr is None else np.nan_to_num(xerr[1])  # notes are right of the intervals
+            xs = [max(start, start + x + more) for start, x, more in zip(to, xs, above, strict=True)]
         elif self.kind == "area":
             axes.fill_between(xs, ys, linewidth=0, step=look.get("step"), alpha=look.get("alpha"), **drawn)
         elif self.kind == "span":

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,40 @@ def test_targets_as_users_write_them(service: ScriptedService, pdserve: Any) -> 
         assert pdserve("status", "--target", target, "--json").json["ready"]
     ran = pdserve("status", "--target", "http://host:1/path")
     assert (ran.code, ran.err) == (2, "error: target: 'http://host:1/path' is not host:port\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status",),
+        ("top", "--count", "1"),
+        ("generate", "hello"),
+        ("bench", "--requests", "2", "--input-len", "20", "--output-len", "3"),
+    ],
+)
+def test_clients_find_a_service_by_its_port(service: ScriptedService, pdserve: Any, command: tuple[str, ...]) -> None:
+    ran = pdserve(*command, "--port", service.target.rpartition(":")[2])
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "top", "generate", "chat", "demo", "bench", "down", "scale", "logs", "experiment prefix"]
+)
+def test_all_commands_of_a_service_have_the_same_option(pdserve: Any, command: str) -> None:
+    assert re.search(r"--target,--port|--port,--target", pdserve(*command.split(), "--help").out)
+
+
+@pytest.mark.parametrize("command", [("down",), ("scale", "--prefill", "2"), ("logs",)])
+def test_commands_of_this_host_obey_the_environment_and_refuse_another_host(
+    pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ServiceState(os.getpid(), psutil.Process().create_time(), 50051, "", target="localhost:50051").claim()
+    for target, message in (("50061", "no service was started on this host with port 50061"),
+                            ("https://head:50051", "head:50051 is on another host")):  # fmt: skip
+        monkeypatch.setenv("PDSERVE_TARGET", target)
+        ran = pdserve(*command)
+        assert (ran.code, message in ran.err) == (1, True), ran.err
 
 
 def test_the_version_and_short_help(pdserve: Any) -> None:
