@@ -306,9 +306,12 @@ def _answer(summary: Figures, run: RunData) -> str:
             continue
         gaps = "" if itl is None else f" and the gaps between tokens {itl['mean']:.1f} ms"
         good = "" if each["goodput"] is None else f"; {100 * each['goodput']['share']:.0f} % met the SLO"
+        rates = f"{each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
+        if summary["added_ms"] is not None:  # modes that take turns have no rates of their own
+            rates = ""
         sentences.append(
-            f"{arm}: {each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
-            f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {counted(each['requests'], 'request')}{good}."
+            f"{arm}: {rates}TTFT was {ttft['mean']:.1f} ms{gaps} on average, over "
+            f"{counted(each['requests'], 'request')}{good}."
         )
     added = [(summary["added_ms"] or {}).get(figure) for figure in Figure]
     if clauses := [added_text(f"token {number}", each) for number, each in enumerate(added, 1) if each is not None]:

@@ -50,7 +50,8 @@ def compare(
     differing = comparing.differences(a, b)
     for each in differing:
         where = f" (in {len(each.cells)} cells, such as {each.cells[0]})" if len(each.cells) > 1 else ""
-        notes.append(f"the runs differ in {each.key}: {each.a} and {each.b}{where}")
+        values = " and ".join("unset" if value is None else str(value) for value in (each.a, each.b))
+        notes.append(f"the runs differ in {each.key}: {values}{where}")
     if comparing.common_arm(a, b):
         notes.append(f"arm {arms[1][0]} of B is compared with arm {arms[0][0]} of A")
     elif arms[0] != arms[1]:

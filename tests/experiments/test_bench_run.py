@@ -81,6 +81,7 @@ def test_pairs_beside_other_load_are_marked_and_told() -> None:
     ]
     summary, report = judged(BenchRun, run_of(*rows, loads=loads("both")), paired=True)
     holds(summary, {"added_ms.ttft.disturbed": [2], "added_ms.ttft_decode.n": 8})
+    assert report.answer.startswith("pd: TTFT was 30.0 ms"), "modes that take turns have no rates of their own"
     assert "disaggregation adds +15 ms [5, 25] (95 %) to token 1" in report.answer
     (picture,) = (block for block in report.blocks if isinstance(block, Picture) and block.stem == "pairs")
     points = picture.panels[0].marks[0]

@@ -194,7 +194,7 @@ def test_machine_service_and_settings_that_differ_are_told(tmp_path: Path, pdser
         Difference("engine.chunk_tokens", None, 64, ("x", "y")),
     ]
     ran = pdserve("compare", str(a.path), str(b.path), "--json")
-    assert "note: the runs differ in engine.chunk_tokens: None and 64 (in 2 cells, such as x)" in ran.err
+    assert "note: the runs differ in engine.chunk_tokens: unset and 64 (in 2 cells, such as x)" in ran.err
     assert ran.json["differences"][-1] == {"key": "engine.chunk_tokens", "a": None, "b": 64, "cells": ["x", "y"]}
 
 

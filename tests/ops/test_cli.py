@@ -105,6 +105,7 @@ def test_targets_as_users_write_them(service: ScriptedService, pdserve: Any) -> 
 def test_clients_find_a_service_by_its_port(service: ScriptedService, pdserve: Any, command: tuple[str, ...]) -> None:
     ran = pdserve(*command, "--port", service.target.rpartition(":")[2])
     assert ran.code == 0, ran.err
+    assert command[0] not in ("status", "top") or f"ready at {service.target} " in ran.out
 
 
 @pytest.mark.parametrize(
