@@ -149,7 +149,7 @@ def rows_picture(
     panels = []
     for key, named in figures.items():
         name, _, unit = named.partition(" | ")
-        marks = [Mark(records, key, row, row, looks, kind="points")]
+        marks: list[Mark | Rule] = [Mark(records, key, row, row, looks, kind="points")]
         if any("p99" in (record[key] or ()) for record in records):
             unit += " (dot: median, bar: p99)"
             marks = [
@@ -157,6 +157,7 @@ def rows_picture(
                 Mark(records, f"{key}.p50", row, row, looks, kind="points"),
                 Mark(records, f"{key}.p99", row, row, ends, kind="points"),
             ]
+        marks.append(Rule("x"))  # 0 is in the range whose share the margin is, so that no dot is cut off
         panels.append(Panel(marks, unit, title=name, rows=[record[row] for record in records], xlim=(0, None)))
     return Picture(stem, title, caption, panels, len(panels), share={"sharey": True})
 

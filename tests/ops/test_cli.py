@@ -206,6 +206,17 @@ def test_top_shows_a_look_below_the_other_in_a_pipe(service: ScriptedService, pd
     assert ran.out.count("ready at") == 2
 
 
+def test_a_service_that_ends_is_told_without_a_line_of_grpcs_log() -> None:
+    with ScriptedService() as service:
+        command = [*PDSERVE, "top", "--target", service.target]
+        top = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert top.stdout is not None
+        assert "ready at" in top.stdout.readline()
+    _, err = top.communicate(timeout=60)
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+
+
 def test_tables_fit_narrow_terminals(service: ScriptedService, pdserve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (60, 80, 120):
         monkeypatch.setattr("ops.cli.options._PIPE_WIDTH", width)
