@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field, PositiveInt
 
 from experiments.experiment import Cell, Options, option
@@ -33,6 +32,7 @@ from experiments.matrix import (
     check_loads,
     idle_table,
     load_table,
+    pair_points,
     sustains,
     unclear_text,
     under_load,
@@ -398,6 +398,12 @@ def _waterfall(cell: Figures) -> Picture:
         {**pd, "from": 0.0, "ms": {"mean": from_ms + total.value}, "text": total.written(from_ms + total.value)},
     ]
     edges = [*starts, *(from_ms + ms for ms in (total.value, total.lo, total.hi) if ms == ms)]  # nan: no interval
+    edges += [
+        start + ms
+        for name, start in zip(causes, starts, strict=False)
+        for ms in ((edges_ms.get(name) or {}).get(edge) for edge in ("lo", "hi"))
+        if ms is not None
+    ]
     margin = max(0.5 * (max(edges) - min(edges)), 0.5)
     low, looks = max(0.0, min(edges) - margin), {bar["name"]: {"color": bar["color"]} for bar in bars}
     panel = Panel(
@@ -426,8 +432,7 @@ def _waterfall(cell: Figures) -> Picture:
 
 def _over_length(cells: Sequence[Figures]) -> Picture:
     """Added ``ttft`` and ``ttft_decode`` over the prompt length, one line per transport and overlap. Behind each median
-    are its pairs, a little to the right; those more than eight times as far from it as the middle half are drawn at
-    that distance."""
+    are its pairs (`pair_points`), a little to the right."""
     lengths, colors = (
         sorted({cell["prompt_len"] for cell in cells}),
         dict(zip(dict.fromkeys(cell["series"] for cell in cells), itertools.cycle(PALETTE), strict=False)),
@@ -436,16 +441,9 @@ def _over_length(cells: Sequence[Figures]) -> Picture:
     for figure in Figure:
         marks: list[Mark | Rule] = [Mark(cells, "prompt_len", f"added_ttft_ms.{figure}", "series"), Rule("y")]
         for cell in cells:
-            added, disturbed = cell["added_ttft_ms"][figure], cell["added_ttft_ms"][figure]["disturbed"] or ()
-            lower, middle, upper = np.percentile(added["differences_ms"], (25, 50, 75))
-            reach_ms = 8 * max(upper - lower, 0.5)
-            shown_ms = np.clip(added["differences_ms"], middle - reach_ms, middle + reach_ms)
-            points = [
-                {"x": 1.06 * cell["prompt_len"], "ms": ms, "hollow": place in disturbed}
-                for place, ms in enumerate(shown_ms)
-            ]
-            look = {"label": None, "color": colors[cell["series"]], "marker": "o", "markersize": 3.2, "alpha": 0.45}
-            marks.append(Mark(points, "x", "ms", "hollow", {True: {"markerfacecolor": "none"}}, look, "points"))
+            added = cell["added_ttft_ms"][figure]
+            xs = [1.06 * cell["prompt_len"]] * len(added["differences_ms"])
+            marks.append(pair_points(added, xs, colors[cell["series"]]))
         title, legend = f"added {figure}", "" if panels else "best"
         xlim = lengths[0] / 1.3, lengths[-1] * 1.3
         panels.append(Panel(marks, "prompt length, tokens", "added, ms", title, "x", lengths, xlim=xlim, legend=legend))

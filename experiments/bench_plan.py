@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
+import psutil
 from pydantic import ConfigDict, ValidationError, model_validator
 
 from experiments.load import Load, Outcome, run_load
@@ -162,13 +163,15 @@ async def run_bench(
     status: ServiceStatus,
     on_done: Callable[[Outcome], None],
     stop: asyncio.Event,
+    own: Sequence[psutil.Process] | None = None,
 ) -> list[tuple[str, Load, ServiceStatus]]:
     """Send what ``plan``, which has to be `fitted`, asks for. ``status`` is that of a service which has had time to
     settle. Once ``stop`` is set, running requests are cancelled. Returns the loads, each with its mode (or `BOTH`) and
     the status before it. An error of the warm-up is raised.
 
     With both modes on a busy service each mode has the service to itself, one after the other, with the same
-    conversations at the same times, pd first. Otherwise there is a single load."""
+    conversations at the same times, pd first. Otherwise there is a single load. With ``own``, all processes of the
+    measurement, requests of pairs tell the CPU time that others used meanwhile."""
 
     def conversations(count: int, seed: int) -> Iterator[Conversation]:
         yield from plan.workload.conversations(count, seed, status.vocab_size)
@@ -188,7 +191,7 @@ async def run_bench(
     bounds: Any = {"max_concurrency": plan.max_concurrency, "duration_s": plan.duration, "on_done": on_done}
     if plan.paired:
         pairs = (conversation for conversation in conversations(plan.count, plan.seed) for _ in BOTH_MODES)
-        return [(BOTH, await load(pairs, plan.schedule(), interleaved, **bounds), status)]
+        return [(BOTH, await load(pairs, plan.schedule(), interleaved, own=own, **bounds), status)]
     loads: list[tuple[str, Load, ServiceStatus]] = []
     for mode in modes:
         if loads and not stop.is_set():

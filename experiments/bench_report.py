@@ -23,7 +23,7 @@ from experiments.bench_plan import BenchPlan, parse_percentiles
 from experiments.environment import BUSY, OtherRequests
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Load, Outcome
-from experiments.matrix import unclear_text
+from experiments.matrix import PAIRS_CAPTION, pair_points, unclear_text
 from experiments.modes import PD, SLO, added_ms, added_text, pairs_of
 from experiments.report.drawing import (
     ARM_LOOKS,
@@ -34,12 +34,14 @@ from experiments.report.drawing import (
     Mark,
     Panel,
     Picture,
+    Rule,
     TableBlock,
     cumulative,
     table,
 )
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import (
+    SETTINGS,
     Figures,
     FinishedCell,
     RequestRow,
@@ -54,6 +56,7 @@ from ops.machine_load import LOAD, beside_text
 from ops.waterfall.bars import COLORS
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, NotReady
+from pdserve.core.interval import Interval
 from pdserve.core.request import counted
 from pdserve.core.timeline import Figure
 
@@ -92,6 +95,7 @@ def row_of(outcome: Outcome, plan: BenchPlan, offset_s: float = 0.0) -> RequestR
         turn=outcome.turn,
         scheduled_s=offset_s + outcome.scheduled_s,
         sent_s=offset_s + outcome.sent_s,
+        others_cpu_s=outcome.others_cpu_s,
     )
 
 
@@ -145,6 +149,7 @@ class BenchRecorder:
         self.folder.write_environment(
             {"machine": environment.machine(), "service": environment.service(status), "seed": plan.seed}
         )
+        self._settings = environment.settings(status)
         self._begun_s = time.monotonic()
         self._load_begun_s: dict[str, float] = {}
 
@@ -163,6 +168,7 @@ class BenchRecorder:
             "leaked_blocks": reports[-1]["leaked_blocks"],
             "workload": reports[0]["workload"],
             LOAD: reports[-1][LOAD],
+            SETTINGS: self._settings,
         }
         duration_s = round(time.monotonic() - self._begun_s, 3)
         self.folder.finish_cell(FinishedCell(CELL, {"mode": self._plan.mode}, duration_s, facts))
@@ -211,7 +217,8 @@ class BenchRun(RunKind):
         }
 
     def report(self, run: RunData, summary: Figures) -> Report:
-        """CDFs of the latencies, means of the stages, throughput and requests over time, and the distributions."""
+        """CDFs of the latencies, means of the stages, throughput and requests over time, the differences of pairs, and
+        the distributions."""
         figures, scheduled = summary["arms"], self.options.scheduled
         arms = {arm: [row for row in run.rows if row.arm == arm] for arm in figures}
         options = {**run.options, **run.options.get("pace", {})}
@@ -242,6 +249,8 @@ class BenchRun(RunKind):
             if any(each["stages_ms"] for each in figures.values()):
                 blocks.append(_stages_picture(figures))
             blocks.append(_time_picture(arms))
+        if added := {figure: each for figure, each in (summary["added_ms"] or {}).items() if each is not None}:
+            blocks += [_pairs_picture(added), _pairs_table(added)]
         blocks.append(latency_table(figures))
         setup = [*setup_of(run, ", ".join(how)), ("workload", summary["workload"])]
         return Report("Benchmark", self.question, _answer(summary, run), setup, blocks, caveats, summary["failed"])
@@ -297,9 +306,12 @@ def _answer(summary: Figures, run: RunData) -> str:
             continue
         gaps = "" if itl is None else f" and the gaps between tokens {itl['mean']:.1f} ms"
         good = "" if each["goodput"] is None else f"; {100 * each['goodput']['share']:.0f} % met the SLO"
+        rates = f"{each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
+        if summary["added_ms"] is not None:  # modes that take turns have no rates of their own
+            rates = ""
         sentences.append(
-            f"{arm}: {each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
-            f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {counted(each['requests'], 'request')}{good}."
+            f"{arm}: {rates}TTFT was {ttft['mean']:.1f} ms{gaps} on average, over "
+            f"{counted(each['requests'], 'request')}{good}."
         )
     added = [(summary["added_ms"] or {}).get(figure) for figure in Figure]
     if clauses := [added_text(f"token {number}", each) for number, each in enumerate(added, 1) if each is not None]:
@@ -380,6 +392,42 @@ def _time_picture(arms: Mapping[str, Rows]) -> Picture:
         columns=len(arms),
         share={"sharex": "col", "sharey": "row"},
     )
+
+
+def _pairs_picture(added: Mapping[str, Figures]) -> Picture:
+    """The differences of the pairs in their order, with median and interval."""
+    panels = []
+    for figure, each in added.items():
+        median = Interval.from_dict(each)
+        edges = [Rule("y", edge, look={"color": INK}) for edge in (median.lo, median.hi) if median.known]
+        points = pair_points(each, range(1, median.n + 1), PALETTE[0])
+        marks: list[Mark | Rule] = [
+            points,
+            Rule("y"),
+            *edges,
+            Rule("y", median.value, look={"color": INK, "linestyle": "-"}),
+        ]
+        panels.append(Panel(marks, "pair", "pd - colocated, ms", f"added {figure}: {median.text()}"))
+    return Picture(
+        "pairs",
+        "Differences of the pairs",
+        "Each point is a pair, disaggregated minus colocated, in the order of sending; hollow ones are those beside "
+        "which other processes used the machine. Pairs far beyond the others are drawn at the edge. The line is the "
+        "median, dashed lines are its 95 % interval.",
+        panels,
+        columns=2,
+    )
+
+
+def _pairs_table(added: Mapping[str, Figures]) -> TableBlock:
+    """The added times of pairs."""
+    records = [
+        {**each, "figure": figure, "added": each,
+         "disturbed": None if each["disturbed"] is None else len(each["disturbed"])}
+        for figure, each in added.items()
+    ]  # fmt: skip
+    columns = "figure", "pairs | n", "added, ms | added:+", "its mean, ms | mean:+.2f", "disturbed pairs | disturbed"
+    return table("Added by disaggregation", records, columns, PAIRS_CAPTION)
 
 
 def latency_table(parts: Mapping[str, Figures]) -> TableBlock:

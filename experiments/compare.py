@@ -8,15 +8,17 @@ difference: the widest one that both allow. `verdict` sums them up."""
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from experiments.catalogue import run_of
 from experiments.environment import version_text
-from experiments.run_folder import Figures, RunFolder
+from experiments.run_folder import SETTINGS, Figures, RunFolder
 from experiments.statistics import difference_interval
 from ops.machine_load import beside_cores, beside_text
 from pdserve.core.errors import InvalidRequest
@@ -124,6 +126,53 @@ def compare(a: RunFolder, b: RunFolder) -> tuple[list[Comparison], list[Missing]
         raise InvalidRequest(f"{a.path} and {b.path} have no figure in common: they measured different cells")
     lacking = (("B", of_a.keys() - of_b.keys()), ("A", of_b.keys() - of_a.keys()))
     return found, [Missing(key, name) for name, keys in lacking for key in sorted(keys)]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that figures depend on beside the code, and that was another one in each run: of the machine, of the
+    service, or (``cells``: in which of the cells that both have) a setting of the service."""
+
+    key: str
+    a: Any
+    b: Any
+    cells: tuple[str, ...] = ()
+
+
+def differences(a: RunFolder, b: RunFolder) -> list[Difference]:
+    """In what machine and service of two runs differ, as far as both recorded it."""
+    of_a, of_b = _surroundings(a), _surroundings(b)
+    found = [Difference(key, of_a[key], of_b[key]) for key in of_a if key in of_b and of_a[key] != of_b[key]]
+    settings = [{cell.cell: _flat(cell.facts.get(SETTINGS, {})) for cell in run.load().cells} for run in (a, b)]
+    places: dict[str, list[str]] = {}
+    for cell in sorted(settings[0].keys() & settings[1].keys()):
+        first, second = (each[cell] for each in settings)
+        for key in sorted(first.keys() & second.keys()):
+            if first[key] != second[key]:
+                which = json.dumps({"key": key, "a": first[key], "b": second[key]})
+                places.setdefault(which, []).append(cell)
+    return [*found, *(Difference(**json.loads(which), cells=tuple(cells)) for which, cells in places.items())]
+
+
+def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings by dotted key."""
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+def _surroundings(run: RunFolder) -> dict[str, Any]:
+    """What ``env.json`` says of the machine and the service that figures depend on, by the words for it."""
+    environment = run.environment
+    machine, service = environment.get("machine") or {}, environment.get("service") or {}
+    found = {f"machine: {key}": machine[key] for key in ("host", "cpu", "affinity", "python") if key in machine}
+    found |= {f"machine: {package}": version for package, version in machine.get("packages", {}).items()}
+    keys = ("model", "model_hash", "dtype", "context_length", "block_size")
+    found |= {f"service: {key}": service[key] for key in keys if key in service}
+    if service:
+        workers = Counter(f"{w['role']} on {w['device']} with {w['num_blocks']} blocks" for w in service["workers"])
+        links = Counter(link["transport"] for link in service["links"])
+        for name, counts in (("workers", workers), ("links", links)):
+            found[f"service: {name}"] = ", ".join(f"{count} {what}" for what, count in sorted(counts.items())) or "none"
+    return found
 
 
 def arms_of(run: RunFolder) -> tuple[str, ...]:

@@ -74,11 +74,6 @@ class Deployment:
             self._target, self._settings = self._start(chosen), dict(settings)
         return self._target
 
-    @property
-    def config(self) -> PdserveConfig | None:
-        """The configuration of the service that was started; None without one."""
-        return None if self._settings is None else self.configuration(self._settings)
-
     def configuration(self, settings: Mapping[str, Any]) -> PdserveConfig:
         """That of a service with these settings. ConfigError names a wrong key or value."""
         return PdserveConfig.load(self._config, {**self._base, **settings})

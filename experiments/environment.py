@@ -69,6 +69,15 @@ def service(status: ServiceStatus) -> dict[str, Any]:
     }
 
 
+def settings(status: ServiceStatus) -> dict[str, dict[str, Any]]:
+    """The service's settings that results depend on, by section of its configuration."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in sorted(status.settings.items()):
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return sections
+
+
 def links(status: ServiceStatus) -> list[dict[str, Any]]:
     """Every link between two workers: transport, the reason for it, and its measured ceiling in GB/s."""
     return [

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 
 from experiments.workloads.arrivals import ClosedLoop, Schedule
 from experiments.workloads.conversation import Conversation
+from ops.machine_load import CpuUse
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.request import Prompt
@@ -36,7 +38,8 @@ TIMER_MS = 2.0
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of one request: turn ``turn`` of conversation ``index``. Times are seconds since the start of the run
-    on the client's monotonic clock. ``prompt_tokens`` is None if a text's request failed."""
+    on the client's monotonic clock. ``prompt_tokens`` is None if a text's request failed. ``others_cpu_s`` are the CPU
+    seconds that processes which are not the measurement's used on this host meanwhile, if that is known."""
 
     index: int
     turn: int
@@ -47,6 +50,7 @@ class Outcome:
     prompt_tokens: int | None
     generation: Generation | None
     error: PdserveError | None = None
+    others_cpu_s: float | None = None
 
     @property
     def lag_s(self) -> float:
@@ -111,6 +115,7 @@ async def run_load(
     timeout_s: float | None = None,
     on_done: Callable[[Outcome], None] = lambda outcome: None,
     stop: asyncio.Event | None = None,
+    own: Sequence[psutil.Process] | None = None,
 ) -> Load:
     """Send ``conversations`` until they or the times of ``schedule`` end, and wait for all answers. A failed request is
     an outcome, not an exception; it ends its conversation.
@@ -118,7 +123,8 @@ async def run_load(
     ``mode`` is that of all requests, or a function of the conversation's index. ``max_concurrency`` bounds the requests
     of an open loop that run at a time; others wait, which counts as lag. After ``duration_s`` nothing more is sent.
     ``timeout_s`` is the deadline of each request. ``on_done`` is called with each outcome. Once ``stop`` is set,
-    running requests are cancelled and the outcomes so far returned.
+    running requests are cancelled and the outcomes so far returned. With ``own``, all processes of the measurement,
+    outcomes tell what others used.
 
     Salts that conversations share are made unique to this load and to the mode: each load, and each mode, begins with a
     cold prefix cache. Raises `InvalidRequest` naming the option that is out of range, and `NotReady` if the service
@@ -154,8 +160,9 @@ async def run_load(
             token_ids += turn.token_ids
             text += turn.text
             prompt: Prompt = text if turn.text else token_ids
-            generation, error = None, None
+            generation, error, others_cpu_s = None, None, None
             async with slots:
+                before = None if own is None else CpuUse.now(own)
                 sent_s = now_s()
                 if sent_s >= end_s:
                     unsent += 1
@@ -168,9 +175,12 @@ async def run_load(
                 except PdserveError as failure:
                     error = failure
                 ended_s = now_s()
+                if own is not None and before is not None:
+                    others_cpu_s = round(CpuUse.now(own).others_s(before), 3)
             known = None if isinstance(prompt, str) else len(prompt)
             tokens = known if generation is None else generation.prompt_tokens
-            outcomes.append(Outcome(index, number, of, due_s, sent_s, ended_s, tokens, generation, error))
+            times_s = due_s, sent_s, ended_s
+            outcomes.append(Outcome(index, number, of, *times_s, tokens, generation, error, others_cpu_s))
             on_done(outcomes[-1])
             if generation is None:
                 return

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from experiments.experiment import Bench, Cell, Experiment
 from experiments.load import Lag
 from experiments.modes import (
@@ -341,9 +343,6 @@ def cell_caveats(cells: Sequence[Figures]) -> list[str | bool]:
         errors_ms != []
         and f"Stages between two workers are known to ± {max(errors_ms):.3f} ms (clock offset); smaller differences of "
         "kv_exposed and dispatch mean nothing.",
-        any(cell.get("overlap") == "as-configured" for cell in cells)
-        and "The service was running already and does not tell its settings: the predictions assume the default "
-        "overlap, chunks, groups of layers and bytes in flight.",
         any(cell["rounds" if "rounds" in cell else "n"] < MIN_VALUES for cell in cells)
         and f"Cells with fewer than {MIN_VALUES} pairs have no intervals; nor have loads with fewer rounds, because "
         "requests of one round share a queue.",
@@ -388,6 +387,26 @@ def unclear_text(cell: Figures, run: RunData, more: str = "more time for pairs (
     return f"Reasons: {'; '.join(reasons)}. What would help: {', '.join(helps)}."
 
 
+PAIRS_CAPTION = (
+    "Added: median of the pairs' differences. Disturbed: pairs beside which other processes used the machine; they "
+    "count like all others."
+)
+
+
+def pair_points(added: Figures, xs: Sequence[float], color: str) -> Mark:
+    """The pairs of an added time as faint points at ``xs``, hollow where they were disturbed. Those more than eight
+    times as far from the middle half as it is wide are drawn at that distance."""
+    lower, middle, upper = np.percentile(added["differences_ms"], (25, 50, 75))
+    reach_ms = 8 * max(upper - lower, 0.5)
+    shown_ms = np.clip(added["differences_ms"], middle - reach_ms, middle + reach_ms)
+    disturbed = added["disturbed"] or ()
+    points = [
+        {"x": x, "ms": ms, "hollow": place in disturbed} for place, (x, ms) in enumerate(zip(xs, shown_ms, strict=True))
+    ]
+    look = {"label": None, "color": color, "marker": "o", "markersize": 3.2, "alpha": 0.45}
+    return Mark(points, "x", "ms", "hollow", {True: {"markerfacecolor": "none"}}, look, "points")
+
+
 def idle_table(cells: Sequence[Figures], *more: str) -> TableBlock:
     """All cells of pairs; ``more`` columns come after those of the prediction."""
     records = []
@@ -414,9 +433,8 @@ def idle_table(cells: Sequence[Figures], *more: str) -> TableBlock:
         "tokens equal | tokens_equal",
     )
     caption = (
-        "Added: median of the pairs' differences. Disturbed: pairs beside which other processes used the machine; they "
-        "count like all others. KV bytes per request; the ceiling is the best rate of the link so far. Exposed is what "
-        "a request waits for after its prompt is computed; request to ready spans from decode's allocation to the last "
+        f"{PAIRS_CAPTION} KV bytes per request; the ceiling is the best rate of the link so far. Exposed is what a "
+        "request waits for after its prompt is computed; request to ready spans from decode's allocation to the last "
         "block, and so contains the prefill."
     )
     return table("All idle cells", records, columns, caption)

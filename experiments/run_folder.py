@@ -194,6 +194,14 @@ CONFIG, ENVIRONMENT, REQUESTS, CELLS, SUMMARY = (
 )
 
 
+SETTINGS = "config"
+"""The fact of a cell that has its service's settings (`experiments.environment.settings`)."""
+_OF_PREDICTIONS = {
+    "engine": ("chunk_tokens", "max_num_batched_tokens"),
+    "transfer": ("overlap", "layer_groups", "max_inflight_bytes"),
+}
+
+
 T = TypeVar("T")
 
 
@@ -207,9 +215,14 @@ class FinishedCell(msgspec.Struct, frozen=True):
 
     @property
     def config(self) -> PdserveConfig:
-        """The sections ``engine`` and ``transfer`` of the service that was started for the cell. The defaults if the
-        service was running already, as it does not tell its settings."""
-        return PdserveConfig.parse(self.facts.get("config", {}))
+        """What predictions need of the service's configuration: how prompts are cut and when blocks are sent."""
+        settings = self.facts.get(SETTINGS, {})
+        return PdserveConfig.parse(
+            {
+                section: {key: settings[section][key] for key in keys if key in settings.get(section, {})}
+                for section, keys in _OF_PREDICTIONS.items()
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

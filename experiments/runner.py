@@ -18,7 +18,7 @@ from experiments.environment import BUSY, busy_texts
 from experiments.experiment import Bench, Cell, Experiment, RunKind
 from experiments.report.drawing import TableBlock, table
 from experiments.report.page import Report
-from experiments.run_folder import CONFIG, Figures, FinishedCell, RunData, RunFolder
+from experiments.run_folder import CONFIG, SETTINGS, Figures, FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
 from ops.machine_load import LOAD, MachineLoad, beside_cores, beside_text
 from pdserve.client.status import ServiceStatus
@@ -195,8 +195,7 @@ def _run_cell(
         status = deployment.status()
         assert status is not None
         facts["links"] = environment.links(status)
-        if deployment.config is not None:
-            facts["config"] = deployment.config.model_dump(mode="json", include={"engine", "transfer"})
+        facts[SETTINGS] = environment.settings(status)
         _note_environment(experiment, folder, status)
     else:
         deployment.stop()  # a cell without a service measures the machine alone

@@ -53,6 +53,7 @@ STATUSES: Mapping[type[BaseException], tuple[StatusCode, int]] = {
 
 INVALID = {
     "HostNotAllowed": 403,  # the header Host is not a name of the service
+    "NotAnOperator": 403,  # the token is not an operator's
     "UnknownModel": 404,  # another model is served
     "UnknownPath": 404,  # of HTTP: the API has no such path
     "BodyIncomplete": 408,  # the body did not arrive within the deadline

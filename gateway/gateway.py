@@ -113,6 +113,7 @@ class Gateway:
             version,
             lambda: self.problem is None,
             model.shape.dtype,
+            config.public_settings,
             [note] if note else [],
             security.callers.problem,
         )
@@ -300,7 +301,9 @@ class Gateway:
     def _state(self) -> Iterator[Metric]:
         about = {"version": self._version, "model": self._model}
         workers, router = self.registry.workers, self.router
-        yield from service_metrics(workers, router.queued, router.running, self.problem is None, about)
+        yield from service_metrics(
+            workers, self.registry.restarts, router.queued, router.running, self.problem is None, about
+        )
         yield from scaling_metrics(self._meter.load(), self._report.scaling)
 
     async def _maintain_health(self, checks: Any) -> None:

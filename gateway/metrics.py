@@ -217,9 +217,15 @@ _OF_REASONS: tuple[tuple[str, str, Callable[[RegisteredWorker], Mapping[str, int
 
 
 def service_metrics(
-    workers: Sequence[RegisteredWorker], queued: int, running: int, ready: bool, about: dict[str, str]
+    workers: Sequence[RegisteredWorker],
+    restarts: Mapping[str, int],
+    queued: int,
+    running: int,
+    ready: bool,
+    about: dict[str, str],
 ) -> Iterator[Metric]:
-    """Metrics that are read at a scrape: queue, workers, blocks, caches and links. ``about``: version and model."""
+    """Metrics that are read at a scrape: queue, workers, blocks, caches and links. ``restarts``: how often each
+    worker's process was replaced. ``about``: version and model."""
     yield InfoMetricFamily("pdserve", "Always 1", value=about)
     yield GaugeMetricFamily("pdserve_ready", "1 if requests are served", value=float(ready))
     yield GaugeMetricFamily("pdserve_requests_queued", "Requests that wait for a worker", value=queued)
@@ -230,6 +236,12 @@ def service_metrics(
         for worker in workers:
             family.add_metric([worker.worker_id, worker.role.value], value(worker))
         yield family
+    replaced = CounterMetricFamily(
+        "pdserve_worker_restarts", "Restarts of the worker's process that the gateway has seen", labels=labels
+    )
+    for worker in workers:
+        replaced.add_metric([worker.worker_id, worker.role.value], restarts.get(worker.worker_id, 0))
+    yield replaced
     for name, what, counts in _OF_REASONS:
         family = CounterMetricFamily(f"pdserve_worker_{name}", what, labels=(*labels, "reason"))
         for worker in workers:

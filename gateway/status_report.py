@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from contract.scaling import ScalingReport
 from gateway.validation import Limits
@@ -20,8 +22,8 @@ from worker.cores import sharing_note
 
 
 class StatusReport:
-    """The answer of `GetStatus`, and the limits that requests are checked against. ``problem``: what is wrong with the
-    configuration now, for operators."""
+    """The answer of `GetStatus`, and the limits that requests are checked against. ``settings`` of the configuration
+    are told to everyone. ``problem``: what is wrong with the configuration now, for operators."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class StatusReport:
         version: str,
         ready: Callable[[], bool],
         checkpoint_dtype: str,
+        settings: Mapping[str, Any],
         model_notes: Sequence[str],
         problem: Callable[[], str],
     ) -> None:
@@ -42,6 +45,7 @@ class StatusReport:
         self._version = version
         self._ready = ready
         self._checkpoint_dtype = checkpoint_dtype
+        self._settings = {key: json.dumps(value) for key, value in settings.items()}
         self._model_notes = tuple(model_notes)
         self._problem = problem
         self._started_s = clock.now()
@@ -108,6 +112,7 @@ class StatusReport:
             pid=os.getpid(),
             uptime_s=self._clock.now() - self._started_s,
             checkpoint_dtype=self._checkpoint_dtype,
+            settings=self._settings,
             costs=[*costs.describe(), *([in_words] if in_words else [])],
             notes=[*self._model_notes, *self.notes, *filter(None, (shared, self._problem()))],
         )

@@ -85,7 +85,7 @@ def metrics(pattern: str) -> Iterator[tuple[str, ...]]:
     """The metrics whose names match ``pattern``, with the labels that not all of them have."""
     about = {"version": "", "model": ""}
     exported = Metrics(
-        lambda: chain(service_metrics([], 0, 0, True, about), scaling_metrics(GatewayLoad(), ScalingReport()))
+        lambda: chain(service_metrics([], {}, 0, 0, True, about), scaling_metrics(GatewayLoad(), ScalingReport()))
     )
     collectors: list[Any] = list(exported._registry._collector_to_names)
     found: dict[str, tuple[list[str], str]] = {}

@@ -375,7 +375,7 @@ class WorldGateway:
         self.directory = WorkerDirectory(self.registry, self._connect, "world", chance)
         self.directory.expect(self._members, self._version)
         self.meter = LoadMeter(config.objectives, clock, lambda: self.inference.running.values())
-        report = StatusReport(self.registry, self.router, clock, "simulated", "0", lambda: True, "", [], str)
+        report = StatusReport(self.registry, self.router, clock, "simulated", "0", lambda: True, "", {}, [], str)
         self.inference = Inference(
             self.router,
             None,

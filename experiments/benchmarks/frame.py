@@ -33,7 +33,7 @@ from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from gateway.token_file import digest_of
 from ops.launch.ports import free_port
-from ops.launch.state import ServiceState, port_of
+from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client, Generation
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded
@@ -225,7 +225,7 @@ def service(
             chosen["gateway.tokens"] = str(path)
         with Deployment(settings={**chosen, "gateway.http_port": http_port}, report=note) as deployment:
             target = str(deployment.provide({}))
-            yield Service(target, f"127.0.0.1:{http_port}", ServiceState.read(port_of(target)))
+            yield Service(target, f"127.0.0.1:{http_port}", ServiceState.of(str(target)))
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
     from experiments.load import Outcome
     from experiments.report.page import PAGE
     from experiments.runner import redraw
-    from ops.machine_load import MachineLoad
+    from ops.machine_load import MachineLoad, own_processes
     from ops.settled import leaked_blocks, settled
     from pdserve.client.async_client import AsyncClient
 
@@ -141,7 +141,7 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
         before = await settled(client)
         plan = await fitted(client, plan, before)
         stop, hurry = asyncio.Event(), asyncio.Event()
-        meter = MachineLoad.begin(target)
+        meter, (own, complete) = MachineLoad.begin(target), own_processes(target)
         recorder = None if into is None else BenchRecorder(into, plan, str(target), before)
 
         def interrupted() -> None:
@@ -160,7 +160,7 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
                     recorder.record(outcome)
                 progress.update(task, advance=1, failed=f"[red]{failed} failed[/]" if failed else "")
 
-            loads = await run_bench(client, plan, before, on_done, stop)
+            loads = await run_bench(client, plan, before, on_done, stop, own if complete else None)
             load_facts = meter.facts()
             reports = [report_of(plan, *load) for load in loads]
             leaked = await _unless(hurry, leaked_blocks(client, before))
@@ -253,6 +253,8 @@ def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
             unclear = interval.known and not interval.sign
             told = " (no difference could be measured; more --requests narrow the interval)" if unclear else ""
             sure = f"; {100 * CONFIDENCE:.0f} % interval" if interval.known else ""
+            if marks := plain["disturbed"]:
+                sure += f"; other processes used the machine beside {len(marks)} of them"
             yield "added", f"{name} {interval.text()}{told}, median of {interval.n} pairs, pd - colocated{sure}"
     yield "busy", report["busy"] and OtherRequests(**report["busy"]).text("this load")
     if lag is not None and report["scheduled"]:

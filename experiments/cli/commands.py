@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,11 @@ def compare(
         for key in sorted(options[0].keys() & options[1].keys())
         if options[0][key] != options[1][key]
     ]
+    differing = comparing.differences(a, b)
+    for each in differing:
+        where = f" (in {len(each.cells)} cells, such as {each.cells[0]})" if len(each.cells) > 1 else ""
+        values = " and ".join("unset" if value is None else str(value) for value in (each.a, each.b))
+        notes.append(f"the runs differ in {each.key}: {values}{where}")
     if comparing.common_arm(a, b):
         notes.append(f"arm {arms[1][0]} of B is compared with arm {arms[0][0]} of A")
     elif arms[0] != arms[1]:
@@ -63,6 +69,7 @@ def compare(
         print_json(
             {
                 "verdict": verdict,
+                "differences": [asdict(each) for each in differing],
                 "a": str(first),
                 "b": str(second),
                 "figures": [each.to_dict() for each in found],

@@ -21,13 +21,13 @@ from experiments.series import FINISHED, Series, SeriesPlan
 from experiments.sweep import Sweep, SweepOptions
 from ops.cli.options import (
     ACCESS_OPTIONS,
-    CONNECTION,
     access_of,
     print_json,
     print_note,
     settings_of,
     stderr_console,
     stdout_console,
+    target_option,
 )
 from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -39,15 +39,16 @@ Given = dict[str, Any]
 """Options that a command got; None: not given."""
 
 
-def _annotated(kind: Any, text: str, *flags: str, panel: str | None = None) -> Any:
-    return Annotated[kind, typer.Option(*flags, help=text, rich_help_panel=panel)]
+def _annotated(kind: Any, text: str, *flags: str) -> Any:
+    return Annotated[kind, typer.Option(*flags, help=text)]
 
 
 _COMMON: Mapping[str, tuple[Any, Any]] = {
     "target": (
-        _annotated(
-            str | None, "measure this running service (host:port) instead of starting services", panel=CONNECTION
-        ),
+        Annotated[
+            str | None,
+            target_option("measure this running service (port or host:port) instead of starting services", None),
+        ],
         None,
     ),
     "output": (_annotated(Path, "folder in which NAME/STAMP is made for the run"), Path("results")),

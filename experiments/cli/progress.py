@@ -44,7 +44,7 @@ class RunProgress:
             self._console.print(f"{self._name}: {finished} of {counted(len(cells), 'cell')} measured before")
         if sending_s := sum(cell.sending_s for cell in cells[finished:]):
             self._console.print(
-                f"{self._name}: {counted(len(cells) - finished, 'cell')}; their loads and pairs take up to "
+                f"{self._name}: {counted(len(cells) - finished, 'cell')}; loads and pairs take up to "
                 f"{sending_s / 60:.1f} min; starts of services, warm-up and queues that empty come on top"
             )
 

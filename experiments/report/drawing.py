@@ -110,7 +110,8 @@ class Mark:
         if self.kind == "bars":
             height = look.get("height", 0.6)
             axes.barh(ys, xs, left=to, height=height, xerr=xerr, error_kw={"capsize": 4}, **drawn)
-            xs = [max(start, start + x) for start, x in zip(to, xs, strict=True)]
+            above = [0.0] * len(rows) if xerr is None else np.nan_to_num(xerr[1])  # notes are right of the intervals
+            xs = [max(start, start + x + more) for start, x, more in zip(to, xs, above, strict=True)]
         elif self.kind == "area":
             axes.fill_between(xs, ys, linewidth=0, step=look.get("step"), alpha=look.get("alpha"), **drawn)
         elif self.kind == "span":
@@ -148,7 +149,7 @@ def rows_picture(
     panels = []
     for key, named in figures.items():
         name, _, unit = named.partition(" | ")
-        marks = [Mark(records, key, row, row, looks, kind="points")]
+        marks: list[Mark | Rule] = [Mark(records, key, row, row, looks, kind="points")]
         if any("p99" in (record[key] or ()) for record in records):
             unit += " (dot: median, bar: p99)"
             marks = [
@@ -156,6 +157,7 @@ def rows_picture(
                 Mark(records, f"{key}.p50", row, row, looks, kind="points"),
                 Mark(records, f"{key}.p99", row, row, ends, kind="points"),
             ]
+        marks.append(Rule("x"))  # 0 is in the range whose share the margin is, so that no dot is cut off
         panels.append(Panel(marks, unit, title=name, rows=[record[row] for record in records], xlim=(0, None)))
     return Picture(stem, title, caption, panels, len(panels), share={"sharey": True})
 

@@ -129,7 +129,10 @@ def make_app(
         """The report of the last run, for operators."""
         caller, policy = caller_of(request.scope), {"content-security-policy": _CONTENT}
         if not caller.sees_all:
-            raise HTTPException(404)
+            raise InvalidRequest(
+                "authorization: the report is for operators; `pdserve token new NAME --operator` makes their tokens",
+                kind="NotAnOperator",
+            )
         if report is None or not reported(caller):
             return HTMLResponse(_NO_REPORT, 404, headers=policy)
         return FileResponse(report, media_type="text/html", headers=policy)

@@ -167,8 +167,8 @@ class HttpServer(uvicorn.Server):
         except OSError as error:
             self._socket.close()
             raise LaunchError(
-                f"gateway.http_port: {port} on {host} cannot be used ({error.strerror}); choose another, or 0 for no "
-                "HTTP server"
+                f"gateway.http_port: {port} on {host} cannot be used ({error.strerror}); choose another with --set "
+                "gateway.http_port=PORT, or none with --set gateway.http_port=0"
             ) from None
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(

@@ -34,7 +34,7 @@ def chat(
     access: AccessOptions,
     target: Annotated[
         str,
-        target_option("host:port or URL of the service's HTTP API; https:// means TLS", "PDSERVE_HTTP_TARGET"),
+        target_option("HTTP port on this host, host:port or URL of the service's HTTP API", "PDSERVE_HTTP_TARGET"),
     ] = "localhost:8000",
     system: Annotated[str | None, typer.Option(help="a system message, which each conversation begins with")] = None,
     mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode on separate workers) or colocated")] = "auto",

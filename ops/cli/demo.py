@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import CONNECTION, print_json, print_note, stderr_console, stdout_console, with_access
+from ops.cli.options import print_json, print_note, stderr_console, stdout_console, target_option, with_access
 from pdserve.client.target import AccessOptions, Target
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ def demo(
     access: AccessOptions,
     target: Annotated[
         str | None,
-        typer.Option(
-            help="host:port of a running service (default: start a service and end it afterwards)",
-            rich_help_panel=CONNECTION,
-        ),
+        target_option("port or host:port of a running service (default: start one and end it afterwards)", None),
     ] = None,
     model: Annotated[str, typer.Option(help="model of the started service")] = "tiny",
     png: Annotated[Path, typer.Option(help="path of the picture")] = Path("out/demo/waterfall.png"),

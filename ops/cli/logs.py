@@ -35,10 +35,10 @@ def logs(
     paths, also those of processes that have ended."""
     from ops.launch.logs import read_part
     from ops.launch.operator import SUPERVISOR, list_logs, read_log_of, supervisor_log
-    from ops.launch.state import ServiceState, port_of
+    from ops.launch.state import ServiceState
     from pdserve.core.errors import InvalidRequest
 
-    state = ServiceState.read(port_of(target))
+    state = ServiceState.of(target)
     if not name:
         _show(list_logs(state.socket) if state.process() else [supervisor_log(state.log)], as_json)
         return

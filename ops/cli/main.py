@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command (default: from the process's arguments). Ends with SystemExit: 0, 1 (failure, with one line on
     stderr), 2 (invalid usage) or 130 (Ctrl-C)."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # every fork is followed by exec; gRPC logs a line otherwise
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a service that ends leaves a line of gRPC's log on stderr
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 show '?' instead
     try:

@@ -26,25 +26,18 @@ _PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap 
 
 CONNECTION = "Connection"
 """The panel of help for the options that say where a service is and how to reach it."""
-_TARGET = "host, host:port or URL of the service; https:// means TLS"
+_TARGET = "port on this host, host:port or URL of the service; https:// means TLS"
 
 
-def target_option(help_text: str, variable: str = "PDSERVE_TARGET") -> Any:
-    """The option ``--target`` of a client, which the environment may give instead."""
-    return typer.Option("--target", help=help_text, envvar=variable, rich_help_panel=CONNECTION)
+def target_option(help_text: str, variable: str | None = "PDSERVE_TARGET") -> Any:
+    """The option that says which service a command is about: ``--target`` or ``--port``. The ``variable`` of the
+    environment may give it instead."""
+    return typer.Option("--target", "--port", help=help_text, envvar=variable, rich_help_panel=CONNECTION)
 
 
 TargetOption = Annotated[str, target_option(_TARGET)]
 TargetsOption = Annotated[str, target_option(f"{_TARGET}; several gateways with commas between")]
-HereOption = Annotated[
-    str,
-    typer.Option(
-        "--port",
-        "--target",
-        help="gRPC port, or host:port, of the service on this host (see `pdserve list`)",
-        rich_help_panel=CONNECTION,
-    ),
-]
+HereOption = Annotated[str, target_option("gRPC port, or host:port, of the service on this host (see `pdserve list`)")]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on one line instead")]
 

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 def status(access: AccessOptions, target: TargetsOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
     """Show the service's workers, their load, and their KV blocks. On the host that the service was started on, also
     where its workers listen and their process ids."""
-    answer = _status(Target.all_of(target, **access))
+    targets = Target.all_of(target, **access)
+    answer = _status(targets)
     if as_json:
         print_json(answer.to_dict())
         return
     console = stdout_console()
-    for part in _parts(console, target, answer):
+    for part in _parts(console, targets, answer):
         console.print(part)
     if answer.costs:
         console.print("measured here")
@@ -56,14 +57,14 @@ def status(access: AccessOptions, target: TargetsOption = DEFAULT_TARGET, as_jso
             console.print(f"[yellow]{worker.worker_id} refused KV messages: {refused}[/]")
 
 
-def _parts(console: Console, target: str, answer: ServiceStatus) -> list[RenderableType]:
+def _parts(console: Console, targets: Sequence[Target], answer: ServiceStatus) -> list[RenderableType]:
     """What `status` and `top` show: lines on the service, then tables that fit the console."""
     from ops.waterfall.bars import human_bytes
 
     ready = colored("ready" if answer.ready else "not ready")
     converted = f" from {answer.checkpoint_dtype}" if answer.checkpoint_dtype not in ("", answer.dtype) else ""
     parts: list[RenderableType] = [
-        f"{ready} at {target} · pdserve {answer.version} · up {answer.uptime_s:.0f} s · "
+        f"{ready} at {','.join(map(str, targets))} · pdserve {answer.version} · up {answer.uptime_s:.0f} s · "
         f"{answer.queued} queued, {answer.running} running",
         f"model {answer.model} ({answer.dtype}{converted}, context {answer.context_length}) · KV "
         f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block",
@@ -197,27 +198,27 @@ def top(
 
     console = stdout_console()
     history: deque[ServiceStatus] = deque(maxlen=HISTORY)
-    left = count or -1
+    left, targets = count or -1, Target.all_of(target, **access)
     with (
-        Client(target, **access) as client,
+        Client(targets) as client,
         Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
     ):
         while left:
             history.append(client.status())
             left -= 1
             if console.is_terminal:
-                live.update(view(console, target, history), refresh=True)
+                live.update(view(console, targets, history), refresh=True)
             else:
-                console.print(view(console, target, history))
+                console.print(view(console, targets, history))
             if left:
                 time.sleep(LOOK_EVERY_S)
 
 
-def view(console: Console, target: str, history: Sequence[ServiceStatus]) -> Group:
+def view(console: Console, targets: Sequence[Target], history: Sequence[ServiceStatus]) -> Group:
     """The last status of ``history``, and curves over all of it."""
     from rich.console import Group
 
-    return Group(*_parts(console, target, history[-1]), _curves(history))
+    return Group(*_parts(console, targets, history[-1]), _curves(history))
 
 
 def curve(values: Sequence[float]) -> str:

@@ -94,13 +94,13 @@ def down(
 
     from ops.launch.detach import stop_detached
     from ops.launch.shutdown import DRAIN_S
-    from ops.launch.state import ServiceState, port_of
+    from ops.launch.state import ServiceState
     from pdserve.core.errors import InvalidRequest, LaunchError
 
     if now and drain:
         raise InvalidRequest("--now and --drain contradict each other; give one of them")
     drain_s = 0.0 if now else DRAIN_S if drain is None else drain
-    ports = [state.port for state in ServiceState.all()] if every else [port_of(target)]
+    ports = [state.port for state in ServiceState.all()] if every else [ServiceState.of(target).port]
     console = stderr_console()
     for port in ports:
         try:
@@ -133,13 +133,13 @@ def scale(
     new workers wait for a node, which Ray is asked for. On a Ray that the service started itself this is an error,
     unless workers may share slots."""
     from ops.launch.operator import request_scale
-    from ops.launch.state import ServiceState, port_of
+    from ops.launch.state import ServiceState
     from pdserve.core.errors import LaunchError
     from pdserve.pb import operator_pb2 as pb
 
     if prefill is None and decode is None:
         raise LaunchError("give the new number of workers: --prefill N, --decode N, or both")
-    state = ServiceState.read(port_of(target))
+    state = ServiceState.of(target)
     console = stderr_console()
     request = pb.ScaleRequest(prefill=prefill, decode=decode, drain_s=drain, oversubscribe=oversubscribe)
     timeout_s = drain + state.start_timeout_s + MARGIN_S

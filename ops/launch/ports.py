@@ -44,7 +44,7 @@ _PROPOSALS = 20
 
 _HINTS = {
     "gateway.port": " with --port",
-    "gateway.http_port": " with --set gateway.http_port=PORT, or turn HTTP off with 0",
+    "gateway.http_port": " with --set gateway.http_port=PORT, or none with --set gateway.http_port=0",
 }
 
 

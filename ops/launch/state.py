@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -19,9 +20,9 @@ import msgspec
 import psutil
 
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, family_of, find
-from pdserve.core.address import join_address, split_address, stays_on_this_host, target_of
+from pdserve.core.address import is_loopback, join_address, split_address, stays_on_this_host, target_of
 from pdserve.core.config import GatewayConfig
-from pdserve.core.errors import LaunchError
+from pdserve.core.errors import InvalidRequest, LaunchError
 
 Phase = Literal["starting", "ready", "restarting", "stopping"]
 
@@ -97,13 +98,6 @@ def new_socket() -> str:
     return f"/tmp/{OPERATOR_FOLDER_PREFIX}{secrets.token_hex(4)}/socket"
 
 
-def port_of(target: str) -> int:
-    """The port that a user means by a target, or by a port alone; `InvalidRequest` if it is none."""
-    if target.strip().isdecimal():
-        return int(target)
-    return split_address(target_of(target)[0])[1]
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceState:
     """A service, identified by its supervisor (``pid`` and ``create_time``)."""
@@ -176,6 +170,23 @@ class ServiceState:
             raise LaunchError(f"no service was started on this host with port {port}{there_are}") from None
 
     @classmethod
+    def of(cls, target: str) -> ServiceState:
+        """The service of this host that a user means by a target (of several gateways: the first). LaunchError if none
+        was started here, such as for the target of another host."""
+        address, _ = target_of(target.partition(",")[0])
+        try:
+            host, port = split_address(address)
+        except ValueError as error:
+            raise InvalidRequest(f"target: {error}") from None
+        state = cls.read(port)
+        if not (is_loopback(host) or host in _names_here() or state._is_at(address)):
+            raise LaunchError(
+                f"{address} is on another host; call this on the host that the service was started on, or give the "
+                f"port of a service of this one (--port {port})"
+            )
+        return state
+
+    @classmethod
     def load(cls, path: Path) -> ServiceState:
         """Read a state file; FileNotFoundError, or LaunchError if it is malformed."""
         try:
@@ -210,8 +221,7 @@ class ServiceState:
         for state in cls.all():
             ports = range(state.port, state.port + state.gateways)
             ours = stays_on_this_host(address) and any(address.endswith(f":{port}") for port in ports)
-            named = state.target and address in [target_of(target)[0] for target in state.targets]
-            if (ours or named) and state.process() is not None:
+            if (ours or state._is_at(address)) and state.process() is not None:
                 return state
         return None
 
@@ -243,6 +253,10 @@ class ServiceState:
             f"{hint}, or end it with `pdserve down --target localhost:{self.port}`"
         )
 
+    def _is_at(self, address: str) -> bool:
+        """Whether that is the address of one of its gateways."""
+        return bool(self.target) and address in [target_of(target)[0] for target in self.targets]
+
     def process(self) -> psutil.Process | None:
         """The supervisor's process, if it is still running."""
         return find((self.pid, self.create_time))
@@ -266,6 +280,11 @@ class ServiceState:
             with open(draft, "wb", opener=private) as file:
                 file.write(msgspec.json.encode(self))
             draft.replace(self.path(self.port))
+
+
+def _names_here() -> set[str]:
+    """The name and the addresses of this host."""
+    return {socket.gethostname(), *(each.address for found in psutil.net_if_addrs().values() for each in found)}
 
 
 def listeners(port: int) -> list[psutil.Process]:

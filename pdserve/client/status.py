@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pdserve.client.generation import from_message
@@ -86,7 +87,8 @@ class ServiceStatus:
     ``costs`` say in words what prefill, hand-off and decode take here, learned from completed requests. Prompts with at
     most ``break_even_tokens`` uncached tokens are cheaper where they decode (None: not known yet; the context length:
     all are). ``gateways`` are told to operators only; then ``queued`` and ``running`` are those of all gateways.
-    ``scaling`` is None without a controller."""
+    ``scaling`` is None without a controller. ``settings`` are the keys of the configuration that latencies depend on,
+    such as ``engine.chunk_tokens``."""
 
     ready: bool
     version: str
@@ -108,6 +110,7 @@ class ServiceStatus:
     break_even_tokens: float | None = None
     gateways: tuple[ServiceGateway, ...] = ()
     scaling: ServiceScaling | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -140,4 +143,5 @@ class ServiceStatus:
             break_even_tokens=status.break_even_tokens if status.HasField("break_even_tokens") else None,
             gateways=tuple([from_message(ServiceGateway, each) for each in status.gateways]),
             scaling=from_message(ServiceScaling, status.scaling) if status.HasField("scaling") else None,
+            settings={key: json.loads(value) for key, value in status.settings.items()},
         )

@@ -51,12 +51,14 @@ def stays_on_this_host(address: str) -> bool:
 def target_of(text: str) -> tuple[str, bool | None]:
     """The address that a user means, in gRPC's terms, and whether it uses TLS (None: the user does not say).
 
-    A user gives a host, ``host:port``, a URL (``http://host:port/``; ``https://`` and ``grpcs://`` mean TLS), or a name
-    of gRPC's own (``unix:/path``), which stays as it is. Without a port it is `DEFAULT_PORT`. `InvalidRequest` if it is
-    none of them."""
+    A user gives a host, ``host:port``, a port of this host, a URL (``http://host:port/``; ``https://`` and ``grpcs://``
+    mean TLS), or a name of gRPC's own (``unix:/path``), which stays as it is. Without a port it is `DEFAULT_PORT`.
+    `InvalidRequest` if it is none of them."""
     text = text.strip()
     if _GRPC_NAME.match(text):
         return text, None
+    if text.isascii() and text.isdecimal():
+        text = f"localhost:{text}"
     with_scheme = "://" in text
     if not with_scheme:
         text = f"grpc://[{text}]" if _is_ipv6(text) else f"grpc://{text}"

@@ -91,6 +91,10 @@ KVFailurePolicy = Literal["retry", "recompute", "fail"]
 """See `TransferConfig.on_kv_failure`."""
 
 
+_PLACES = ("engine.offload_folder", "transfer.interface")
+"""Folders and interfaces of the hosts."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -477,6 +481,14 @@ class PdserveConfig(_Section):
     """a controller of roles and workers, off by default"""
     logging: LoggingConfig = LoggingConfig()
     """what processes write to their logs"""
+
+    @property
+    def public_settings(self) -> dict[str, Any]:
+        """What latencies depend on, by dotted key: the sections ``engine``, ``transfer`` and ``router``, without places
+        on the hosts, which clients are not told."""
+        sections = self.model_dump(mode="json", include={"engine", "transfer", "router"})
+        settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        return {key: value for key, value in settings.items() if key not in _PLACES}
 
     @property
     def objectives(self) -> SloConfig:

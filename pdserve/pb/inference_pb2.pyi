@@ -885,6 +885,22 @@ global___GatewayStatus = GatewayStatus
 class GetStatusResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SettingsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     GATEWAYS_FIELD_NUMBER: builtins.int
     READY_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
@@ -905,6 +921,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     NOTES_FIELD_NUMBER: builtins.int
     SCALING_FIELD_NUMBER: builtins.int
     CHECKPOINT_DTYPE_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
     ready: builtins.bool
     version: builtins.str
     model: builtins.str
@@ -943,6 +960,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def scaling(self) -> global___ScalingStatus:
         """absent: no controller moves workers between the roles"""
 
+    @property
+    def settings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Keys of the configuration that latencies depend on, such as `engine.chunk_tokens`, with their values in JSON."""
+
     def __init__(
         self,
         *,
@@ -966,9 +987,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         notes: collections.abc.Iterable[builtins.str] | None = ...,
         scaling: global___ScalingStatus | None = ...,
         checkpoint_dtype: builtins.str = ...,
+        settings: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_break_even_tokens", b"_break_even_tokens", "break_even_tokens", b"break_even_tokens", "scaling", b"scaling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_break_even_tokens", b"_break_even_tokens", "block_size", b"block_size", "break_even_tokens", b"break_even_tokens", "checkpoint_dtype", b"checkpoint_dtype", "context_length", b"context_length", "costs", b"costs", "dtype", b"dtype", "gateways", b"gateways", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "model_hash", b"model_hash", "notes", b"notes", "pid", b"pid", "queued", b"queued", "ready", b"ready", "running", b"running", "scaling", b"scaling", "uptime_s", b"uptime_s", "version", b"version", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_break_even_tokens", b"_break_even_tokens", "block_size", b"block_size", "break_even_tokens", b"break_even_tokens", "checkpoint_dtype", b"checkpoint_dtype", "context_length", b"context_length", "costs", b"costs", "dtype", b"dtype", "gateways", b"gateways", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "model_hash", b"model_hash", "notes", b"notes", "pid", b"pid", "queued", b"queued", "ready", b"ready", "running", b"running", "scaling", b"scaling", "settings", b"settings", "uptime_s", b"uptime_s", "version", b"version", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_break_even_tokens", b"_break_even_tokens"]) -> typing.Literal["break_even_tokens"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

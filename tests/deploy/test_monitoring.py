@@ -21,7 +21,7 @@ HISTOGRAM = ("_bucket", "_sum", "_count")
 @pytest.fixture(scope="module")
 def exported() -> set[str]:
     """Names of all time series."""
-    metrics = Metrics(lambda: service_metrics([], 0, 0, True, {"version": "0"}))
+    metrics = Metrics(lambda: service_metrics([], {}, 0, 0, True, {"version": "0"}))
     names: set[str] = set()
     for family in text_string_to_metric_families(metrics.text().decode()):
         if family.type == "histogram":

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from experiments.added_ttft import AddedTtft, AddedTtftOptions, break_even_of
+from experiments.modes import overlap_of
 from experiments.report.drawing import Mark, Picture
 from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
@@ -114,6 +115,8 @@ def test_the_picture_of_causes_has_their_intervals_and_the_total() -> None:
     assert drawn["added"] == {"mean": total.value, "lo": total.lo, "hi": total.hi}
     assert drawn["prefill"]["lo"] < drawn["prefill"]["mean"] < drawn["prefill"]["hi"]
     assert any(line.get_segments() for line in axes.collections), "error bars"
+    for bar, note in zip(mark.data, axes.texts, strict=True):
+        assert note.xy[0] >= bar["from"] + (bar["ms"].get("hi") or bar["ms"]["mean"]), "no note lies on an interval"
 
 
 def test_causes_sum_to_an_estimate_that_outliers_do_not_move() -> None:
@@ -469,7 +472,7 @@ def test_a_run_against_a_service_is_measured_resumed_and_redrawn(tmp_path: Path)
     given |= {"duration_s": 1.0, "load_output_len": 4}
     options = AddedTtftOptions.choose(given, quick=True)
     folder = RunFolder.create(tmp_path, "added-ttft", options.model_dump(mode="json"))
-    with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
+    with local_cluster({"transfer": {"transport": "tcp", "overlap": "chunk", "layer_groups": 3}}) as cluster:
         outcome = run_experiment(AddedTtft(options), folder, Quiet(), target=cluster.target)
         rows = folder.load().rows
         again = run_experiment(AddedTtft(options), folder, Quiet(), target=cluster.target)
@@ -502,6 +505,10 @@ def test_a_run_against_a_service_is_measured_resumed_and_redrawn(tmp_path: Path)
     assert (folder.path / "summary.json").read_text() == before
     stems = {path.stem for path in folder.path.glob("*.png")}
     assert stems == {"causes", "added_over_length", "causes_under_load", "attainment"}
+    for finished in folder.load().cells:
+        assert overlap_of(finished) == "chunk", "a running service tells its settings"
+        assert finished.config.transfer.layer_groups == 3
+        assert finished.facts["config"]["router"]["policy"] == "kv_aware"
     environment = json.loads((folder.path / "env.json").read_text())
     assert environment["service"]["links"][0]["transport"] == "tcp"
     assert environment["machine"]["packages"]["torch"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from ops.launch.state import last_report
+from ops.launch.state import ServiceState, last_report
 from tests.command_line import PDSERVE
 from tests.local_cluster import local_cluster
 from tests.pdserve.scripted_service import ScriptedService
@@ -209,6 +211,26 @@ def test_a_trace_is_sent_at_its_own_times(service: ScriptedService, pdserve: Any
     assert len(starts) == 1
     assert [len(request.token_ids.ids) for request in service.servicer.requests] == [600, 601, 602]
     assert "requests: the trace has 4" in pdserve(*options, "--requests", "5").err
+
+
+def test_pairs_know_what_other_processes_used(
+    service: ScriptedService, pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("bench", "--target", service.target, "--mode", "both", "--requests", "6", "--input-len", "20", "--json")
+    unknown = pdserve(*options, "--output", str(tmp_path / "unknown"))
+    assert unknown.json["added_ms"]["ttft"]["disturbed"] is None, "which processes are the service's is not known"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    port = int(service.target.rpartition(":")[2])
+    ServiceState(os.getpid(), psutil.Process().create_time(), port, "", target=service.target).claim()
+    known = pdserve(*options, "--output", str(tmp_path / "known"))
+    assert known.json["added_ms"]["ttft"]["disturbed"] is not None
+    (path,) = (tmp_path / "known").glob("bench/*/requests.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["others_cpu_s"] >= 0 for row in rows] == [True] * 12
+    loads = pdserve(*options, "--concurrency", "2", "--output", str(tmp_path / "loads"))
+    assert loads.code == 0, loads.err
+    (path,) = (tmp_path / "loads").glob("bench/*/requests.jsonl")
+    assert {json.loads(line)["others_cpu_s"] for line in path.read_text().splitlines()} == {None}
 
 
 def test_a_real_service_is_compared_with_itself(pdserve: Any) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_
 
 from experiments.bench_plan import BenchPlan, run_bench
 from experiments.bench_report import BenchRecorder, BenchRun, report_of
 from experiments.cli.bench import _summary
+from experiments.report.drawing import Mark, Picture, TableBlock
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from experiments.runner import redraw
@@ -69,6 +71,28 @@ def test_the_figures_of_a_run() -> None:
     whole = {"added_ms.ttft.median": 7.5, "partial": False, "leaked_blocks": 0, "slo_ms": {"ttft": 25.0},
              "failed": ["pd: 1 request failed, first with WorkerLost: gone"]}  # fmt: skip
     holds(summary, whole)
+
+
+def test_pairs_beside_other_load_are_marked_and_told() -> None:
+    rows = [
+        row(arm, index, ttft_ms + (20.0 if arm == "pd" and index % 2 else 0.0), others_cpu_s=0.2 * (index == 2))
+        for index in range(8)
+        for arm, ttft_ms in (("pd", 20.0), ("colocated", 15.0))
+    ]
+    summary, report = judged(BenchRun, run_of(*rows, loads=loads("both")), paired=True)
+    holds(summary, {"added_ms.ttft.disturbed": [2], "added_ms.ttft_decode.n": 8})
+    assert report.answer.startswith("pd: TTFT was 30.0 ms"), "modes that take turns have no rates of their own"
+    assert "disaggregation adds +15 ms [5, 25] (95 %) to token 1" in report.answer
+    (picture,) = (block for block in report.blocks if isinstance(block, Picture) and block.stem == "pairs")
+    points = picture.panels[0].marks[0]
+    assert isinstance(points, Mark)
+    assert [point["hollow"] for point in points.data] == [index == 2 for index in range(8)]
+    assert len(picture.draw().axes) == 2
+    tables = {block.title: block for block in report.blocks if isinstance(block, TableBlock)}
+    assert tables["Added by disaggregation"].rows[0] == ["ttft", "8", "+15 [5, 25]", "+15.00", "1"]
+    unclear = [each if each.arm == "pd" else replace_(each, ttft_ms=30.0, ttft_decode_ms=40.0) for each in rows]
+    answer = judged(BenchRun, run_of(*unclear, loads=loads("both")), paired=True)[1].answer
+    assert "other processes used the machine beside 1 of 8 pairs" in answer
 
 
 def test_an_open_loop_is_judged_from_when_requests_were_due() -> None:
@@ -139,6 +163,8 @@ def test_a_bench_writes_its_folder_and_report_draws_it_again(tmp_path: Path, pds
         )  # fmt: skip
     assert ran.code == 0, ran.err
     (folder,) = (tmp_path / "bench").iterdir()
+    (cell,) = RunFolder(folder).load().cells
+    assert cell.facts["config"]["engine"]["max_num_seqs"] == 64
     names = {path.name for path in folder.iterdir()}
     assert names >= {"config.yaml", "env.json", "requests.jsonl", "cells.jsonl", "summary.json", "report.html",
                      "cdf.png", "stages.png", "over_time.png"}  # fmt: skip

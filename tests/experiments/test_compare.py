@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from experiments.compare import Comparison, Limit, Missing, compare, flatten, violations
-from experiments.run_folder import RequestRow, RunFolder
+from experiments.compare import Comparison, Difference, Limit, Missing, compare, differences, flatten, violations
+from experiments.run_folder import FinishedCell, RequestRow, RunFolder
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
 from tests.local_cluster import ROOT
@@ -166,6 +166,36 @@ def test_documented_calls(
     assert limits
     for limit in limits:
         assert f"worse: rows.load.pd.{limit.partition('=')[0]}: 11 became 21" in ran.err
+
+
+def surrounded(folder: RunFolder, packages: dict[str, str], model: str, decode: int, **cells: Any) -> RunFolder:
+    workers = [{"role": role, "device": "cpu", "num_blocks": 64} for role in ("prefill", *("decode",) * decode)]
+    service = {"model": model, "dtype": "float32", "workers": workers, "links": [{"transport": "shm"}] * decode}
+    folder.write_environment({"machine": {"cpu": "one", "packages": packages}, "service": service})
+    for name, settings in cells.items():
+        folder.finish_cell(FinishedCell(name, {}, 1.0, {"config": settings}))
+    return folder
+
+
+def test_machine_service_and_settings_that_differ_are_told(tmp_path: Path, pdserve: Any) -> None:
+    plain: dict[str, Any] = {"engine": {"chunk_tokens": None, "num_blocks": 64}, "router": {"policy": "kv_aware"}}
+    chunked = {**plain, "engine": {"chunk_tokens": 64, "num_blocks": 64}}
+    a = surrounded(run(tmp_path, [1.0], SUMMARY), {"torch": "2.0"}, "tiny", 1, x=plain, y=plain, only_in_a=plain)
+    b = surrounded(run(tmp_path, [1.0], SUMMARY), {"torch": "2.1"}, "tiny", 2, x=chunked, y=chunked)
+    assert differences(a, a) == []
+    assert differences(a, b) == [
+        Difference("machine: torch", "2.0", "2.1"),
+        Difference(
+            "service: workers",
+            "1 decode on cpu with 64 blocks, 1 prefill on cpu with 64 blocks",
+            "2 decode on cpu with 64 blocks, 1 prefill on cpu with 64 blocks",
+        ),
+        Difference("service: links", "1 shm", "2 shm"),
+        Difference("engine.chunk_tokens", None, 64, ("x", "y")),
+    ]
+    ran = pdserve("compare", str(a.path), str(b.path), "--json")
+    assert "note: the runs differ in engine.chunk_tokens: unset and 64 (in 2 cells, such as x)" in ran.err
+    assert ran.json["differences"][-1] == {"key": "engine.chunk_tokens", "a": None, "b": 64, "cells": ["x", "y"]}
 
 
 def test_arms_of_other_names_correspond_where_each_run_has_one(tmp_path: Path, pdserve: Any) -> None:

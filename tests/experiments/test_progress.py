@@ -15,9 +15,7 @@ from experiments.cli.progress import RunProgress
 from experiments.experiment import Cell
 
 
-@pytest.mark.parametrize(
-    ("finished", "words"), [(0, "3 cells; their loads and pairs take up to 2.0 min"), (2, "1 cell; ")]
-)
+@pytest.mark.parametrize(("finished", "words"), [(0, "3 cells; loads and pairs take up to 2.0 min"), (2, "1 cell; ")])
 def test_the_planned_time_of_the_loads_is_printed(finished: int, words: str) -> None:
     output = io.StringIO()
     cells = [Cell("idle", {}), Cell("rate-1", {}, sending_s=30.0), Cell("rate-2", {}, sending_s=90.0)]

@@ -54,6 +54,7 @@ KINDS = {
     "UnknownModel": 404,
     "UnknownPath": 404,
     "HostNotAllowed": 403,
+    "NotAnOperator": 403,
     "UnsupportedMediaType": 415,
     "BodyTooLarge": 413,
     "BodyIncomplete": 408,

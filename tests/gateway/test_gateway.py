@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from gateway.gateway import Gateway
 from gateway.grpc_api.inference_servicer import SERVICE
+from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb
@@ -112,6 +113,15 @@ async def test_reflection_is_all_that_a_call_needs(service: Service) -> None:
     assert (status.ready, status.model) == (True, "fake")
     assert [worker.worker_id for worker in status.workers] == ["d0", "p0"]
     assert fields == [field.name for field in pb.GetStatusResponse.DESCRIPTOR.fields]
+
+
+async def test_status_tells_the_settings(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", engine={"chunk_tokens": "off", "offload_folder": "/kv"})
+    answer = await service.stub.GetStatus(pb.GetStatusRequest())
+    settings = ServiceStatus.from_proto(answer).settings
+    assert (settings["engine.chunk_tokens"], settings["engine.num_blocks"]) == ("off", None)
+    assert settings["router.slo"] == {"ttft_ms": None, "itl_ms": None}
+    assert "/kv" not in str(answer)
 
 
 async def test_status_says_what_completed_requests_have_taught(service: Service) -> None:

@@ -95,6 +95,16 @@ async def test_workers_and_links(start_service: StartService) -> None:
     assert found[("pdserve_info", frozenset({"version": "1.2.3", "model": "fake"}.items()))] == 1
 
 
+async def test_a_worker_whose_process_was_replaced(start_service: StartService) -> None:
+    service = await start_service("d0", "p0")
+    of_worker = {"worker": "p0", "role": "prefill"}
+    assert value(scrape(service), "worker_restarts_total", **of_worker) == 0
+    service.make("p0", life="another process", epoch="another")
+    await service.beat("p0")
+    assert value(scrape(service), "worker_restarts_total", **of_worker) == 1
+    assert value(scrape(service), "worker_restarts_total", worker="d0", role="decode") == 0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_it_counts_as_the_library_does(seed: int) -> None:
     draw = random.Random(seed)

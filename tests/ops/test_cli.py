@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,41 @@ def test_targets_as_users_write_them(service: ScriptedService, pdserve: Any) -> 
     assert (ran.code, ran.err) == (2, "error: target: 'http://host:1/path' is not host:port\n")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status",),
+        ("top", "--count", "1"),
+        ("generate", "hello"),
+        ("bench", "--requests", "2", "--input-len", "20", "--output-len", "3"),
+    ],
+)
+def test_clients_find_a_service_by_its_port(service: ScriptedService, pdserve: Any, command: tuple[str, ...]) -> None:
+    ran = pdserve(*command, "--port", service.target.rpartition(":")[2])
+    assert ran.code == 0, ran.err
+    assert command[0] not in ("status", "top") or f"ready at {service.target} " in ran.out
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "top", "generate", "chat", "demo", "bench", "down", "scale", "logs", "experiment prefix"]
+)
+def test_all_commands_of_a_service_have_the_same_option(pdserve: Any, command: str) -> None:
+    assert re.search(r"--target,--port|--port,--target", pdserve(*command.split(), "--help").out)
+
+
+@pytest.mark.parametrize("command", [("down",), ("scale", "--prefill", "2"), ("logs",)])
+def test_commands_of_this_host_obey_the_environment_and_refuse_another_host(
+    pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ServiceState(os.getpid(), psutil.Process().create_time(), 50051, "", target="localhost:50051").claim()
+    for target, message in (("50061", "no service was started on this host with port 50061"),
+                            ("https://head:50051", "head:50051 is on another host")):  # fmt: skip
+        monkeypatch.setenv("PDSERVE_TARGET", target)
+        ran = pdserve(*command)
+        assert (ran.code, message in ran.err) == (1, True), ran.err
+
+
 def test_the_version_and_short_help(pdserve: Any) -> None:
     assert pdserve("--version").out == f"pdserve {VERSION}\n"
     assert "Usage" in pdserve("-h").out
@@ -168,6 +204,17 @@ def test_top_shows_a_look_below_the_other_in_a_pipe(service: ScriptedService, pd
     assert ran.code == 0, ran.err
     assert ran.out.count("tokens to do") == 2
     assert ran.out.count("ready at") == 2
+
+
+def test_a_service_that_ends_is_told_without_a_line_of_grpcs_log() -> None:
+    with ScriptedService() as service:
+        command = [*PDSERVE, "top", "--target", service.target]
+        top = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert top.stdout is not None
+        assert "ready at" in top.stdout.readline()
+    _, err = top.communicate(timeout=60)
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
 
 
 def test_tables_fit_narrow_terminals(service: ScriptedService, pdserve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

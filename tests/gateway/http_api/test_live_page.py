@@ -7,15 +7,14 @@ import hashlib
 import html
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from pdserve.core.errors import TransferError
+from tests.gateway.http_api.browser import CHROMIUM, opened
 from tests.gateway.http_api.conftest import Http, StartHttp
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SECRET = "a prompt that nobody else may read"
 
 
@@ -94,24 +93,41 @@ async def test_the_last_report_is_for_those_who_see_all(start_http: StartHttp, t
     assert "pdserve experiment added-ttft --quick" in none_yet.text
     page.write_text("<p>figures")
     assert await seen_by("oscar") == (True, 200)
-    assert await seen_by("alice") == (False, 404)
+    assert await seen_by("alice") == (False, 403)
+    refused = (await http.client.get("/report", headers={"authorization": "Bearer alice"})).json()["error"]
+    assert (refused["code"], refused["param"]) == ("NotAnOperator", "authorization")
+    assert "token new NAME --operator" in refused["message"]
     assert (await http.client.get("/report")).status_code == 401
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this host")
-@pytest.mark.parametrize("width", [500, 1200], ids=["phone", "desk"])
-async def test_a_browser_draws_it(start_http: StartHttp, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("width", [390, 1200], ids=["phone", "desk"])
+async def test_a_browser_draws_it_and_a_click_opens_a_waterfall(
+    start_http: StartHttp, tmp_path: Path, width: int
+) -> None:
     http = await start_http("p0", "d0", router={"heartbeat_timeout_s": 60})
     await used(http)
-    assert CHROMIUM is not None
-    browser = await asyncio.create_subprocess_exec(
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
-        f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom", f"{http.url}/",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
-    out, _ = await asyncio.wait_for(browser.communicate(), 60)
-    page = html.unescape(out.decode())
-    assert ">ready</span>" in page
-    assert page.count("→ d0") == 2  # the link, and the way of the first request
-    for shown in ("p0", "d0", "first", "second", "kv_exposed", "KV blocks in use", "output tokens/s"):
-        assert shown in page, json.dumps(shown)
+    (finished,) = (await http.client.get("/live.json")).json()["finished"]
+    async with opened(f"{http.url}/", width, tmp_path) as page:
+        await page.until("document.querySelector('#finished summary') !== null")
+        shown = html.unescape(await page.value("document.documentElement.outerHTML"))
+        assert ">ready</span>" in shown
+        assert shown.count("→ d0") == 2  # the link, and the way of the first request
+        for part in ("p0", "d0", "first", "second", "kv_exposed", "KV blocks in use", "output tokens/s"):
+            assert part in shown, part
+        assert await page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is beside the screen"
+
+        rows = "[...document.querySelectorAll('#finished .stage')].filter(each => each.checkVisibility())"
+        names = f"{rows}.map(each => each.firstChild.textContent)"
+        assert await page.value(names) == []
+        await page.mouse("#finished summary", "mousePressed")
+        looks = await page.value("samples.length")
+        await page.until(f"samples.length >= {looks + 2}")  # the page is drawn anew while the button is down
+        await page.mouse("#finished summary", "mouseReleased")
+        assert await page.value(names) == list(finished["stages_ms"])
+        bars = await page.value(f"{rows}.map(each => each.querySelector('.bar span').getBoundingClientRect().x)")
+        assert bars == sorted(bars), "each stage begins where the one above ends"
+        await page.until(f"samples.length >= {looks + 4}")
+        assert await page.value(names) == list(finished["stages_ms"]), "it stays open"
+        await page.mouse("#finished summary", "mousePressed", "mouseReleased")
+        assert await page.value(names) == []

@@ -22,7 +22,7 @@ from ops.launch.ports import first_port, free_ports, port_base
 from ops.launch.service import _to_flip, _to_leave
 from ops.launch.state import ServiceState, cache_key
 from pdserve.core.config import ClusterConfig, PdserveConfig
-from pdserve.core.errors import LaunchError
+from pdserve.core.errors import InvalidRequest, LaunchError
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from runtime.secret import ServiceSecret
@@ -173,3 +173,10 @@ def test_the_state_of_a_service_is_found_by_the_port_of_any_gateway(
     assert ServiceState.at("gpu-1:7002") is None
     with pytest.raises(LaunchError, match="port 7002"):
         ServiceState.read(7002)
+    here = f"{socket.gethostname()}:7000"
+    for target in ("7000", "localhost:7001", "https://gpu-1:7001", "gpu-1:7000,gpu-1:7001", "127.0.0.1:7000", here):
+        assert ServiceState.of(target) == state
+    with pytest.raises(LaunchError, match=r"^gpu-2:7000 is on another host; .* \(--port 7000\)$"):
+        ServiceState.of("https://gpu-2:7000")
+    with pytest.raises(InvalidRequest, match=r"^target: "):
+        ServiceState.of("unix:/tmp/socket")

@@ -34,6 +34,7 @@ def test_what_is_no_address(address: str) -> None:
         ("https://head:7000/", "head:7000", True),
         ("grpcs://head", "head:50051", True),
         (" head:7000\n", "head:7000", None),
+        ("7000", "localhost:7000", None),
         ("unix:/tmp/socket", "unix:/tmp/socket", None),
         ("dns:///head:7000", "dns:///head:7000", None),
     ],

@@ -31,6 +31,30 @@ def test_nothing_at_all_gives_the_defaults(tmp_path: Path) -> None:
     assert (config.gateway.port, config.engine.block_size) == (50_051, None)
 
 
+def test_clients_are_told_settings_that_latencies_depend_on_and_no_places() -> None:
+    config = PdserveConfig.load(
+        None,
+        {
+            "engine.offload_folder": "/kv",
+            "engine.chunk_tokens": 64,
+            "transfer.interface": "eth1",
+            "gateway.tokens": "t",
+        },
+    )
+    told = config.public_settings
+    assert (told["engine.chunk_tokens"], told["transfer.overlap"], told["router.policy"]) == (64, "layer", "kv_aware")
+    assert {key.partition(".")[0] for key in told} == {"engine", "transfer", "router"}
+    places = {
+        f"{name}.{key}"
+        for name in ("engine", "transfer", "router")
+        for key, field in type(getattr(config, name)).model_fields.items()
+        if "Path" in str(field.annotation) or key == "interface"
+    }
+    assert places == {"engine.offload_folder", "transfer.interface"}
+    assert not places & told.keys()
+    assert PdserveConfig.load(None, told) == PdserveConfig.load(None, {"engine.chunk_tokens": 64})
+
+
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_with_all_keys_commented_out_means_its_defaults(tmp_path: Path, section: str) -> None:
     path = write(tmp_path, f"{section}:\n  # nothing\n")
