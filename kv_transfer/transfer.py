@@ -85,8 +85,10 @@ class Transfer(ABC, Generic[T]):
         transfer."""
         try:
             await self._ended.wait()
-        finally:
+            await self._at_rest()
+        except asyncio.CancelledError:
             await self.abort()
+            raise
         if self.error is not None:
             raise self.error
         return self._result

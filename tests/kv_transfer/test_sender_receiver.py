@@ -26,7 +26,7 @@ from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds, until
 from tests.kv_transfer.status import Status, status_of
-from tests.virtual_time import IN_VIRTUAL_TIME
+from tests.virtual_time import IN_VIRTUAL_TIME, LoopClock
 
 pytestmark = IN_VIRTUAL_TIME
 BLOCK = LAYOUT.block_bytes
@@ -215,6 +215,30 @@ async def test_a_wait_that_is_cancelled_aborts_the_hand_off(make_ends: MakeEnds,
         with pytest.raises(TransferError, match=f"aborted by its {who}"):
             await other.wait()
     await ends.check_works("next")
+
+
+class Resting(Transfer[None]):
+    """A transfer whose blocks are accessed until ``rests`` is set."""
+
+    _end_name, _unfinished = "sender", "not handed over"
+    rests: asyncio.Event
+
+    async def _at_rest(self) -> None:
+        await self.rests.wait()
+
+
+async def test_a_wait_that_is_cancelled_after_the_end_still_waits_for_the_blocks() -> None:
+    transfer = Resting("r", LoopClock(), 1e6, None, lambda _: None)
+    transfer.rests = asyncio.Event()
+    waiting = asyncio.create_task(transfer.wait())
+    transfer.end(PeerLost("the link"))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    transfer.rests.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 async def test_an_attempt_has_one_transfer_at_each_end(make_ends: MakeEnds) -> None:
