@@ -11,7 +11,7 @@ from contract import control
 from contract.engine import Abort, KVReady, KVRole
 from kv_transfer.receive_transfer import ReceivedKV
 from pdserve.core.errors import TransferRefused
-from pdserve.core.handoff import FirstToken, KVPeer
+from pdserve.core.handoff import FirstToken
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import TokenOutput
@@ -24,11 +24,9 @@ _FIRST_TOKENS = msgspec.msgpack.Decoder(FirstToken)
 
 async def receive(served: ServedRequest) -> None:
     """Serve one request from token 2 on. Its KV comes from `ServedRequest.peer`."""
-    resources = served.resources
-    handoff = ReceiveHandoff(served.attempt_id, served.peer, served.deadline_s, resources.vocab_size)
-    async with resources.kv.begin(handoff) as running:
+    async with served.resources.kv.begin(ReceiveHandoff(served)) as done:
         served.submit(KVRole.RECEIVE)
-        kv = await running.done
+        kv = await done
     events = (
         served.event(EventKind.ROOM_MADE, kv.reserved_s),
         served.event(EventKind.KV_VERIFIED, kv.received.verified_s),
@@ -36,7 +34,7 @@ async def receive(served: ServedRequest) -> None:
     if kv.first_token.ends_here:
         output = TokenOutput(None, FinishReason.STOP, events, kv.received.proof)
         served.outbox.output(served.attempt_id, output)
-        resources.command(Abort(served.attempt_id))  # the engine would continue after this token
+        served.resources.command(Abort(served.attempt_id))  # the engine would continue after this token
         return
     if served.tells_ready:
         ready = served.event(EventKind.DECODE_READY, kv.received.verified_s)
@@ -64,23 +62,19 @@ class HandedOver(NamedTuple):
 
 
 class ReceiveHandoff(KVHandoff[HandedOver]):
-    """Receives one prompt's blocks from ``peer``."""
+    """Receives one prompt's blocks."""
 
-    def __init__(self, attempt_id: str, peer: KVPeer, deadline_s: float, vocab_size: int) -> None:
-        super().__init__(attempt_id)
-        self._peer, self._deadline_s, self._vocab_size = peer, deadline_s, vocab_size
+    def __init__(self, served: ServedRequest) -> None:
+        super().__init__(served.attempt_id, served.peer, served.deadline_s)
+        self._vocab_size = served.resources.vocab_size
 
     async def run(self) -> HandedOver:
         """Wait for room, announce it to the sender, and tell the engine when all blocks are verified."""
-        receiver = self._ends.receiver
         reserved = await self._reserved
-        receiver.announce(
+        transfer = self._ends.receiver.announce(
             self.attempt_id, self._peer.worker_id, reserved.block_ids, reserved.num_cached_blocks, self._deadline_s
         )
-        try:
-            received = await receiver.wait(self.attempt_id)
-        finally:
-            await receiver.abort(self.attempt_id)
+        received = await transfer.wait()
         first_token = self._first_token(received.trailer)
         # Also if token 1 ends the request: the blocks are verified, and the prefix cache may keep them.
         self._ends.command(KVReady(self.attempt_id, first_token.token_id))

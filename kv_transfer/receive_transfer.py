@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +16,7 @@ from kv_transfer.base import KVLink
 from kv_transfer.fetch import Fetch
 from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
-from kv_transfer.transfer import Lease, Transfer
+from kv_transfer.transfer import Transfer
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
 from pdserve.core.handoff import TransferProof
@@ -101,51 +101,56 @@ class ReceivedKV:
 
 
 class ReceiveTransfer(Transfer[ReceivedKV]):
-    """One transfer into ``block_ids``, the first ``num_skipped`` of which are in place already. With ``partial``, it
-    may end before all of them have come.
+    """One transfer from worker ``sender_id`` into ``block_ids``, as ``announcement`` tells that worker. With
+    ``partial``, it may end before all of them have come.
 
     For each message, `check` decides by its header whether the payload may be fetched. Then either `accept` counts its
-    blocks, or `reject` notes that the checksum was wrong. ``now_s`` is the time of the receiver's clock.
+    blocks, or `reject` notes that the checksum was wrong.
     """
+
+    _end_name, _unfinished = "receiver", "incomplete"
 
     def __init__(
         self,
-        attempt_id: str,
+        announcement: Announce,
+        clock: Clock,
+        deadline_s: float,
+        lease_s: float,
+        on_end: Callable[[ReceiveTransfer], None],
         sender_id: str,
-        lease: Lease,
-        nonce: str,
         block_ids: Sequence[int],
-        num_skipped: int,
         layout: KVLayout,
-        now_s: float,
         *,
-        partial: bool = False,
+        partial: bool,
     ) -> None:
-        super().__init__(attempt_id, lease)
-        self.nonce = nonce
+        super().__init__(announcement.attempt_id, clock, deadline_s, lease_s, on_end)
+        self.announcement, self.nonce = announcement, announcement.nonce
         self.sender_id = sender_id
         self.source: ReceiveLink | None = None
+        """The link over which its sender was heard."""
         self.fetch: Fetch | None = None
         """The last message's payload."""
         self._layout, self._partial = layout, partial
-        self._block_ids, self._num_skipped = tuple(block_ids), num_skipped
+        self._block_ids, self._num_skipped = tuple(block_ids), announcement.num_skipped
         every = (1 << layout.num_layers) - 1
-        self._missing = [0] * num_skipped + [every] * (len(block_ids) - num_skipped)  # bits of layers, by slot
-        self._num_missing = (len(block_ids) - num_skipped) * layout.num_layers
+        num_missing = len(block_ids) - self._num_skipped
+        self._missing = [0] * self._num_skipped + [every] * num_missing  # bits of layers, by slot
+        self._num_missing = num_missing * layout.num_layers
         self._next_seq = 1
         self._resending: set[int] = set()
         self._closed = False
         self._trailer = b""
-        self._reserved_s = now_s
+        self._reserved_s = clock.now()
         self._first_s: float | None = None
         self._run = Run()
         self._messages = self._retried_bytes = self._export_us = 0
         self._import_s = 0.0
 
-    @property
-    def announcement(self) -> Announce:
-        """The message that tells the sender where the blocks go."""
-        return Announce(self.attempt_id, self.nonce, len(self._block_ids), self._num_skipped)
+    async def _at_rest(self) -> None:
+        if self.fetch is not None:
+            await self.fetch.at_rest()
+
+    # --- for the receiver --------------------------------------------------------------------------------------------
 
     def heard(self, source: ReceiveLink) -> None:
         """Renew the lease: the sender sent a message over ``source``. `Refusal` if the transfer uses another link."""

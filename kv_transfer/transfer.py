@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, RequestAborted, TransferTimeout
 
 T = TypeVar("T")
-
-
-class TransferEnded(LookupError):
-    """There is no such transfer: ``wait`` or ``abort`` has returned, or it was never begun."""
 
 
 class Lease:
@@ -58,36 +55,69 @@ class Lease:
             self._arm()
 
 
-class Transfer(Generic[T]):
-    """One transfer at one end, whose result is a ``T``."""
+class Transfer(ABC, Generic[T]):
+    """A session: one transfer at one end, whose result is a ``T``. Its owner must `wait` for it or `abort` it.
 
-    def __init__(self, attempt_id: str, lease: Lease) -> None:
-        self.attempt_id, self.lease = attempt_id, lease
+    ``on_end`` is called once, when it has ended. ``deadline_s`` and ``lease_s`` are those of `Lease`.
+    """
+
+    _end_name: ClassVar[str]
+    _unfinished: ClassVar[str]
+
+    def __init__(
+        self,
+        attempt_id: str,
+        clock: Clock,
+        deadline_s: float,
+        lease_s: float | None,
+        on_end: Callable[[Self], None],
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.lease = Lease(clock, deadline_s, lease_s, self._expire)
         self.error: PdserveError | None = None
         """Why it failed."""
+        self._on_end: Callable[[], None] = lambda: on_end(self)
         self._result: T
         self._ended = asyncio.Event()
+
+    async def wait(self) -> T:
+        """Wait for the result. When this returns or raises, nothing accesses the blocks. A cancellation aborts the
+        transfer."""
+        try:
+            await self._ended.wait()
+            await self._at_rest()
+        except asyncio.CancelledError:
+            await self.abort()
+            raise
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+    async def abort(self) -> None:
+        """End the transfer, and tell the peer, unless it has ended. When this returns, nothing accesses the blocks."""
+        self.end(RequestAborted(f"the KV transfer of {self.attempt_id} was aborted by its {self._end_name}"))
+        await self._at_rest()
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, with a result or an error."""
         return self._ended.is_set()
 
-    def conclude(self, outcome: T | PdserveError) -> None:
-        """Set the result or the error, stop the lease, and let `ended` return."""
+    def end(self, outcome: T | PdserveError) -> None:
+        """Set the result or the error. The first call counts."""
+        if self.is_over:
+            return
         if isinstance(outcome, PdserveError):
             self.error = outcome
         else:
             self._result = outcome
         self.lease.cancel()
         self._ended.set()
+        self._on_end()
 
-    async def ended(self) -> None:
-        """Wait until it is over."""
-        await self._ended.wait()
+    def _expire(self, why: str) -> None:
+        self.end(TransferTimeout(f"KV of {self.attempt_id} is {self._unfinished} and {why}"))
 
-    def result(self) -> T:
-        """Return the result, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self._result
+    @abstractmethod
+    async def _at_rest(self) -> None:
+        """Wait until nothing accesses the blocks of the ended transfer."""

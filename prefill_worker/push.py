@@ -11,9 +11,6 @@ import msgspec
 from contract import control
 from contract.engine import KVRole, Progress, Release, Reserved
 from pdserve.core.errors import PdserveError
-from pdserve.core.handoff import KVPeer
-from pdserve.core.kv_layout import KVLayout
-from pdserve.core.request import Request
 from worker.kv import KVEnds, KVHandoff
 from worker.request_table import Handler, ServedRequest
 from worker.serving import prefill, run, send_prefix
@@ -23,29 +20,25 @@ log = logging.getLogger(__name__)
 
 async def push(served: ServedRequest) -> None:
     """Serve one prompt: token 1 goes to the gateway, its KV to `ServedRequest.peer`."""
-    resources = served.resources
-    handoff = PushHandoff(
-        served.request, served.peer, resources.layout, served.deadline_s, early=resources.transfer.overlap != "none"
-    )
-    async with resources.kv.begin(handoff) as running:
-        running.done.add_done_callback(served.on_handoff_end)
+    async with served.resources.kv.begin(PushHandoff(served)) as done:
+        done.add_done_callback(served.on_handoff_end)
         await prefill(served, KVRole.PUSH)
         try:
-            await running.done
+            await done
         except PdserveError as error:
             # The decode worker gets the failure too, and tells the gateway.
             log.warning("%s: hand-off of request %s failed: %s", served.worker_id, served.attempt_id, error)
 
 
 class PushHandoff(KVHandoff[None]):
-    """Pushes one prompt's blocks to ``peer``. With ``early``, full blocks are sent as soon
-    as they are computed, otherwise all blocks together with token 1."""
+    """Pushes one prompt's blocks. Full blocks are sent as soon as they are computed, or all blocks together with token
+    1, as `transfer.overlap` says."""
 
-    def __init__(self, request: Request, peer: KVPeer, layout: KVLayout, deadline_s: float, *, early: bool) -> None:
-        super().__init__(request.attempt_id)
-        self._peer, self._layout, self._deadline_s, self._early = peer, layout, deadline_s, early
-        self._num_tokens = request.num_tokens
-        self._num_blocks = layout.blocks_for(request.num_tokens)
+    def __init__(self, served: ServedRequest) -> None:
+        super().__init__(served.attempt_id, served.peer, served.deadline_s)
+        self._layout, self._early = served.resources.layout, served.resources.transfer.overlap != "none"
+        self._num_tokens = served.request.num_tokens
+        self._num_blocks = self._layout.blocks_for(self._num_tokens)
         self._block_ids: list[int] = []
         self._num_queued = 0  # blocks passed to the sender
         self._layers_queued = 0  # layers of the next blocks, in the current step
@@ -53,15 +46,13 @@ class PushHandoff(KVHandoff[None]):
     def begin(self, ends: KVEnds) -> None:
         """Begin the transfer. Blocks wait in the sender for the peer's announcement."""
         self._ends = ends
-        ends.sender.push(self.attempt_id, self._peer, self._num_blocks, self._deadline_s)
+        self._transfer = ends.sender.push(self.attempt_id, self._peer, self._num_blocks, self._deadline_s)
 
     async def run(self) -> None:
         """Wait until the receiver has acknowledged all blocks, and let the engine release them."""
-        sender = self._ends.sender
         try:
-            await sender.wait(self.attempt_id)
+            await self._transfer.wait()
         finally:
-            await sender.abort(self.attempt_id)
             self._ends.command(Release(self.attempt_id))
 
     def on_event(self, event: Reserved | Progress) -> None:
@@ -86,9 +77,7 @@ class PushHandoff(KVHandoff[None]):
     def _send(self, end: int, layers: range, trailer: bytes = b"") -> None:
         """Queue ``layers`` of the blocks before ``end``. A trailer closes the transfer."""
         blocks = self._block_ids[self._num_queued : end]
-        self._ends.sender.send_blocks(
-            self.attempt_id, self._num_queued, blocks, layers, last=bool(trailer), trailer=trailer
-        )
+        self._transfer.send_blocks(self._num_queued, blocks, layers, last=bool(trailer), trailer=trailer)
 
 
 HANDLERS: Mapping[type[control.Work], Handler] = {

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.kv import Reason
+from kv_transfer.sender import Early
 from pdserve.client.async_client import AsyncStream
 from pdserve.client.generation import Generation
 from pdserve.client.request import Ask, GenerateOptions
@@ -390,9 +391,10 @@ class _Simulation:
             for served in each.worker._table._requests.values():
                 if served.prefix_source is None or served._peer is None:
                     continue
-                transfer = incarnation.kv._receiver._by_attempt.get(prefix_transfer_id(served.attempt_id))
+                name, transfers = prefix_transfer_id(served.attempt_id), incarnation.kv._receiver._transfers.values()
+                fetches = [each.fetch for each in transfers if each.attempt_id == name and each.fetch is not None]
                 peer = self.workers.get(served.peer.worker_id)
-                if transfer is not None and transfer.fetch is not None and transfer.fetch.left and peer is not None:
+                if any(fetch.left for fetch in fetches) and peer is not None:
                     self.tell(f"{served.peer.worker_id} is killed while {served.attempt_id} fetches its prefix")
                     peer.process.kill()
                     return
@@ -668,12 +670,12 @@ class _Simulation:
             incarnation = each.worker._incarnation
             if incarnation is not None:
                 kv = incarnation.kv
-                held = [kv._running, kv._sender._transfers, kv._receiver._by_attempt]
+                held = [kv._handoffs, kv._sender._transfers(), kv._receiver._transfers]
                 if any(held):
                     return f"{worker_id} has KV transfers {held}"
-                for link in kv._sender._peers.values():
-                    if over := link._announced.keys() & kv._sender._over.keys():
-                        return f"{worker_id} keeps announcements of what has ended: {sorted(over)}"
+                early = {name for name, known in kv._sender._attempts.items() if isinstance(known, Early)}
+                if over := early & each.engine.runner._known.keys():
+                    return f"{worker_id} keeps announcements of what has ended: {sorted(over)}"
         return ""
 
 

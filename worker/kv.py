@@ -11,8 +11,6 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from contract.engine import Command, EnginePort, KVEvent, Progress, Reserved
@@ -20,7 +18,6 @@ from kv_transfer.base import KVTransport
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.transfer import TransferEnded
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
@@ -48,14 +45,15 @@ class KVEnds(NamedTuple):
 
 
 class KVHandoff(ABC, Generic[T]):
-    """One end of the hand-off of the attempt ``attempt_id``. All methods run on the KV loop."""
+    """One end of the hand-off of the attempt ``attempt_id``; the other one is at ``peer``. ``deadline_s`` is a time of
+    the worker's clock. All methods run on the KV loop."""
 
     _ends: KVEnds
     _reserved: asyncio.Future[Reserved]
     """The blocks that the engine has allocated or pinned."""
 
-    def __init__(self, attempt_id: str) -> None:
-        self.attempt_id = attempt_id
+    def __init__(self, attempt_id: str, peer: KVPeer, deadline_s: float) -> None:
+        self.attempt_id, self._peer, self._deadline_s = attempt_id, peer, deadline_s
 
     def begin(self, ends: KVEnds) -> None:
         """Begin the hand-off. Called once, before any event."""
@@ -74,59 +72,86 @@ class KVHandoff(ABC, Generic[T]):
 
 
 class RunningHandoff(Generic[T]):
-    """The control loop's handle of a hand-off. Leaving the context ends the hand-off, and waits until nothing accesses
-    its blocks. Cancellations do not shorten this wait; the last one is raised afterwards. The KV ends bound the wait,
-    and it ends with the KV thread.
+    """A hand-off that runs on ``kv_loop``. On the control loop, it is the context in which it runs, and has its result,
+    or the PdserveError that ended it. Leaving the context ends the hand-off, and waits until nothing accesses its
+    blocks. Cancellations do not shorten this wait; the last one is raised afterwards. The KV ends bound the wait, and
+    it ends with the KV thread."""
 
-    ``done`` has the result, or the PdserveError that ended the hand-off. On the KV loop, ``task`` runs the hand-off,
-    and ``error`` replaces the task's result.
-    """
+    def __init__(self, handoff: KVHandoff[T], kv_loop: asyncio.AbstractEventLoop) -> None:
+        self._handoff, self._kv_loop, self._control = handoff, kv_loop, asyncio.get_running_loop()
+        self._done: asyncio.Future[T] = self._control.create_future()  # cancelling its awaiter cancels it
+        self._done.add_done_callback(_mark_retrieved)
+        self.at_rest: asyncio.Future[None] = self._control.create_future()
+        self._begun = False
+        self._task: asyncio.Task[T] | None = None
+        self._error: PdserveError | None = None  # replaces the task's result
 
-    def __init__(self, thread: KVThread, handoff: KVHandoff[T]) -> None:
-        self.handoff = handoff
-        self._thread = thread
-        self._control = asyncio.get_running_loop()
-        self.done: asyncio.Future[T] = self._control.create_future()  # cancelling its awaiter cancels it
-        self.done.add_done_callback(_mark_retrieved)
-        self._at_rest: asyncio.Future[None] = self._control.create_future()
-        self.task: asyncio.Task[T] | None = None
-        self.error: PdserveError | None = None
+    # --- on the control loop -----------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> RunningHandoff[T]:
-        self._thread._open(self)
-        return self
+    async def __aenter__(self) -> asyncio.Future[T]:
+        return self._done
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._at_rest.done():
-            self._thread._end(self)
-            await _outlast(self._at_rest)
+    async def __aexit__(self, *error: object) -> None:
+        if not self.at_rest.done():
+            self._kv_loop.call_soon_threadsafe(self._end)
+            await _outlast(self.at_rest)
 
     def on_end(self, outcome: T | BaseException) -> None:
         """Set the result, unless there is one. Nothing accesses the blocks any more."""
-        self._thread._open_handoffs.discard(self)
-        if not self._at_rest.done():
-            self._at_rest.set_result(None)
-        if self.done.done():
+        if not self.at_rest.done():
+            self.at_rest.set_result(None)
+        if self._done.done():
             return
         if not isinstance(outcome, BaseException):
-            self.done.set_result(outcome)
+            self._done.set_result(outcome)
         elif isinstance(outcome, PdserveError):
-            self.done.set_exception(outcome)
+            self._done.set_exception(outcome)
         else:
-            log.error("the KV hand-off of %s", self.handoff.attempt_id, exc_info=outcome)
-            self.done.set_exception(from_wire(*to_wire(outcome)))
+            log.error("the KV hand-off of %s", self._handoff.attempt_id, exc_info=outcome)
+            self._done.set_exception(from_wire(*to_wire(outcome)))
 
-    def tell(self, outcome: T | BaseException) -> None:
-        """Call `on_end` on the control loop."""
+    # --- on the KV loop ----------------------------------------------------------------------------------------------
+
+    def begin(self, ends: KVEnds) -> None:
+        """Begin the hand-off, if it has not begun."""
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            self._handoff.begin(ends)
+        except Exception as error:  # noqa: BLE001 - a bug, which is logged; the request must not wait for its deadline
+            self._tell(error)
+            return
+        self._task = self._kv_loop.create_task(self._handoff.run())
+        self._task.add_done_callback(self._on_done)
+
+    def on_event(self, event: Reserved | Progress) -> None:
+        """Pass an event to the hand-off, unless it has ended."""
+        if self._task is None or self._task.done() or self._error is not None:
+            return
+        try:
+            self._handoff.on_event(event)
+        except Exception as error:  # a bug; the hand-off must not stay open until its deadline
+            log.exception("the blocks of %s cannot be handed over", event.attempt_id)
+            why = f"the KV hand-off of {event.attempt_id} failed: {type(error).__name__}: {error}"
+            self._error = TransferError(why)
+            self._end()
+
+    def _end(self) -> None:
+        """Cancel the task in the next turn: by then it has begun, so that it can release its resources."""
+        self._kv_loop.call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._task.cancelling():  # else it may be releasing resources
+            self._task.cancel()
+
+    def _on_done(self, task: asyncio.Task[T]) -> None:
+        error = self._error or (_gone() if task.cancelled() else task.exception())
+        self._tell(error or task.result())
+
+    def _tell(self, outcome: T | BaseException) -> None:
         if not self._control.is_closed():
             self._control.call_soon_threadsafe(self.on_end, outcome)
-
-    def cancel(self) -> None:
-        """Cancel the task, unless it is being cancelled already and may be releasing resources."""
-        if self.task is not None and not self.task.cancelling():
-            self.task.cancel()
 
 
 class KVThread:
@@ -152,30 +177,18 @@ class KVThread:
         self._receiver = KVReceiver(
             pool,
             transports,
+            config,
             worker_id=worker_id,
             epoch=epoch,
-            checksum=config.checksum,
             clock=clock,
-            lease_s=config.lease_s,
             eos_token_ids=eos_token_ids,
             chance=chance,
         )
-        self._sender = KVSender(
-            pool,
-            transports,
-            worker_id=worker_id,
-            checksum=config.checksum,
-            message_bytes=config.message_bytes,
-            max_inflight_bytes=config.max_inflight_bytes,
-            clock=clock,
-            lease_s=config.lease_s,
-            connect_timeout_s=config.connect_timeout_s,
-            eos_token_ids=eos_token_ids,
-        )
+        self._sender = KVSender(pool, transports, config, worker_id=worker_id, clock=clock, eos_token_ids=eos_token_ids)
         self._ends = KVEnds(self._sender, self._receiver, engine.send, clock)
         self._events = engine.take_kv_events()
-        self._running: dict[str, RunningHandoff[Any]] = {}
-        self._open_handoffs: set[RunningHandoff[Any]] = set()  # of the control loop
+        self._handoffs: dict[str, RunningHandoff[Any]] = {}
+        """By attempt id. The control loop writes it, the KV loop reads it."""
         self._thread = thread or LoopThread(f"kv-{worker_id}")
         self._loop = self._thread.loop
 
@@ -188,13 +201,18 @@ class KVThread:
         return await self._on_loop(self._listen(host, port))
 
     def begin(self, handoff: KVHandoff[T]) -> RunningHandoff[T]:
-        """A context manager that runs a hand-off. The hand-off begins on entry, before any event of a request that is
-        submitted to the engine afterwards."""
-        return RunningHandoff(self, handoff)
+        """Begin a hand-off, and return the context in which it runs. It gets all events of a request that is submitted
+        to the engine from now on."""
+        if self._closed:
+            raise _gone()
+        running = self._handoffs[handoff.attempt_id] = RunningHandoff(handoff, self._loop)
+        running.at_rest.add_done_callback(lambda _: self._handoffs.pop(handoff.attempt_id, None))
+        self._loop.call_soon_threadsafe(running.begin, self._ends)
+        return running
 
     async def connect(self, peer: KVPeer) -> None:
         """Open a link to a decode worker. ConfigError, LayoutMismatch, TransferTimeout or PeerLost if that fails."""
-        await self._on_loop(self._sender.connect(peer.worker_id, peer.epoch, peer.endpoints))
+        await self._on_loop(self._sender.connect(peer))
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
@@ -214,15 +232,6 @@ class KVThread:
         self._closed = True
         await _outlast(asyncio.ensure_future(self._close()))
 
-    def _open(self, running: RunningHandoff[Any]) -> None:
-        if self._closed:
-            raise _gone()
-        self._open_handoffs.add(running)
-        self._loop.call_soon_threadsafe(self._begin_now, running)  # the request is submitted after this (see `_tell`)
-
-    def _end(self, running: RunningHandoff[Any]) -> None:
-        self._loop.call_soon_threadsafe(self._end_now, running.handoff.attempt_id)
-
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         if self._closed:
             work.close()
@@ -238,24 +247,20 @@ class KVThread:
 
     async def _close(self) -> None:
         try:
-            await self._close_loop()
-        finally:
-            self._pool.close()
-            for running in list(self._open_handoffs):  # only if the thread did not end in time
-                running.on_end(_gone())
-
-    async def _close_loop(self) -> None:
-        if self._thread.runs:
-            closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
-            try:
+            if self._thread.runs:
+                closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
                 await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                log.error("the KV ends did not close within %.0f s; their thread is stopped", CLOSE_TIMEOUT_S)
-            finally:
+            else:
+                self._events.close()
+        except TimeoutError:
+            log.error("the KV ends did not close within %.0f s; their thread is stopped", CLOSE_TIMEOUT_S)
+        finally:
+            try:
                 await self._thread.stop(JOIN_TIMEOUT_S)
-        else:
-            self._events.close()
-            await self._thread.stop(0.0)
+            finally:
+                self._pool.close()
+                for running in self._handoffs.values():  # only if the thread did not end in time
+                    running.on_end(_gone())
 
     # --- on the KV loop ----------------------------------------------------------------------------------------------
 
@@ -264,52 +269,13 @@ class KVThread:
         self._events.follow(self._on_event)
         return endpoints
 
-    def _begin_now(self, running: RunningHandoff[Any]) -> None:
-        attempt_id = running.handoff.attempt_id
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            if self._running.get(attempt_id) is running:
-                del self._running[attempt_id]
-            error = running.error or (_gone() if task.cancelled() else task.exception())
-            running.tell(error or task.result())
-
-        try:
-            running.handoff.begin(self._ends)
-        except Exception as error:  # a bug; the request must not wait for its deadline
-            log.exception("the hand-off of %s cannot begin", attempt_id)
-            running.tell(from_wire(*to_wire(error)))
-            return
-        self._running[attempt_id] = running
-        running.task = self._loop.create_task(running.handoff.run())
-        running.task.add_done_callback(ended)
-
-    def _end_now(self, attempt_id: str) -> None:
-        if (running := self._running.get(attempt_id)) is not None:
-            self._loop.call_soon(running.cancel)  # by then the task has begun, so that it can release its resources
-
     def _on_event(self, event: KVEvent) -> None:
-        if isinstance(event, Reserved):
-            self._tell(event)
-            return
-        for progress in event.progress:
-            self._tell(progress)
-
-    def _tell(self, event: Reserved | Progress, *, again: bool = False) -> None:
-        """Pass an event to its hand-off. The loop may have been about to read the pipe when the hand-off began, and has
-        read more than was there then: the hand-off begins in the loop's next turn, and so before what is put off."""
-        running = self._running.get(event.attempt_id)
-        if running is None and not again:
-            self._loop.call_soon(partial(self._tell, event, again=True))
-        elif running is not None and running.error is None:
-            try:
-                running.handoff.on_event(event)
-            except TransferEnded:
-                return  # the result of the hand-off has the reason
-            except Exception as error:  # a bug; the hand-off must not stay open until its deadline
-                log.exception("the blocks of %s cannot be handed over", event.attempt_id)
-                why = f"the KV hand-off of {event.attempt_id} failed: {type(error).__name__}: {error}"
-                running.error = TransferError(why)
-                self._end_now(event.attempt_id)
+        for each in (event,) if isinstance(event, Reserved) else event.progress:
+            # A request is submitted after its hand-off is in the table. Its first event may come before the loop's turn
+            # to begin the hand-off.
+            if (running := self._handoffs.get(each.attempt_id)) is not None:
+                running.begin(self._ends)
+                running.on_event(each)
 
     async def _close_ends(self) -> None:
         self._events.close()

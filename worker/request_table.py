@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
+from contract import control
 from contract.engine import Abort, Command, Finished, KVRole, Rejected, Step, Submit, TokenOut
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import (
@@ -20,9 +21,8 @@ from pdserve.core.errors import (
     from_wire,
     to_wire,
 )
-from pdserve.core.handoff import KVPeer, PrefixSource
+from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import TokenOutput
@@ -56,39 +56,24 @@ class Sampled(NamedTuple):
 
 
 class ServedRequest:
-    """One request, for the coroutine that serves it. ``received_s`` is the time at which its call arrived, on the
-    worker's clock; ``peer`` is the worker at the other end of its hand-off (None: no hand-off), ``prefix_source`` one
-    that sends KV of its beginning. This worker computes ``prompt_tokens`` of its prompt, and samples ``output_tokens``
-    at most (0: token 1 alone)."""
+    """One request, for the coroutine that serves it. ``received_s`` is the time at which its call ``work`` arrived, on
+    the worker's clock."""
 
     def __init__(
-        self,
-        request: Request,
-        peer: KVPeer | None,
-        resources: EngineResources,
-        outbox: Outbox,
-        *,
-        worker_id: str,
-        received_s: float,
-        prompt_tokens: int = 0,
-        output_tokens: int = 0,
-        tells_ready: bool = False,
-        prefix_source: PrefixSource | None = None,
+        self, work: control.Work, resources: EngineResources, outbox: Outbox, *, worker_id: str, received_s: float
     ) -> None:
-        self.request = request
-        self.prefix_source = prefix_source
-        self.tells_ready = tells_ready
-        self.attempt_id = request.attempt_id
-        self.resources = resources
-        self.outbox = outbox
-        self.worker_id = worker_id
-        self.received_s = received_s
-        self._peer = peer
+        request = work.request
+        self.request, self.attempt_id, self.resources, self.outbox = request, request.attempt_id, resources, outbox
+        self.worker_id, self.received_s = worker_id, received_s
+        self._peer = None if isinstance(work, control.Run) else work.peer
+        self.tells_ready = isinstance(work, control.Receive) and work.tell_ready
+        self.prefix_source = work.prefix_source if isinstance(work, control.Run | control.Push) else None
+        # What this worker computes of its prompt, and samples at most (0: token 1 alone).
+        self._prompt_tokens = request.num_tokens if isinstance(work, control.Run | control.Push) else 0
+        self._output_tokens = request.max_tokens if isinstance(work, control.Run | control.Receive) else 0
         self._arrived: deque[Sampled | PdserveError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._forwards = False
-        self._prompt_tokens = prompt_tokens
-        self._output_tokens = output_tokens
         self._sampled = 0
         self.is_over = False
         """It has its last token or its error. It may still hold resources."""

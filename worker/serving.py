@@ -14,8 +14,7 @@ from contextlib import AsyncExitStack
 from contract.engine import KVReady, KVRole, PinPrefix, Release
 from kv_transfer.receive_transfer import ReceivedKV
 from pdserve.core.errors import PdserveError
-from pdserve.core.handoff import KVPeer, PrefixFetch, PrefixSource, prefix_transfer_id
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.handoff import PrefixFetch, PrefixSource, prefix_transfer_id
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import TokenOutput
@@ -47,9 +46,9 @@ async def prefill(served: ServedRequest, kv_role: KVRole) -> FinishReason | None
     receive: PrefixReceive | None = None
     async with AsyncExitStack() as stack:
         if (source := served.prefix_source) is not None:
-            receive = PrefixReceive(served.attempt_id, source, served.resources.layout, served.deadline_s)
-            running = await stack.enter_async_context(served.resources.kv.begin(receive))
-            running.done.add_done_callback(served.on_handoff_end)  # only a bug, or the end of the KV thread
+            receive = PrefixReceive(served, source)
+            fetched = await stack.enter_async_context(served.resources.kv.begin(receive))
+            fetched.add_done_callback(served.on_handoff_end)  # only a bug, or the end of the KV thread
         served.submit(kv_role)
         first = await served.sampled()
     reason = finish_reason(first.token)
@@ -73,11 +72,11 @@ class PrefixReceive(KVHandoff[None]):
     """Receives the first blocks of a prompt from ``source``, and lets the request run: with what has come by its time
     limit, or without it. ``outcome`` is known when the request has its first token."""
 
-    def __init__(self, attempt_id: str, source: PrefixSource, layout: KVLayout, deadline_s: float) -> None:
-        super().__init__(prefix_transfer_id(attempt_id))
-        self._request, self._source, self._deadline_s = attempt_id, source, deadline_s
-        self._block_size = layout.block_size
-        self._num_blocks = source.num_tokens // layout.block_size
+    def __init__(self, served: ServedRequest, source: PrefixSource) -> None:
+        super().__init__(prefix_transfer_id(served.attempt_id), source.peer, served.deadline_s)
+        self._request, self._timeout_s = served.attempt_id, source.timeout_s
+        self._block_size = served.resources.layout.block_size
+        self._num_blocks = source.num_tokens // self._block_size
         self.outcome: PrefixFetch | None = None
         self.began_s = self.ready_s = 0.0
 
@@ -90,14 +89,21 @@ class PrefixReceive(KVHandoff[None]):
         failure = ""
         if num_cached < self._num_blocks:
             try:
-                received = await self._receive(reserved.block_ids[: self._num_blocks], num_cached)
+                received = await self._ends.receiver.announce(
+                    self.attempt_id,
+                    self._peer.worker_id,
+                    reserved.block_ids[: self._num_blocks],
+                    num_cached,
+                    min(self._deadline_s, self._ends.clock.now() + self._timeout_s),
+                    partial=True,
+                ).wait()
             except PdserveError as error:
                 failure = str(error)
                 log.warning("%s: it is computed: %s", self.attempt_id, failure)
         num_blocks = num_cached if received is None else received.num_blocks
         self.ready_s = self._ends.clock.now() if received is None else received.verified_s
         self.outcome = PrefixFetch(
-            source=self._source.peer.worker_id,
+            source=self._peer.worker_id,
             tokens=(num_blocks - num_cached) * self._block_size,
             tokens_wanted=(self._num_blocks - num_cached) * self._block_size,
             duration_ms=(self.ready_s - self.began_s) * 1e3,
@@ -107,41 +113,27 @@ class PrefixReceive(KVHandoff[None]):
         # After the outcome, so that this is known before the first token.
         self._ends.command(KVReady(self._request, None, num_blocks * self._block_size))
 
-    async def _receive(self, block_ids: list[int], num_cached: int) -> ReceivedKV:
-        receiver, sender_id = self._ends.receiver, self._source.peer.worker_id
-        deadline_s = min(self._deadline_s, self._ends.clock.now() + self._source.timeout_s)
-        receiver.announce(self.attempt_id, sender_id, block_ids, num_cached, deadline_s, partial=True)
-        try:
-            return await receiver.wait(self.attempt_id)
-        finally:
-            await receiver.abort(self.attempt_id)
-
 
 async def send_prefix(served: ServedRequest) -> None:
     """Send the cached blocks that hold the beginning of the request's tokens to `ServedRequest.peer`. Nothing is
     computed; blocks that are no longer cached are not sent."""
     resources, request = served.resources, served.request
-    send = PrefixSend(served.attempt_id, served.peer, resources.layout, served.deadline_s)
-    async with resources.kv.begin(send) as running:
+    async with resources.kv.begin(PrefixSend(served.attempt_id, served.peer, served.deadline_s)) as done:
         resources.command(PinPrefix(served.attempt_id, request.salt, request.token_ids))
-        await running.done
+        await done
     served.outbox.output(served.attempt_id, TokenOutput(None, FinishReason.STOP))
 
 
 class PrefixSend(KVHandoff[None]):
-    """Sends the blocks that a `PinPrefix` finds to ``peer``."""
-
-    def __init__(self, attempt_id: str, peer: KVPeer, layout: KVLayout, deadline_s: float) -> None:
-        super().__init__(attempt_id)
-        self._peer, self._layout, self._deadline_s = peer, layout, deadline_s
+    """Sends the blocks that a `PinPrefix` finds."""
 
     async def run(self) -> None:
         """Send the blocks, wait until the receiver has acknowledged them, and let the engine release them."""
-        sender, block_ids = self._ends.sender, (await self._reserved).block_ids
+        block_ids = (await self._reserved).block_ids
+        transfer = self._ends.sender.push(self.attempt_id, self._peer, len(block_ids), self._deadline_s, partial=True)
         try:
-            sender.push(self.attempt_id, self._peer, len(block_ids), self._deadline_s, partial=True)
-            sender.send_blocks(self.attempt_id, 0, block_ids, self._layout.all_layers, last=True)
-            await sender.wait(self.attempt_id)
+            transfer.send_blocks(0, block_ids, last=True)
+            await transfer.wait()
         finally:
-            await sender.abort(self.attempt_id)
+            await transfer.abort()
             self._ends.command(Release(self.attempt_id))

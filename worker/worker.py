@@ -326,19 +326,8 @@ class Worker:
             raise NotReady(f"the engine of worker {worker_id} does not answer")
         if request.attempt_id in self._table:
             raise InvalidRequest(f"attempt_id: {request.attempt_id!r} is running on worker {worker_id} already")
-        peer = None if isinstance(work, control.Run) else work.peer
-        served = ServedRequest(
-            request,
-            peer,
-            self.incarnation.resources,
-            outbox,
-            worker_id=worker_id,
-            received_s=received_s,
-            prompt_tokens=request.num_tokens if isinstance(work, control.Run | control.Push) else 0,
-            output_tokens=request.max_tokens if isinstance(work, control.Run | control.Receive) else 0,
-            tells_ready=isinstance(work, control.Receive) and work.tell_ready,
-            prefix_source=work.prefix_source if isinstance(work, control.Run | control.Push) else None,
-        )
+        resources = self.incarnation.resources
+        served = ServedRequest(work, resources, outbox, worker_id=worker_id, received_s=received_s)
         self._table.begin(served, handler)
 
     async def abort(self, attempt_id: str) -> None:

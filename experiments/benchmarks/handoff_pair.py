@@ -59,27 +59,19 @@ class HandoffEndpoint(LoopEndpoint):
         return memory
 
     async def _open(self) -> None:
-        common: dict[str, Any] = {
-            "worker_id": self.role, "checksum": True, "clock": self._clock, "lease_s": TIMEOUT_S,
-        }  # fmt: skip
+        config = TRANSFER.model_copy(update={"lease_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S})
+        ends: dict[str, Any] = {"worker_id": self.role, "clock": self._clock}
         if self.role == "target":
-            self._receiver = KVReceiver(self.pool, [self.transport], epoch="e", **common)
+            self._receiver = KVReceiver(self.pool, [self.transport], config, epoch="e", **ends)
             self.address = await self._receiver.start("127.0.0.1")
-            return
-        self._sender = KVSender(
-            self.pool,
-            [self.transport],
-            message_bytes=TRANSFER.message_bytes,
-            max_inflight_bytes=TRANSFER.max_inflight_bytes,
-            connect_timeout_s=TIMEOUT_S,
-            **common,
-        )
+        else:
+            self._sender = KVSender(self.pool, [self.transport], config, **ends)
 
     def connect(self, address: Any) -> None:
         """The source shakes hands; the target waits for it anyway."""
         if self.role == "source":
             self._peer = KVPeer("target", "e", msgspec.convert(address, tuple[KVEndpoint, ...]))
-            self.on_loop(self._sender.connect(self._peer.worker_id, self._peer.epoch, self._peer.endpoints))
+            self.on_loop(self._sender.connect(self._peer))
 
     def views(self, num_bytes: int) -> Iterable[memoryview]:
         """The blocks of a hand-off."""
@@ -97,9 +89,9 @@ class HandoffEndpoint(LoopEndpoint):
         return self.on_loop(move(str(self._count), self._blocks(num_bytes)))
 
     async def _receive(self, name: str, blocks: list[int]) -> float:
-        self._receiver.announce(name, "source", blocks, 0, self._clock.now() + TIMEOUT_S)
+        transfer = self._receiver.announce(name, "source", blocks, 0, self._clock.now() + TIMEOUT_S)
         say(Expecting())
-        received = await self._receiver.wait(name)
+        received = await transfer.wait()
         expected = len(blocks) * self.pool.layout.block_bytes
         if received.proof.kv_bytes != expected:
             raise RuntimeError(f"{received.proof.kv_bytes} bytes arrived, {expected} were expected")
@@ -108,9 +100,9 @@ class HandoffEndpoint(LoopEndpoint):
     async def _send(self, name: str, blocks: list[int]) -> float:
         await asyncio.sleep(0)
         started_s = self._clock.now()
-        self._sender.push(name, self._peer, len(blocks), self._clock.now() + TIMEOUT_S)
-        self._sender.send_blocks(name, 0, blocks, last=True)
-        await self._sender.wait(name)
+        transfer = self._sender.push(name, self._peer, len(blocks), self._clock.now() + TIMEOUT_S)
+        transfer.send_blocks(0, blocks, last=True)
+        await transfer.wait()
         return started_s
 
 

@@ -182,11 +182,10 @@ class WorkerProbe:
             self._receiver = KVReceiver(
                 self._pool,
                 self._transports,
+                transfer,
                 worker_id=worker.worker_id,
                 epoch=EPOCH,
-                checksum=transfer.checksum,
                 clock=MonotonicClock(),
-                lease_s=LEASE_S,
                 eos_token_ids=source.shape.eos_token_ids,
             )
             try:

@@ -21,7 +21,7 @@ from contract.message import encode
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, TransferRefused
-from pdserve.core.handoff import KVEndpoint
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
@@ -85,7 +85,7 @@ async def test_what_strangers_did_before_there_was_a_secret(cluster: LocalCluste
             transport = create_transport("tcp", pool.memory, secret)
             sender = sender_of(pool, transport, worker_id="prefill-0")
             with pytest.raises(TransferRefused, match="does not know the service's secret"):
-                await sender.connect("decode-0", "e", [KVEndpoint("tcp", decode.kv_addresses["tcp"])])
+                await sender.connect(KVPeer("decode-0", "e", (KVEndpoint("tcp", decode.kv_addresses["tcp"]),)))
             await sender.aclose()
             await transport.aclose()
         after = await asyncio.to_thread(cluster.wait_idle)

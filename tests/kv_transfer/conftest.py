@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.pool import Pool
-from kv_transfer.receive_transfer import ReceivedKV
+from kv_transfer.receive_transfer import ReceivedKV, ReceiveTransfer
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.clock import Clock, MonotonicClock
+from pdserve.core.config import TransferConfig
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
@@ -42,6 +44,10 @@ class Ends:
     endpoints: tuple[KVEndpoint, ...]
     receiving_transport: KVTransport
     clock: Clock
+    sending: dict[str, SendTransfer] = field(default_factory=dict)
+    """The sender's end of each hand-off."""
+    receiving: dict[str, ReceiveTransfer] = field(default_factory=dict)
+    """The receiver's."""
 
     @property
     def peer(self) -> KVPeer:
@@ -67,25 +73,45 @@ class Ends:
         self.push(name, len(block_ids), for_s=for_s, send=send)
         self.announce(name, block_ids, num_skipped, for_s=receiver_for_s or for_s)
 
-    def announce(self, name: str, block_ids: Sequence[int], num_skipped: int = 0, *, for_s: float = 20.0) -> None:
+    def announce(
+        self,
+        name: str,
+        block_ids: Sequence[int],
+        num_skipped: int = 0,
+        *,
+        for_s: float = 20.0,
+        sender_id: str = "p",
+        partial: bool = False,
+    ) -> None:
         """Have the receiver announce a hand-off to the sender."""
-        self.receiver.announce(name, "p", block_ids, num_skipped, self.in_s(for_s))
+        self.receiving[name] = self.receiver.announce(
+            name, sender_id, block_ids, num_skipped, self.in_s(for_s), partial=partial
+        )
 
-    def push(self, name: str, num_blocks: int, *, for_s: float = 20.0, send: Sequence[int] | None = None) -> None:
+    def push(
+        self,
+        name: str,
+        num_blocks: int,
+        *,
+        for_s: float = 20.0,
+        send: Sequence[int] | None = None,
+        partial: bool = False,
+    ) -> None:
         """Have the sender begin a hand-off."""
-        self.sender.push(name, self.peer, num_blocks, self.in_s(for_s))
+        transfer = self.sender.push(name, self.peer, num_blocks, self.in_s(for_s), partial=partial)
+        self.sending[name] = transfer
         if send is not None:
-            self.sender.send_blocks(name, 0, send, last=True)
+            transfer.send_blocks(0, send, last=True)
 
     async def both(self, name: str) -> ReceivedKV:
         """Wait for a hand-off at both ends."""
         async with asyncio.timeout(30):
-            received, _ = await asyncio.gather(self.receiver.wait(name), self.sender.wait(name))
+            received, _ = await asyncio.gather(self.receiving[name].wait(), self.sending[name].wait())
         return received
 
     async def connect(self) -> None:
         """Make the link."""
-        await self.sender.connect("d", "e1", self.endpoints)
+        await self.sender.connect(self.peer)
 
     def check_moved(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Blocks of the receiver hold what those of the sender do."""
@@ -102,9 +128,8 @@ class Ends:
 
     def check_nothing_left(self) -> None:
         """Neither end keeps anything of a hand-off that is over."""
-        left = [self.sender._transfers, self.receiver._by_attempt, self.receiver._by_nonce]
-        for peer in self.sender._peers.values():
-            left += [peer._transfers, peer._unbound, peer._announced]
+        attempts = [known for known in self.sender._attempts.values() if known is not None]
+        left = [attempts, self.receiver._transfers, *(link._transfers for link in self.sender._links.values())]
         assert not any(left), left
 
 
@@ -131,22 +156,20 @@ MakeEnds = Callable[..., Awaitable[Ends]]
 
 def sender_of(pool: Pool, *transports: KVTransport, **options: Any) -> KVSender:
     """The sending end of worker "p" over this pool."""
-    defaults = {
-        "worker_id": "p",
-        "checksum": True,
-        "message_bytes": 2**20,
-        "max_inflight_bytes": 2**24,
-        "clock": MonotonicClock(),
-        "lease_s": 60.0,
-        "connect_timeout_s": 10.0,
-    }
-    return KVSender(pool, transports, **{**defaults, **options})
+    return KVSender(pool, transports, _config(options), **{"worker_id": "p", "clock": MonotonicClock(), **options})
 
 
 def receiver_of(pool: Pool, *transports: KVTransport, **options: Any) -> KVReceiver:
     """The receiving end of worker "d" over this pool."""
-    defaults = {"worker_id": "d", "epoch": "e1", "checksum": True, "clock": MonotonicClock(), "lease_s": 60.0}
-    return KVReceiver(pool, transports, **{**defaults, **options})
+    defaults = {"worker_id": "d", "epoch": "e1", "clock": MonotonicClock()}
+    return KVReceiver(pool, transports, _config(options), **{**defaults, **options})
+
+
+def _config(options: dict[str, Any]) -> TransferConfig:
+    """Settings, some of which ``options`` has. They may be smaller than those of a service."""
+    settings: dict[str, Any] = {"message_bytes": 2**20, "max_inflight_bytes": 2**24, "lease_s": 60.0}
+    settings.update((name, options.pop(name)) for name in TransferConfig.model_fields if name in options)
+    return TransferConfig.model_construct(**settings)
 
 
 @contextlib.asynccontextmanager

@@ -32,8 +32,8 @@ async def receive_many(name: str, blocks: int, device: str = "cpu") -> None:
     receiver = receiver_of(pool, create_transport(name, pool.memory), epoch="e", clock=clock, lease_s=10.0)
     say(**asdict(KVPeer("d", "e", await receiver.start("127.0.0.1"))))
     while attempt_id := (await asyncio.to_thread(sys.stdin.readline)).strip():
-        receiver.announce(attempt_id, "p", range(blocks), 0, clock.now() + 60)
-        say(**msgspec.structs.asdict((await receiver.wait(attempt_id)).proof))
+        transfer = receiver.announce(attempt_id, "p", range(blocks), 0, clock.now() + 60)
+        say(**msgspec.structs.asdict((await transfer.wait()).proof))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kv_transfer.receive_transfer import ReceiveTransfer
-from kv_transfer.receiver import KVReceiver
-from kv_transfer.sender import KVSender
-from kv_transfer.transfer import TransferEnded
+from kv_transfer.send_transfer import SendTransfer
 
 
 class Status(StrEnum):
@@ -20,15 +18,12 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-def status_of(end: KVSender | KVReceiver, attempt_id: str) -> Status:
-    """The status of a transfer; TransferEnded once ``wait`` or ``abort`` has returned."""
-    transfers = end._transfers if isinstance(end, KVSender) else end._by_attempt
-    if (transfer := transfers.get(attempt_id)) is None:
-        raise TransferEnded(f"{attempt_id} is not {'being sent' if isinstance(end, KVSender) else 'expected'}")
+def status_of(transfer: SendTransfer | ReceiveTransfer) -> Status:
+    """The status of a transfer."""
     if transfer.is_over:
         return Status.SUCCESS if transfer.error is None else Status.FAILED
     if isinstance(transfer, ReceiveTransfer):
         begun, known = transfer._first_s is not None, transfer.source is not None
     else:
-        begun, known = transfer.has_sent, transfer.settle is not None
+        begun, known = transfer.has_sent, transfer.link is not None
     return Status.TRANSFERRING if begun else Status.WAITING if known else Status.BOOTSTRAPPING

@@ -30,6 +30,7 @@ from contract.kv import (
 from contract.message import encode
 from kv_transfer.base import KVLink
 from kv_transfer.memory import HostMemory, Memory
+from kv_transfer.transfer import Transfer
 from pdserve.core.errors import ChecksumMismatch, TransferError, WorkerLost
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from tests.host_pool import HostPool, inline
@@ -71,7 +72,7 @@ class RawPeer:
         self, ends: Any, name: str, block_ids: list[int], num_skipped: int = 0, *, for_s: float = 5.0
     ) -> Announce:
         """A hand-off that the receiver announces to this peer."""
-        ends.receiver.announce(name, "raw", block_ids, num_skipped, ends.in_s(for_s))
+        ends.announce(name, block_ids, num_skipped, for_s=for_s, sender_id="raw")
         announced = await self.heard()
         assert isinstance(announced, Announce)
         assert announced.attempt_id == name
@@ -147,12 +148,12 @@ async def test_a_wrong_message_is_refused_and_touches_nothing(make_ends: MakeEnd
     if reason == "checksum":
         after[own] = before[own]
     assert after == before
-    assert status_of(ends.receiver, "r") is Status.TRANSFERRING
-    assert status_of(ends.receiver, "other") is Status.BOOTSTRAPPING
+    assert status_of(ends.receiving["r"]) is Status.TRANSFERRING
+    assert status_of(ends.receiving["other"]) is Status.BOOTSTRAPPING
 
     final = blocks(announced, 2, 2, TWO, last=True, trailer=b"t")
     assert await peer.say(final, TWO) == Ack(announced.nonce, 2)
-    received = await ends.receiver.wait("r")
+    received = await ends.receiving["r"].wait()
     assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (3072, 2, b"t")
     assert received.proof.kv_bytes_retried == (len(payload) if reason in ("checksum", "duplicate") else 0)
     expected = bytearray(before)
@@ -174,7 +175,7 @@ async def test_a_hand_off_belongs_to_the_link_it_began_on(make_ends: MakeEnds) -
     await second.link.send(encode(Abort(announced.nonce, "TransferError", "not yours")))
     assert isinstance(await second.say(Open(announced.nonce, "e1", "r", 0)), Refused)
     assert ends.receiver.refused == {"wrong_link": 2}
-    assert status_of(ends.receiver, "r") is Status.WAITING
+    assert status_of(ends.receiving["r"]) is Status.WAITING
 
 
 LAYOUT = KVLayout.uniform("m", "bfloat16", 4, 2, 2, 8)
@@ -247,7 +248,7 @@ async def test_a_message_that_changes_on_its_way_or_in_the_pool_is_sent_again(
     ends = await make_ends(transport, source=source, sending=sending, message_bytes=2048)
     ids = [9, 8, 7, 6, 5, 4, 3, 2]
     ends.start("r", ids, for_s=5)
-    ends.sender.send_blocks("r", 0, range(8), last=True, trailer=b"t")
+    ends.sending["r"].send_blocks(0, range(8), last=True, trailer=b"t")
     received = await ends.both("r")
     ends.check_moved(range(8), ids)
     assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (8192, 4, b"t")
@@ -267,10 +268,10 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(make_ends
     for name, ids in (("r", [1, 2, 3, 4]), ("other", [5, 6])):
         ends.start(name, ids, for_s=5, send=ids)
     async with asyncio.timeout(30):
-        await asyncio.gather(*(end.wait(name) for end in (ends.sender, ends.receiver) for name in ("r", "other")))
+        await asyncio.gather(ends.both("r"), ends.both("other"))
     assert ends.receiver.refused == {"checksum": 2}
     ends.check_moved([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
-    assert ends.sender._peers["d"]._inflight_bytes == 0
+    assert ends.sender._links["d"]._inflight_bytes == 0
 
 
 async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnds) -> None:
@@ -278,9 +279,9 @@ async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnd
     ends = await make_ends(source=source, sending=tampering(source.memory, "corrupt", *range(100)))
     ends.start("r", [1, 2], for_s=5, send=[1, 2])
     with pytest.raises(ChecksumMismatch):
-        await ends.sender.wait("r")
+        await ends.sending["r"].wait()
     with pytest.raises(ChecksumMismatch):
-        await ends.receiver.wait("r")
+        await ends.receiving["r"].wait()
     assert ends.receiver.refused == {"checksum": 1 + protocol.MAX_RESENDS}
     assert not any(ends.target.data[:1024])
     assert not any(ends.target.data[3 * 1024 :])
@@ -291,7 +292,7 @@ async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
     make_ends: MakeEnds, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = await make_ends()
-    await ends.sender.connect("d", "e1", ends.endpoints)
+    await ends.connect()
 
     def fail(*_: object, **__: object) -> None:
         raise WorkerLost("the engine is gone")
@@ -299,11 +300,12 @@ async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
     with monkeypatch.context() as patch:
         patch.setattr(getattr(ends, failing), "regions", fail)
         ends.start("r", [1, 2], for_s=5, send=[1, 2])
-        own, other = (ends.sender, ends.receiver) if failing == "source" else (ends.receiver, ends.sender)
+        both: list[Transfer[Any]] = [ends.sending["r"], ends.receiving["r"]]
+        own, other = both if failing == "source" else both[::-1]
         with pytest.raises(WorkerLost):
-            await own.wait("r")
+            await own.wait()
         with pytest.raises(TransferError, match="the engine is gone"):
-            await other.wait("r")
+            await other.wait()
     assert [link.worker_id for link in ends.sender.links()] == ["d"]
 
 
@@ -314,7 +316,7 @@ async def test_a_sender_paused_past_its_lease_cannot_write(make_ends: MakeEnds) 
     announced = await peer.announced(ends, "r", [1, 2])
     assert isinstance(await peer.say(Open(announced.nonce, "e1", "r", 0)), Ack)
     with pytest.raises(TransferError, match="silent"):
-        await ends.receiver.wait("r")
+        await ends.receiving["r"].wait()
     assert isinstance(decode((await peer.link.recv()).header), Abort)
     await peer.announced(ends, "next", [1, 2])  # the same blocks, somebody else's now
     assert isinstance(await peer.say(blocks(announced, 1, 0, TWO, last=True), TWO), Refused)

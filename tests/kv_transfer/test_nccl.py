@@ -89,7 +89,7 @@ async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
     for name, shift in (("first", 1), ("second", 57)):
         ids = [(number * 7 + shift) % 256 for number in range(200)]
         ends.start(name, ids)
-        ends.sender.send_blocks(name, 0, list(range(200)), last=True, trailer=b"token 1")
+        ends.sending[name].send_blocks(0, list(range(200)), last=True, trailer=b"token 1")
         received = await ends.both(name)
         assert target.bytes_of(ids) == source.bytes_of(range(200))
         assert received.proof.kv_bytes == 200 * LAYOUT.block_bytes

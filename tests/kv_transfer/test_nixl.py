@@ -20,7 +20,7 @@ from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.socket_link import SocketLink
 from pdserve.core.errors import ConfigError, PeerLost, TransferError
-from pdserve.core.handoff import KVEndpoint
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool
 from tests.kv_transfer.conftest import MakeEnds, answering
@@ -214,7 +214,7 @@ async def reading(make_ends: MakeEnds, network: FakeNetwork, **options: Any) -> 
     relay = Relay(endpoint.address)
     known_as(ends.receiving_transport, relay.address)
     try:
-        await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
+        await ends.sender.connect(KVPeer("d", "e1", (KVEndpoint("nixl", relay.address),)))
         network.polls = 2**62
         ends.start("r", [1, 2, 3], for_s=20, send=[7, 8, 9])
         async with asyncio.timeout(5):
@@ -232,13 +232,13 @@ async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for
     the content could tell that the blocks have another owner by now."""
     async with reading(make_ends, network, checksum=False) as (ends, relay):
         relay.stall(0)
-        await ends.sender.abort("r")
-        assert status_of(ends.receiver, "r") is Status.TRANSFERRING
+        await ends.sending["r"].abort()
+        assert status_of(ends.receiving["r"]) is Status.TRANSFERRING
         ends.source.data[:] = bytes(len(ends.source.data))  # the next owner's
         network.polls = 0
         async with asyncio.timeout(5):
             with pytest.raises(TransferError):
-                await asyncio.gather(ends.receiver.wait("r"), asyncio.to_thread(until_refused, ends.receiver, relay))
+                await asyncio.gather(ends.receiving["r"].wait(), asyncio.to_thread(until_refused, ends.receiver, relay))
         assert set(ends.receiver.refused) == {"checksum"}
 
 
@@ -285,10 +285,10 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
     async with reading(make_ends, network) as (ends, relay):
         if gives_up:
             relay.stall(0)
-            await ends.sender.abort("r")
+            await ends.sending["r"].abort()
             ends.source.data[:] = bytes(len(ends.source.data))  # the next owner's
         network.polls = 0
-        receiving = asyncio.create_task(ends.receiver.wait("r"))
+        receiving = asyncio.create_task(ends.receiving["r"].wait())
         if gives_up:
             await asyncio.sleep(0.1)
             assert not receiving.done()
@@ -299,5 +299,5 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
                     await receiving
             else:
                 assert (await receiving).proof.checksum == "off"
-                await ends.sender.wait("r")
+                await ends.sending["r"].wait()
                 ends.check_moved([7, 8, 9], [1, 2, 3])

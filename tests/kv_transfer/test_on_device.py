@@ -15,8 +15,7 @@ import torch
 from kv_transfer.base import KVTransport
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
-from kv_transfer.send_link import SendLink
-from kv_transfer.send_transfer import SendTransfer
+from kv_transfer.send_transfer import SendLink, SendTransfer
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
@@ -98,9 +97,9 @@ async def test_blocks_and_layers_go_from_device_to_device(
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
     target_ids, source_ids = [40, 3, 17, 18, 19, 60], [5, 6, 7, 20, 9, 8]
     ends.start("r", target_ids, 1)
-    ends.sender.send_blocks("r", 0, source_ids[:4], range(1))
-    ends.sender.send_blocks("r", 0, source_ids[:4], range(1, 2))
-    ends.sender.send_blocks("r", 4, source_ids[4:], last=True, trailer=b"token 1")
+    ends.sending["r"].send_blocks(0, source_ids[:4], range(1))
+    ends.sending["r"].send_blocks(0, source_ids[:4], range(1, 2))
+    ends.sending["r"].send_blocks(4, source_ids[4:], last=True, trailer=b"token 1")
     received = await ends.both("r")
     assert target.bytes_of(target_ids[1:]) == source.bytes_of(source_ids[1:])
     assert received.proof.kv_bytes == 5 * LAYOUT.block_bytes
@@ -204,10 +203,10 @@ async def test_an_error_of_the_gpu_ends_the_process(
     monkeypatch.setattr(torch.Tensor, "copy_", broken)
     ends.start("r", [1], 0)
     is_broken = True
-    ends.sender.send_blocks("r", 0, [2], last=True)
+    ends.sending["r"].send_blocks(0, [2], last=True)
     async with asyncio.timeout(10):
         await ended.wait()
-    await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"), return_exceptions=True)
+    await asyncio.gather(ends.receiving["r"].wait(), ends.sending["r"].wait(), return_exceptions=True)
 
 
 async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
@@ -248,7 +247,7 @@ async def test_messages_grow_when_hand_offs_have_rated_the_link(
     monkeypatch.setattr(SendLink, "add", add)
     for name, ceiling_gbs in (("first", None), ("slow", 0.0001), ("rated", 5.0)):
         if ceiling_gbs is not None:
-            link = ends.sender._peers["d"]
+            link = ends.sender._links["d"]
             link.about = replace(link.about, ceiling_gbs=ceiling_gbs)
         ends.start(name, [1], send=[2])
         await ends.both(name)

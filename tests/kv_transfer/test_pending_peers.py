@@ -34,7 +34,7 @@ from kv_transfer.receive_transfer import ReceiveLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.socket_transport import MAGIC, read_exactly
 from pdserve.core.errors import PeerLost, TransferError, TransferRefused
-from pdserve.core.handoff import KVEndpoint
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from runtime.secret import ServiceSecret, Side, new_nonce
 from runtime.stream_proof import MEET
@@ -105,7 +105,7 @@ class Ends:
         """A worker that introduces itself is let in."""
         sender = sender_of(self.source, self.calling, connect_timeout_s=20.0)
         try:
-            await sender.connect("d", "e", [self.endpoint])
+            await sender.connect(KVPeer("d", "e", (self.endpoint,)))
             assert [link.worker_id for link in sender.links()] == ["d"]
         finally:
             await sender.aclose()

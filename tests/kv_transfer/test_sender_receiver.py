@@ -10,8 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 import kv_transfer.receiver
-import kv_transfer.send_link
 import kv_transfer.sender
+from kv_transfer.sender import Early
+from kv_transfer.transfer import Transfer
 from pdserve.core.errors import (
     ConfigError,
     LayoutMismatch,
@@ -21,11 +22,11 @@ from pdserve.core.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from pdserve.core.handoff import KVEndpoint
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds, until
 from tests.kv_transfer.status import Status, status_of
-from tests.virtual_time import IN_VIRTUAL_TIME
+from tests.virtual_time import IN_VIRTUAL_TIME, LoopClock
 
 pytestmark = IN_VIRTUAL_TIME
 BLOCK = LAYOUT.block_bytes
@@ -40,7 +41,7 @@ async def linked(make_ends: MakeEnds, **options: Any) -> Ends:
 
 def is_announced(ends: Ends, name: str) -> bool:
     """Whether the sender has heard of it."""
-    return name in ends.sender._peers["d"]._announced
+    return isinstance(ends.sender._attempts.get(name), Early)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ async def test_a_long_hand_off_does_not_keep_a_short_one_waiting(make_ends: Make
     ended: list[str] = []
 
     async def receive(name: str) -> None:
-        await ends.receiver.wait(name)
+        await ends.receiving[name].wait()
         ended.append(name)
 
     for name, ids in (("long", list(range(60))), ("short", [60, 61])):
@@ -64,8 +65,8 @@ async def test_adjacent_blocks_are_coalesced(make_ends: MakeEnds) -> None:
     ends = await linked(make_ends, message_bytes=4096)
     ends.start("r", list(range(10)))
     for slot in range(10):
-        ends.sender.send_blocks("r", slot, [slot], last=slot == 9)
-    assert (await ends.receiver.wait("r")).proof.messages == 3
+        ends.sending["r"].send_blocks(slot, [slot], last=slot == 9)
+    assert (await ends.receiving["r"].wait()).proof.messages == 3
 
 
 async def test_blocks_larger_than_any_message_are_a_configuration_error(make_ends: MakeEnds) -> None:
@@ -105,7 +106,7 @@ async def test_unlike_ends_are_refused_before_any_request(
     assert ends.sender.links() == ()
     ends.start("r", [1], for_s=5)
     with pytest.raises(LayoutMismatch):
-        await ends.sender.wait("r")
+        await ends.sending["r"].wait()
 
 
 async def test_end_ids_are_compared_as_a_set_of_limited_size(make_ends: MakeEnds) -> None:
@@ -119,12 +120,12 @@ async def test_connecting_is_idempotent_and_follows_the_epoch(make_ends: MakeEnd
     await asyncio.gather(*(ends.connect() for _ in range(3)))
     assert [link.worker_id for link in ends.sender.links()] == ["d"]
     with pytest.raises(TransferRefused, match="started anew"):
-        await ends.sender.connect("d", "e0", ends.endpoints)
+        await ends.sender.connect(KVPeer("d", "e0", ends.endpoints))
     assert [link.worker_id for link in ends.sender.links()] == ["d"]
     with pytest.raises(TransferRefused, match="another worker"):
-        await ends.sender.connect("d2", "e1", ends.endpoints)
+        await ends.sender.connect(KVPeer("d2", "e1", ends.endpoints))
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
-        await ends.sender.connect("d", "e1", [KVEndpoint("torch_dist", "127.0.0.1:1")])
+        await ends.sender.connect(KVPeer("d", "e1", (KVEndpoint("torch_dist", "127.0.0.1:1"),)))
 
 
 # --- time limits -----------------------------------------------------------------------------------------------------
@@ -138,15 +139,15 @@ async def test_deadlines(make_ends: MakeEnds, announced: bool, is_linked: bool) 
         await ends.connect()
     started_s = ends.clock.now()
     ends.push("r", 2, for_s=0.25)
-    ends.sender.send_blocks("r", 0, [1])
+    ends.sending["r"].send_blocks(0, [1])
     if announced:
         ends.announce("r", [1, 2], for_s=0.5)
     with pytest.raises(TransferTimeout, match=r"^KV of r is .* and its deadline passed"):
-        await ends.sender.wait("r")
+        await ends.sending["r"].wait()
     assert ends.clock.now() == pytest.approx(started_s + 0.25)
     if announced:
         with pytest.raises(TransferError, match="deadline"):
-            await ends.receiver.wait("r")
+            await ends.receiving["r"].wait()
     await ends.check_works()
 
 
@@ -155,9 +156,9 @@ async def test_a_silent_sender_loses_its_lease_and_a_slow_one_keeps_it(make_ends
     ends.announce("unheard", [5])
     ends.start("slow", [1, 2])
     with pytest.raises(TransferTimeout, match="silent"):
-        await ends.receiver.wait("unheard")
+        await ends.receiving["unheard"].wait()
     await asyncio.sleep(1.5)
-    ends.sender.send_blocks("slow", 0, [1, 2], last=True)
+    ends.sending["slow"].send_blocks(0, [1, 2], last=True)
     await ends.both("slow")
 
 
@@ -165,7 +166,7 @@ async def test_a_receiver_that_is_silent_after_its_announcement_is_given_up(make
     ends = await linked(make_ends, lease_s=0.3)
     ends.push("r", 2)
     ends.announce("r", [3, 4])
-    await until(lambda: status_of(ends.receiver, "r") is Status.WAITING)
+    await until(lambda: status_of(ends.receiving["r"]) is Status.WAITING)
     (source,) = ends.receiver._links.values()
 
     async def say_nothing(header: object) -> None:
@@ -174,7 +175,7 @@ async def test_a_receiver_that_is_silent_after_its_announcement_is_given_up(make
     source.say = say_nothing  # type: ignore[method-assign]
     async with asyncio.timeout(1):
         with pytest.raises(TransferTimeout, match=r"silent for 0\.3 s"):
-            await ends.sender.wait("r")
+            await ends.sending["r"].wait()
 
 
 async def test_a_sender_that_makes_no_link_in_time_is_lost(
@@ -183,16 +184,72 @@ async def test_a_sender_that_makes_no_link_in_time_is_lost(
     monkeypatch.setattr(kv_transfer.receiver, "LINK_TIMEOUT_S", 1.0)
     ends = await make_ends(lease_s=30.0)
     for name, sender_id in (("early", "p"), ("late", "p2"), ("given up", "p3")):
-        ends.receiver.announce(name, sender_id, [len(name), len(name) + 20], 0, ends.in_s(30))
-    await ends.receiver.abort("given up")
+        ends.announce(name, [len(name), len(name) + 20], for_s=30, sender_id=sender_id)
+    await ends.receiving["given up"].abort()
     ends.push("early", 2, for_s=30)
     async with asyncio.timeout(1.5):
         with pytest.raises(PeerLost, match="there is no KV link from p2"):
-            await ends.receiver.wait("late")
-    assert status_of(ends.receiver, "early") is Status.WAITING
-    ends.sender.send_blocks("early", 0, [1, 2], last=True)
+            await ends.receiving["late"].wait()
+    assert status_of(ends.receiving["early"]) is Status.WAITING
+    ends.sending["early"].send_blocks(0, [1, 2], last=True)
     await ends.both("early")
     ends.check_nothing_left()
+
+
+# --- the owner of a transfer -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+async def test_a_wait_that_is_cancelled_aborts_the_hand_off(make_ends: MakeEnds, who: str) -> None:
+    ends = await linked(make_ends, lease_s=30.0)
+    ends.start("r", [1, 2], for_s=30)
+    ends.sending["r"].send_blocks(0, [1])
+    both: list[Transfer[Any]] = [ends.sending["r"], ends.receiving["r"]]
+    own, other = both if who == "sender" else both[::-1]
+    waiting = asyncio.create_task(own.wait())
+    await until(lambda: status_of(ends.receiving["r"]) is Status.TRANSFERRING)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    async with asyncio.timeout(1):
+        with pytest.raises(TransferError, match=f"aborted by its {who}"):
+            await other.wait()
+    await ends.check_works("next")
+
+
+class Resting(Transfer[None]):
+    """A transfer whose blocks are accessed until ``rests`` is set."""
+
+    _end_name, _unfinished = "sender", "not handed over"
+    rests: asyncio.Event
+
+    async def _at_rest(self) -> None:
+        await self.rests.wait()
+
+
+async def test_a_wait_that_is_cancelled_after_the_end_still_waits_for_the_blocks() -> None:
+    transfer = Resting("r", LoopClock(), 1e6, None, lambda _: None)
+    transfer.rests = asyncio.Event()
+    waiting = asyncio.create_task(transfer.wait())
+    transfer.end(PeerLost("the link"))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    transfer.rests.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_an_attempt_has_one_transfer_at_each_end(make_ends: MakeEnds) -> None:
+    ends = await linked(make_ends)
+    ends.start("r", [1, 2], send=[1, 2])
+    with pytest.raises(ValueError, match="r is being sent already"):
+        ends.push("r", 2)
+    with pytest.raises(ValueError, match="r is being received already"):
+        ends.announce("r", [3, 4])
+    await ends.both("r")
+    ends.check_moved([1, 2], [1, 2])
 
 
 # --- announcements ---------------------------------------------------------------------------------------------------
@@ -203,10 +260,10 @@ async def test_blocks_that_are_queued_wait_for_the_announcement(make_ends: MakeE
     """Those that are skipped are not sent. If these are all, the trailer still comes."""
     ends = await linked(make_ends)
     ends.push("r", 5)
-    ends.sender.send_blocks("r", 0, [5, 6, 7])
-    ends.sender.send_blocks("r", 3, [8, 9], last=True, trailer=b"t" * 4096)
+    ends.sending["r"].send_blocks(0, [5, 6, 7])
+    ends.sending["r"].send_blocks(3, [8, 9], last=True, trailer=b"t" * 4096)
     await asyncio.sleep(0.05)
-    assert status_of(ends.sender, "r") is Status.WAITING
+    assert status_of(ends.sending["r"]) is Status.WAITING
     target_ids = [40, 3, 17, 18, 50]
     ends.announce("r", target_ids, skipped)
     received = await ends.both("r")
@@ -220,11 +277,11 @@ async def test_blocks_that_are_queued_wait_for_the_announcement(make_ends: MakeE
 
 async def test_a_hand_off_is_announced_to_its_own_sender_alone(make_ends: MakeEnds) -> None:
     ends = await linked(make_ends)
-    ends.receiver.announce("r", "another", [10], 0, ends.in_s(20))
+    ends.announce("r", [10], sender_id="another")
     ends.push("r", 1, for_s=0.3, send=[1])
     with pytest.raises(TransferTimeout):
-        await ends.sender.wait("r")
-    assert status_of(ends.receiver, "r") is Status.BOOTSTRAPPING
+        await ends.sending["r"].wait()
+    assert status_of(ends.receiving["r"]) is Status.BOOTSTRAPPING
 
 
 @pytest.mark.parametrize("how", ["aborted", "expired"])
@@ -234,15 +291,15 @@ async def test_an_announcement_of_what_is_over_at_the_sender_fails_the_receiver_
     ends = await linked(make_ends, lease_s=30.0)
     ends.push("r", 2, for_s=0.05 if how == "expired" else 20.0)
     if how == "aborted":
-        ends.sender.send_blocks("r", 0, [1, 2], last=True)
-        await ends.sender.abort("r")
+        ends.sending["r"].send_blocks(0, [1, 2], last=True)
+        await ends.sending["r"].abort()
     else:
         with pytest.raises(TransferTimeout, match="deadline"):
-            await ends.sender.wait("r")
+            await ends.sending["r"].wait()
     ends.announce("r", [10, 11], for_s=30)
     async with asyncio.timeout(1):
         with pytest.raises(TransferError, match="the sender of r gave up: ") as told:
-            await ends.receiver.wait("r")
+            await ends.receiving["r"].wait()
     assert type(told.value) in (TransferError, TransferTimeout)
     await ends.check_works("next")
     assert not any(ends.target.bytes_of([10, 11]))
@@ -260,9 +317,9 @@ async def test_another_number_of_blocks_is_refused_at_both_ends(make_ends: MakeE
     why = f"d wants {wanted} blocks of r less 0; 2 are to be sent"
     async with asyncio.timeout(1):
         with pytest.raises(TransferRefused, match=f"^{why}"):
-            await ends.sender.wait("r")
+            await ends.sending["r"].wait()
         with pytest.raises(TransferRefused, match=f"^the sender of r gave up: {why}"):
-            await ends.receiver.wait("r")
+            await ends.receiving["r"].wait()
     assert not any(ends.target.data)
     await ends.check_works("next")
 
@@ -270,22 +327,21 @@ async def test_another_number_of_blocks_is_refused_at_both_ends(make_ends: MakeE
 async def test_announcements_of_what_never_begins_are_bounded(
     make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_transfer.send_link, "_MAX_ANNOUNCED", 3)
     monkeypatch.setattr(kv_transfer.sender, "_REMEMBERED", 3)
     ends = await linked(make_ends)
     for i in range(5):
         ends.announce(f"r{i}", [i])
     await until(lambda: is_announced(ends, "r4"))
-    assert list(ends.sender._peers["d"]._announced) == ["r2", "r3", "r4"]
+    assert list(ends.sender._attempts) == ["r2", "r3", "r4"]
     for i in (2, 3, 4):
         ends.push(f"r{i}", 1, send=[i])
         await ends.both(f"r{i}")
     for i in range(5):
         ends.push(f"s{i}", 1)
-        await ends.sender.abort(f"s{i}")
-    assert list(ends.sender._over) == ["s2", "s3", "s4"]
+        await ends.sending[f"s{i}"].abort()
+    assert list(ends.sender._attempts) == ["s2", "s3", "s4"]
     for i in (0, 1):
-        await ends.receiver.abort(f"r{i}")
+        await ends.receiving[f"r{i}"].abort()
     ends.check_nothing_left()
 
 
@@ -296,9 +352,9 @@ async def test_announcements_of_what_never_begins_are_bounded(
 async def test_a_partial_hand_off_brings_what_the_sender_has(make_ends: MakeEnds, sent: int, skipped: int) -> None:
     ends = await make_ends()
     target_ids, source_ids = [40, 3, 17, 18, 19, 60], [5, 6, 7, 20, 21, 9][:sent]
-    ends.sender.push("r", ends.peer, sent, ends.in_s(10), partial=True)
-    ends.receiver.announce("r", "p", target_ids, skipped, ends.in_s(10), partial=True)
-    ends.sender.send_blocks("r", 0, source_ids, LAYOUT.all_layers, last=True)
+    ends.push("r", sent, partial=True)
+    ends.announce("r", target_ids, skipped, partial=True)
+    ends.sending["r"].send_blocks(0, source_ids, LAYOUT.all_layers, last=True)
     received = await ends.both("r")
     moved = max(0, sent - skipped)
     assert received.num_blocks == skipped + moved
@@ -314,9 +370,9 @@ async def test_only_a_partial_hand_off_may_end_early(make_ends: MakeEnds, sender
     """The one that is not announced as partial is refused by the receiver, the one that is not begun as such by the
     sender."""
     ends = await make_ends()
-    ends.sender.push("r", ends.peer, 2, ends.in_s(10), partial=sender_is_partial)
-    ends.receiver.announce("r", "p", [1, 2, 3], 0, ends.in_s(10), partial=not sender_is_partial)
-    ends.sender.send_blocks("r", 0, [5, 6], last=True)
-    for end in (ends.sender, ends.receiver):
+    ends.push("r", 2, partial=sender_is_partial)
+    ends.announce("r", [1, 2, 3], partial=not sender_is_partial)
+    ends.sending["r"].send_blocks(0, [5, 6], last=True)
+    for transfer in (ends.sending["r"], ends.receiving["r"]):
         with pytest.raises(TransferRefused):
-            await asyncio.wait_for(end.wait("r"), 5)
+            await asyncio.wait_for(transfer.wait(), 5)

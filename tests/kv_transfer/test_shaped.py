@@ -66,7 +66,7 @@ async def test_messages_take_their_size_over_the_rate_and_the_delay(
 
 async def test_links_tell_that_they_are_shaped(make_ends: MakeEnds) -> None:
     ends = await make_ends("tcp", shape=Shape(0.4, round_trip_ms=10.0))
-    await ends.sender.connect("d", "e1", ends.endpoints)
+    await ends.connect()
     (link,) = ends.sender.links()
     assert link.reason.endswith(", shaped in user space: 0.4 Gbit/s, round trip 10 ms")
     assert link.ceiling_gbs > 0

@@ -59,7 +59,7 @@ async def hand_off(ends: Ends, name: str = "r") -> None:
     """A hand-off of four blocks, whose bytes arrive."""
     blocks = [1, 2, 3, 4]
     ends.start(name, blocks)
-    ends.sender.send_blocks(name, 0, blocks, last=True, trailer=TRAILER)
+    ends.sending[name].send_blocks(0, blocks, last=True, trailer=TRAILER)
     received = await ends.both(name)
     assert received.proof.kv_bytes == 4 * LAYOUT.block_bytes
     assert received.trailer == TRAILER
@@ -115,7 +115,7 @@ async def test_peers_without_a_certificate_of_the_service_are_refused(
     for number, stranger in enumerate(strangers, 1):
         async with sender(name, stranger) as strange:
             with pytest.raises(TransferError):
-                await strange.connect("d", "e1", ends.endpoints)
+                await strange.connect(ends.peer)
             assert not strange.links()
         if name == "tcp":
             assert ends.receiver.refused == {"unproven": number}
@@ -123,7 +123,7 @@ async def test_peers_without_a_certificate_of_the_service_are_refused(
     if name == "tcp":
         assert "TLS failed" in caplog.text
     async with sender(name, tls) as friend:
-        await friend.connect("d", "e1", ends.endpoints)
+        await friend.connect(ends.peer)
 
 
 @pytest.mark.parametrize("name", ENCRYPTING)
@@ -139,9 +139,9 @@ async def test_a_sender_gives_nothing_to_a_receiver_that_is_not_of_the_service(
     for impostor in (None, of_another_ca(certificates, trusting=tls), other_name):
         ends = await service(make_ends, name, impostor)
         async with sender(name, tls) as honest:
-            ends.receiver.announce("r", "p", [1], 0, ends.in_s(5.0))
+            ends.announce("r", [1], for_s=5.0)
             with pytest.raises(TransferError) as refused:
-                await honest.connect("d", "e1", ends.endpoints)
+                await honest.connect(ends.peer)
             if name == "tcp" and impostor is not None:
                 assert "TLS failed: " in str(refused.value)
             assert not honest.links()

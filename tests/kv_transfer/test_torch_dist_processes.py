@@ -19,6 +19,7 @@ import torch
 
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
+from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.torch_groups import JOIN_S
 from pdserve.core.clock import MonotonicClock
@@ -71,14 +72,15 @@ class Facing(NamedTuple):
 
     async def connect(self) -> None:
         """Open the link."""
-        await self.sender.connect(self.peer.worker_id, self.peer.epoch, self.peer.endpoints)
+        await self.sender.connect(self.peer)
 
-    def begin(self, name: str, blocks: int) -> None:
+    def begin(self, name: str, blocks: int) -> SendTransfer:
         """Begin a hand-off of all blocks at both ends."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{name}\n".encode())
-        self.sender.push(name, self.peer, blocks, self.clock.now() + 60)
-        self.sender.send_blocks(name, 0, list(range(blocks)), last=True)
+        transfer = self.sender.push(name, self.peer, blocks, self.clock.now() + 60)
+        transfer.send_blocks(0, list(range(blocks)), last=True)
+        return transfer
 
 
 @contextlib.asynccontextmanager
@@ -122,11 +124,9 @@ async def test_a_peer_that_ends_or_stops_mid_send_is_given_up(devices: Devices, 
     async with facing(devices) as both:
         await both.connect()
         for name in ("whole 1", "whole 2"):
-            both.begin(name, devices.blocks)
-            await both.sender.wait(name)
+            await both.begin(name, devices.blocks).wait()
             assert (await said(both.process))["kv_bytes"] == devices.blocks * LARGE.block_bytes
-        both.begin("cut", devices.blocks)
-        waiting = asyncio.create_task(both.sender.wait("cut"))
+        waiting = asyncio.create_task(both.begin("cut", devices.blocks).wait())
         await asyncio.sleep(0.01)
         assert not waiting.done()
         both.process.send_signal(signum)

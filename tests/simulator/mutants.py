@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "a second cancellation frees blocks that are still written",
         "worker/kv.py",
-        "            await _outlast(self._at_rest)\n",
-        "            await self._at_rest\n",
+        "            await _outlast(self.at_rest)\n",
+        "            await self.at_rest\n",
     ),
     Mutant(
         "blocks count without a look at their checksum",
@@ -89,8 +89,8 @@ MUTANTS = (
     ),
     Mutant(
         "the end of a receive does not wait for its fetch",
-        "kv_transfer/receiver.py",
-        "            await transfer.fetch.at_rest()\n",
+        "kv_transfer/receive_transfer.py",
+        "            await self.fetch.at_rest()\n",
         "            pass\n",
     ),
     Mutant(
@@ -102,14 +102,14 @@ MUTANTS = (
     Mutant(
         "decode does not wait until its KV is there",
         "decode_worker/receive.py",
-        "            received = await receiver.wait(self.attempt_id)\n",
-        "            self._ends.command(KVReady(self.attempt_id, 1))\n            received = await receiver.wait(self.attempt_id)\n",
+        "        received = await transfer.wait()\n",
+        "        self._ends.command(KVReady(self.attempt_id, 1))\n        received = await transfer.wait()\n",
     ),
     Mutant(
         "blocks of a pushed prompt are freed before they are sent",
         "prefill_worker/push.py",
-        "            await sender.wait(self.attempt_id)\n        finally:\n            await sender.abort(self.attempt_id)\n            self._ends.command(Release",
-        "            self._ends.command(Release(self.attempt_id))\n            await sender.wait(self.attempt_id)\n        finally:\n            await sender.abort(self.attempt_id)\n            self._ends.command(Release",
+        "            await self._transfer.wait()\n",
+        "            self._ends.command(Release(self.attempt_id))\n            await self._transfer.wait()\n",
     ),
     Mutant(
         "blocks of a pushed prompt are never freed",
@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "a pinned prefix is not released",
         "worker/serving.py",
-        "            await sender.abort(self.attempt_id)\n            self._ends.command(Release(self.attempt_id))\n",
-        "            await sender.abort(self.attempt_id)\n",
+        "            self._ends.command(Release(self.attempt_id))\n",
+        "            pass\n",
     ),
     Mutant(
         "token 1 is given again by decode",
@@ -179,8 +179,8 @@ MUTANTS = (
     ),
     Mutant(
         "an announcement of what has ended is kept",
-        "kv_transfer/send_link.py",
-        "        elif self._is_over(announced.attempt_id):\n",
+        "kv_transfer/sender.py",
+        "        elif known is None and attempt_id in self._attempts:\n",
         "        elif False:\n",
     ),
     Mutant(
@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     Mutant(
         "bytes of a transfer that was dropped stay in flight",
-        "kv_transfer/send_link.py",
+        "kv_transfer/send_transfer.py",
         "        self._inflight_bytes -= transfer.unacknowledged_bytes\n",
         "        pass\n",
     ),
@@ -240,8 +240,8 @@ MUTANTS = (
     Mutant(
         "an event that comes before its hand-off is dropped",
         "worker/kv.py",
-        "            self._loop.call_soon(partial(self._tell, event, again=True))\n",
-        "            pass\n",
+        "                running.begin(self._ends)\n",
+        "                pass\n",
     ),
     Mutant(
         "a block is cached that is partly filled",

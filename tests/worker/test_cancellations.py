@@ -23,7 +23,7 @@ import pytest
 from contract import control
 from contract.engine import Abort, Command, Release
 from engine.process.client import EngineClient
-from kv_transfer import send_link
+from kv_transfer import send_transfer
 from kv_transfer.fetch import Fetch
 from kv_transfer.receive_transfer import ReceiveTransfer
 from kv_transfer.receiver import KVReceiver
@@ -89,7 +89,7 @@ class Copies:
         monkeypatch.setattr(SharingLink, "_fetch_references", copy)
         monkeypatch.setattr(EngineClient, "send", tell)
         # Otherwise a sender that waits longer for its receiver's copies cuts the link, after which they do not count.
-        monkeypatch.setattr(send_link, "_SETTLE_S", 60.0)
+        monkeypatch.setattr(send_transfer, "_SETTLE_S", 60.0)
 
     @property
     def any(self) -> bool:

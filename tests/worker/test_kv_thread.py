@@ -14,6 +14,7 @@ from contract.engine import Command, Computed, KVEvent, Progress, Release, Reser
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, WorkerLost
+from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
 from tests.loopback import LoopbackTransport
@@ -61,7 +62,7 @@ class Handoff(KVHandoff[object]):
     """Waits for ``events`` events, then ends with ``outcome``, or raises it."""
 
     def __init__(self, events: int = 0, outcome: object = "done", *, bug: Exception | None = None) -> None:
-        super().__init__("r")
+        super().__init__("r", KVPeer("d", "e", ()), 0.0)
         self.seen: list[Reserved | Progress] = []
         self.running, self.at_rest = threading.Event(), threading.Event()
         self.began = False
@@ -152,22 +153,33 @@ async def come(event: threading.Event) -> None:
 
 async def test_events_come_in_order_and_the_result_goes_back(harness: Harness) -> None:
     handoff = Handoff(3)
-    async with harness.kv.begin(handoff) as running:
+    async with harness.kv.begin(handoff) as done:
         harness.tell(RESERVED, Computed([progress(1), progress(9, "another"), progress(2)]))
         async with asyncio.timeout(10):
-            assert await running.done == "done"
+            assert await done == "done"
     assert handoff.seen == [RESERVED, progress(1), progress(2)]
     assert harness.engine.told == [Release("r")]
     harness.tell(Computed([progress(3)]))  # it is over
     await asyncio.sleep(0.05)
     assert len(handoff.seen) == 3
-    assert not harness.kv._running
+    assert not harness.kv._handoffs
+
+
+async def test_a_hand_off_begins_before_an_event_that_is_read_first(harness: Harness) -> None:
+    handoff, hold = Handoff(2), threading.Event()
+    harness.kv._loop.call_soon_threadsafe(hold.wait, 10)
+    harness.tell(RESERVED, Computed([progress(1)]))
+    async with harness.kv.begin(handoff) as done:
+        hold.set()
+        async with asyncio.timeout(10):
+            assert await done == "done"
+    assert handoff.seen == [RESERVED, progress(1)]
 
 
 async def test_a_bug_is_raised_on_the_control_loop(harness: Harness) -> None:
-    async with harness.kv.begin(Handoff(outcome=ZeroDivisionError("a bug"))) as running, asyncio.timeout(10):
+    async with harness.kv.begin(Handoff(outcome=ZeroDivisionError("a bug"))) as done, asyncio.timeout(10):
         with pytest.raises(PdserveError, match="ZeroDivisionError: a bug"):
-            await running.done
+            await done
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -177,7 +189,7 @@ async def test_a_bug_in_event_handling_ends_a_hand_off_once(harness: Harness, be
     if not begun:
         hold = threading.Event()
         harness.kv._loop.call_soon_threadsafe(hold.wait, 10)
-    async with harness.kv.begin(handoff) as running:
+    async with harness.kv.begin(handoff) as done:
         if begun:
             await come(handoff.running)
         harness.tell(RESERVED, RESERVED)
@@ -187,32 +199,32 @@ async def test_a_bug_in_event_handling_ends_a_hand_off_once(harness: Harness, be
         harness.tell(RESERVED)
         async with asyncio.timeout(10):
             with pytest.raises(TransferError, match="the KV hand-off of r failed: ZeroDivisionError: a bug"):
-                await running.done
+                await done
     assert handoff.at_rest.is_set()
     assert harness.engine.told == [Release("r")]
-    assert not harness.kv._running
+    assert not harness.kv._handoffs
 
 
 async def test_a_hand_off_that_cannot_begin_fails_at_once(harness: Harness) -> None:
     handoff = Handoff()
     handoff.begin = lambda ends: 1 / 0  # type: ignore[assignment, method-assign]
-    async with harness.kv.begin(handoff) as running:
+    async with harness.kv.begin(handoff) as done:
         harness.tell(RESERVED)
         async with asyncio.timeout(10):
             with pytest.raises(PdserveError, match="ZeroDivisionError"):
-                await running.done
+                await done
     assert not handoff.running.is_set()
-    assert not harness.kv._running
+    assert not harness.kv._handoffs
 
 
-async def test_closing_fails_running_hand_offs(harness: Harness) -> None:
+async def test_closing_fails_handoffs_hand_offs(harness: Harness) -> None:
     handoff = Handoff(1)
-    async with harness.kv.begin(handoff) as running:
+    async with harness.kv.begin(handoff) as done:
         await come(handoff.running)
         await harness.kv.aclose()
         async with asyncio.timeout(10):
             with pytest.raises(WorkerLost, match="the engine is gone"):
-                await running.done
+                await done
     assert handoff.at_rest.is_set()
     with pytest.raises(WorkerLost):
         async with harness.kv.begin(Handoff()):
@@ -229,12 +241,12 @@ async def test_a_request_does_not_wait_for_a_thread_that_does_not_end(monkeypatc
     handoff, hold = Handoff(1), threading.Event()
     try:
         async with asyncio.timeout(30):
-            async with harness.kv.begin(handoff) as running:
+            async with harness.kv.begin(handoff) as done:
                 await come(handoff.running)
                 harness.kv._loop.call_soon_threadsafe(hold.wait, 60)
                 await harness.kv.aclose()
             with pytest.raises(WorkerLost):
-                await running.done
+                await done
     finally:
         hold.set()
         await asyncio.to_thread(harness.kv._thread._thread.join, 10)

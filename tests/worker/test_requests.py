@@ -118,7 +118,7 @@ async def sending_to(info: WorkerInfo) -> AsyncIterator[KVSender]:
     transport = create_transport("tcp", pool.memory)
     sender = sender_of(pool, transport, worker_id="test", connect_timeout_s=AT_ONCE_S)
     try:
-        await sender.connect(info.worker_id, info.epoch, info.kv_endpoints)
+        await sender.connect(info.peer)
         yield sender
     finally:
         await sender.aclose()
@@ -150,17 +150,15 @@ async def check_idle(worker: Worker, restarts: int = 0) -> None:
     await until(lambda: worker.load.free_blocks == worker.info.num_blocks)
     await until(lambda: (worker.load.running, worker.load.waiting) == (0, 0))
     await until(lambda: not table._requests)
-    ends = kv._sender, kv._receiver
-    await until(lambda: not (kv._running or ends[0]._transfers))
-    await until(lambda: not (ends[1]._by_attempt or ends[1]._by_nonce))
+    await until(lambda: not (kv._handoffs or kv._sender._transfers() or kv._receiver._transfers))
     assert (worker.info.engine_restarts, worker.info.ready) == (restarts, True)
 
 
 async def hand_over(sender: KVSender, info: WorkerInfo, attempt_id: str, trailer: object) -> None:
     """Send blocks of zeros and this token 1."""
-    sender.push(attempt_id, info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
-    sender.send_blocks(attempt_id, 0, range(4), last=True, trailer=msgspec.msgpack.encode(trailer))
-    await sender.wait(attempt_id)
+    transfer = sender.push(attempt_id, info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
+    transfer.send_blocks(0, range(4), last=True, trailer=msgspec.msgpack.encode(trailer))
+    await transfer.wait()
 
 
 # --- token 1 as decode gets it ---------------------------------------------------------------------------------------
