@@ -102,12 +102,6 @@ def test_the_documents_have_calls_to_check() -> None:
     }
 
 
-def test_an_option_or_command_that_does_not_exist_is_found() -> None:
-    for call, wrong in (("up --detached", "--detached"), ("experiment added-ttft --fast", "--fast"), ("stop", "stop")):
-        with pytest.raises(Exception, match=wrong):
-            parse(call)
-
-
 @pytest.mark.parametrize(
     ("document", "block"),
     [(name_of(path), block) for path in DOCUMENTS if path.name != "api.md" for block in blocks(path, "python")],

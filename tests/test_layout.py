@@ -34,14 +34,6 @@ def test_only_the_public_package_has_an_init_with_content() -> None:
     assert filled == [ROOT / "pdserve" / "__init__.py"]
 
 
-def test_install_shows_its_progress() -> None:
-    planned = subprocess.run(
-        ["make", "-n", "-B", ".venv/.installed"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    (install,) = [line for line in planned.splitlines() if "pip install" in line]
-    assert "--quiet" not in install
-
-
 @pytest.mark.timeout(600)
 def test_generated_code_is_not_stale(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "gen_proto.sh"

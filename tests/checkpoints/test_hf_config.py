@@ -28,14 +28,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
-        (MISTRAL | {"sliding_window": 7}, (7, 7, 7, 7)),
         (MISTRAL | {"sliding_window": 7, "layer_types": [SLIDING] * 4}, (7, 7, 7, 7)),
-        (QWEN2 | {"sliding_window": 7}, ()),
-        (QWEN2 | ON, ()),  # 'max_window_layers' is 28 where it is missing: more than there are
         (QWEN2 | ON | {"max_window_layers": 0}, (7, 7, 7, 7)),
         (QWEN2 | ON | {"max_window_layers": 3}, (None, None, None, 7)),
-        (QWEN3 | ON | {"max_window_layers": 3}, (None, None, None, 7)),
-        (QWEN3 | {"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 4096)),
         (QWEN3 | ON | {"max_window_layers": 3, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, (7, None, 7, None)),
         (QWEN3 | {"layer_types": [FULL] * 4}, ()),
         (LLAMA | {"sliding_window": 7}, ()),  # transformers does not read it either

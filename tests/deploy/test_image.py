@@ -69,8 +69,3 @@ def test_it_is_installed_with_the_tested_versions_and_rays_dashboard() -> None:
     assert "-c constraints.txt" in installs[0]
     assert "'ray[default]'" in installs[0]  # KubeRay probes and submits through the dashboard
     assert "--no-deps -e ." in installs[1]
-
-
-def test_its_python_is_one_that_the_project_runs_on() -> None:
-    (base,) = [arguments for instruction, arguments in instructions() if instruction == "FROM"]
-    assert base.startswith(("python:3.11", "python:3.12"))

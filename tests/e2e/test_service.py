@@ -95,15 +95,6 @@ def test_generate_prints_one_json_object(service: RunningService) -> None:
     assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
 
 
-def test_bench_counts_and_leaks_nothing(service: RunningService) -> None:
-    answer = service.cli.done(
-        "bench", "--requests", "8", "--concurrency", "4", "--input-len", "40", "--output-len", "6", "--seed", "1",
-        "--slo", "ttft=5000,itl=1000", "--target", service.target, "--json",
-    )  # fmt: skip
-    result = json.loads(answer.stdout.splitlines()[-1])
-    assert (result["requests"], result["leaked_blocks"]) == (8, 0)
-
-
 def test_a_killed_gateway_refuses_nothing_once_it_is_back(service: RunningService) -> None:
     """Its workers have not reported to it yet when it listens again."""
     with Client(service.operator) as operator:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import psutil
 import pytest
 
 from tests.e2e.conftest import Cli
-from tests.local_cluster import ROOT, free_port
+from tests.local_cluster import free_port
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -29,14 +26,6 @@ def check(cli: Cli, expected: str, *arguments: str) -> None:
     assert not left, [p.info["cmdline"] for p in left]
 
 
-def test_corrupt_safetensors(cli: Cli, tmp_path: Path) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(ROOT / "models" / "tiny", folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100_000])
-    check(cli, "model.safetensors", "--model", str(folder))
-
-
 @pytest.mark.ray
 def test_more_workers_than_slots(cli: Cli) -> None:
     check(cli, "--oversubscribe", "--prefill", "40", "--decode", "40")
@@ -46,16 +35,3 @@ def test_more_workers_than_slots(cli: Cli) -> None:
 def test_no_ray_at_the_address(cli: Cli) -> None:
     address = f"127.0.0.1:{free_port()}"
     check(cli, f"cluster.address: cannot join Ray at '{address}': ", "--address", address)
-
-
-def test_tokens_that_everybody_reads(cli: Cli, tmp_path: Path) -> None:
-    tokens, config = tmp_path / "tokens.yaml", tmp_path / "pdserve.yaml"
-    tokens.write_text("tokens: []\n")
-    tokens.chmod(0o644)
-    config.write_text("gateway: {tokens: tokens.yaml}\n")  # relative to the folder of the one who starts it
-    check(
-        Cli({**cli.env, "XDG_STATE_HOME": str(tmp_path)}),
-        f"gateway.tokens: every user of this host can read or change {tokens}",
-        "-c",
-        str(config),
-    )

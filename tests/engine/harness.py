@@ -40,6 +40,7 @@ def submit(
     outputs: Sequence[int] = (),
     salt: str = "",
     priority: int = 0,
+    ahead: bool = False,
     prefix_tokens: int = 0,
     **sampling: Any,
 ) -> Submit:
@@ -54,6 +55,7 @@ def submit(
         attempt_id=attempt_id,
         output_token_ids=tuple(outputs),
         priority=priority,
+        ahead=ahead,
     )
     return Submit(request, kv_role, prefix_tokens)
 

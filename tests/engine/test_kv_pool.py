@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 
 from engine.model.kv_pool import KVPool
 from kv_transfer.memory import HostMemory
@@ -57,20 +56,6 @@ def test_a_block_is_one_run_of_bytes(pools: tuple[KVPool, Pool]) -> None:
     for block in range(BLOCKS):
         assert mapped.regions([block]) == [Region(block * LAYOUT.block_bytes, LAYOUT.block_bytes)]
         assert read(mapped, [block]) == pool.tensor[block].numpy().tobytes()
-
-
-def test_layers_of_blocks(pools: tuple[KVPool, Pool]) -> None:
-    pool, mapped = pools
-    pool.tensor.copy_(torch.randn(pool.tensor.shape))
-    assert len(mapped.regions([4, 5, 2], range(1, 3))) == 3
-    for block in (4, 5, 2):
-        assert read(mapped, [block], range(1, 3)) == pool.tensor[block, 1:3].contiguous().numpy().tobytes()
-    fill(mapped, [7, 8], bytes(2 * LAYOUT.layer_bytes(range(1))), range(2, 3))
-    assert not pool.tensor[7:9, 2].any()
-    assert pool.tensor[7:9, :2].all()
-    for layers in (range(2, 4), range(1, 1), range(-1, 2)):
-        with pytest.raises(ValueError, match="layers"):
-            mapped.regions([1], layers)
 
 
 def test_a_workers_peers_can_map_the_pool_and_trust_its_size(pools: tuple[KVPool, Pool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2_yarn": QWEN2 | {"rope_parameters": YARN | {"attention_factor": 0.9, "truncate": False}},
     **WINDOWED,
 }
+SAME_CODE = ("tied", "own_head_dim", "qwen2_yarn", "mistral_window_in_a_block", "qwen2_mixed_windows")
+"""As others."""
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 45)
 TOKENS = 10
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
+def params(names: Iterable[str]) -> list[Any]:
+    """Those of a variant; those of `SAME_CODE` run in `make soak`."""
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in SAME_CODE)) for name in names]
+
+
+@pytest.fixture(scope="module", params=params(VARIANTS))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     """A model folder and prompts of several lengths."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -140,7 +148,7 @@ def test_chunked_prompts_mixed_with_decodes(
         assert generate(runner, prompts, TOKENS, chunk=chunk, stagger=2) == expected, f"chunks of {chunk}"
 
 
-@pytest.mark.parametrize("case", list(WINDOWED), indirect=True)
+@pytest.mark.parametrize("case", params(WINDOWED), indirect=True)
 def test_the_window_makes_a_difference(
     case: tuple[Path, dict[str, list[int]]], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:

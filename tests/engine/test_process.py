@@ -213,17 +213,6 @@ async def test_a_client_that_never_started_an_engine_stops() -> None:
     assert client.returncode is None
 
 
-async def test_a_killed_engine_is_seen(folder: Path) -> None:
-    async with _engine(_spec(folder)) as engine:
-        engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=400))
-        await engine.until(lambda: bool(engine.tokens("r")))
-        os.kill(engine.client.pid, signal.SIGKILL)
-        with pytest.raises(StopAsyncIteration):
-            await engine.until(lambda: False)
-        assert engine.client.returncode == -signal.SIGKILL
-        engine.client.send(Abort("r"))  # ignored
-
-
 _PARENT = """
 import asyncio, sys
 from engine.process.build import build_engine

@@ -11,7 +11,7 @@ from contract.engine import Computed, KVEvent, KVRole, Load, Progress, Rejected,
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
 from engine.scheduling.batch import SampledToken
 from engine.scheduling.kv_connector import KVConnector
-from engine.scheduling.scheduler import SchedulerConfig, SchedulerEvent, SchedulerOutput
+from engine.scheduling.scheduler import OVERTAKEN_S, SchedulerConfig, SchedulerEvent, SchedulerOutput
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, from_wire
 from pdserve.core.request import AGED_S
@@ -24,7 +24,7 @@ EOS = 99
 
 
 class Rig:
-    """A scheduler under a fake clock; each step takes one second and samples 1, 2, 3, … unless told otherwise."""
+    """A scheduler under a fake clock; each step takes ``step_s`` and samples 1, 2, 3, … unless told otherwise."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class Rig:
         prefix_caching: bool = False,
         batching: Literal["continuous", "static"] = "continuous",
         chunk_tokens: ChunkTokens = None,
+        step_s: float = 1.0,
     ) -> None:
-        self.clock = FakeClock(10.0)
+        self.clock, self._step_s = FakeClock(10.0), step_s
         chunk = None if chunk_tokens == "off" else chunk_tokens
         config = SchedulerConfig(budget, max_seqs, max_len, block_size, num_blocks, (EOS,), prefix_caching, chunk)
         self.scheduler = scheduler_class(batching, chunk_tokens)(config, self.clock, KVConnector(self.clock))
@@ -64,7 +65,7 @@ class Rig:
 
     def finish(self, output: SchedulerOutput, token: int | None = None) -> Step:
         """Bring a step to its end; all its parts sample ``token``."""
-        self.clock.advance(1.0)
+        self.clock.advance(self._step_s)
         if not output.seqs:
             return Step(self.clock.now(), output.started_s)
         sampled_token = SampledToken(self.next_token if token is None else token)
@@ -256,9 +257,6 @@ def test_the_same_id_again_is_not_taken_for_the_aborted_one() -> None:
     assert rig.free == 32
 
 
-# --- KV that comes and goes ------------------------------------------------------------------------------------------
-
-
 # --- priority and preemption -----------------------------------------------------------------------------------------
 
 
@@ -384,6 +382,40 @@ def test_it_is_stalled_while_only_hand_offs_can_free_blocks() -> None:
     rig.release("p")
     assert len(rig.take_events()) == 1, "r has its blocks"
     assert not rig.load().stalled, "r awaits KV, and nothing waits for blocks"
+
+
+# --- requests ahead, of clients that have few in progress ------------------------------------------------------------
+
+
+def test_one_ahead_is_computed_before_others_that_wait() -> None:
+    """Within its priority."""
+    rig = Rig(max_seqs=4, budget=4)
+    rig.submit("a", 4, 8)
+    rig.submit("b", 4, 8)
+    rig.submit("c", 4, 8, ahead=True)
+    rig.submit("urgent", 4, 8, priority=-1)
+    assert [[*rig.parts()][-1] for _ in range(3)] == ["urgent", "c", "a"]
+
+
+def test_one_ahead_takes_the_place_of_the_last_of_a_full_step() -> None:
+    """Which keeps its blocks, and goes on when a place is free."""
+    rig = Rig(max_seqs=2, step_s=0.0)
+    for name in "ab":
+        rig.submit(name, 4, 3)
+    assert [*rig.parts()] == ["a", "b"]
+    rig.submit("c", 4, 2, ahead=True)
+    rig.submit("d", 4, 8)
+    assert [[*rig.parts()] for _ in range(4)] == [["c", "a"], ["c", "a"], ["b", "d"], ["b", "d"]]
+
+
+def test_one_ahead_overtakes_only_what_came_lately() -> None:
+    """So a client with many requests is served as well."""
+    rig = Rig(max_seqs=1, step_s=0.0)
+    rig.submit("early", 4, 8)
+    rig.clock.advance(OVERTAKEN_S)
+    rig.submit("late", 4, 8)
+    rig.submit("small", 4, 8, ahead=True)
+    assert [*dict.fromkeys(next(iter(rig.parts())) for _ in range(24))] == ["early", "small", "late"]
 
 
 # --- the contract of schedule and update -----------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from experiments.workloads.arrivals import ClosedLoop, all_at_once, ramp, random_arrivals, timed_arrivals
 from pdserve.core.errors import InvalidRequest
@@ -34,26 +32,11 @@ def test_random_arrivals_have_their_rate_and_burstiness(burstiness: float) -> No
     assert statistics.stdev(gaps) == pytest.approx(0.02 / burstiness**0.5, rel=0.05)
 
 
-def test_a_poisson_process_has_no_memory() -> None:
-    counts = [0] * 1000
-    for at_s in itertools.takewhile(lambda at_s: at_s < 1000, random_arrivals(5.0, 1)):
-        counts[int(at_s)] += 1
-    assert statistics.variance(counts) == pytest.approx(statistics.mean(counts), rel=0.1)
-
-
-@given(st.floats(0, 100), st.floats(0, 100), st.floats(0.5, 20), st.integers(0, 9), st.floats(0.2, 5))
-def test_ramps_are_in_order_and_end(a: float, b: float, duration_s: float, seed: int, burstiness: float) -> None:
-    if a + b < 0.1:
-        return
-    times_s = first(ramp(a, b, duration_s, seed, burstiness), 10_000)
-    assert times_s[0] == 0
-    assert min(gaps_of(times_s), default=0) >= 0
-    assert times_s[-1] < duration_s
-
-
 @pytest.mark.parametrize(("a", "b"), [(10.0, 90.0), (90.0, 10.0), (0.0, 100.0), (100.0, 0.0), (50.0, 50.0)])
 def test_a_ramp_changes_linearly(a: float, b: float) -> None:
     times_s = list(ramp(a, b, 400.0, 2))
+    assert times_s[0] == 0 <= min(gaps_of(times_s))
+    assert times_s[-1] < 400.0
     assert len(times_s) == pytest.approx(400 * (a + b) / 2, rel=0.03)
     for begin_s in range(0, 400, 50):
         middle = a + (b - a) * (begin_s + 25) / 400

@@ -12,11 +12,12 @@ import pytest
 
 from experiments.goodput import Goodput, GoodputOptions
 from experiments.modes import Split
-from experiments.run_folder import FinishedCell, RequestRow, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from pdserve import ServiceStatus, ServiceWorker
 from pdserve.core.errors import InvalidRequest
 from pdserve.pb import inference_pb2 as pb
-from tests.experiments.quiet import holds, judged, measured_on_service
+from tests.experiments.quiet import holds, judged, measured
+from tests.local_cluster import LocalCluster
 
 
 def row(cell: str, arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
@@ -108,13 +109,13 @@ def test_cells_of_every_split_of_the_devices() -> None:
     assert [split.name for split in Split.all(4)] == ["2P2D", "3P1D", "1P3D"]
 
 
-def test_a_run_against_a_service(tmp_path: Path) -> None:
+def test_a_run_against_a_service(tmp_path: Path, tcp_service: LocalCluster) -> None:
     given = {"rates": "2,4", "duration_s": 1, "rounds": 2, "dataset": "azure-code", "scale": "0.02:0.2"}
-    folder, summary, _ = measured_on_service(tmp_path, Goodput, given, {})
+    summary, folder, _ = measured(Goodput(GoodputOptions.choose(given)), tmp_path, tcp_service.target)
     assert [system["system"] for system in summary["systems"]] == ["1P1D disaggregated", "2 colocated"]
     assert summary["best_split"] == "1P1D"
     assert "azure-code" in summary["workload"]
-    rows = folder.load().rows_of("1P1D/rate-2")
+    rows = RunFolder.open(folder).load().rows_of("1P1D/rate-2")
     assert {row.mode for row in rows if row.arm == "colocated"} == {"colocated"}
     lengths = {
         arm: {(row.repeat, row.index): row.prompt_tokens for row in rows if row.arm == arm}

@@ -14,10 +14,10 @@ from experiments.neighbours import CANCELLED, DECODING, LONG
 from experiments.report.drawing import Picture
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData
-from pdserve import Client
+from pdserve import ServiceStatus
 from pdserve.core.errors import InvalidRequest
+from pdserve.pb import inference_pb2 as pb
 from tests.experiments.quiet import holds, judged, measured_on_service, told
-from tests.local_cluster import local_cluster
 
 ITL_MS = {
     "colocated-64": 12.0,
@@ -105,17 +105,6 @@ def test_failed_requests_and_few_windows_are_told() -> None:
     assert told(report.caveats, "fewer than 6")
 
 
-def experiment(**options: Any) -> Interference:
-    return Interference(InterferenceOptions.choose({"chunk_sizes": (64, 128), **options}))
-
-
-def test_cells_go_there_and_back() -> None:
-    cells = experiment(repeats=2).cells(None)
-    assert [cell.parameters.get("chunk") for cell in cells] == [None, "64", "128", "off", "off", "128", "64"]
-    assert cells[0].service == cells[1].service
-    assert [cell.work for cell in cells] == [1, 1, 4, 1, 1, 4, 1]
-
-
 def test_a_run_against_a_service(tmp_path: Path) -> None:
     given = {"model": "tiny", "prompt_len": 64, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 2}
     folder, summary, cells = measured_on_service(tmp_path, Interference, given, {"model": {"path": "tiny"}})
@@ -133,7 +122,6 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
 
 
 def test_a_service_that_cannot_disaggregate_is_refused() -> None:
-    with local_cluster({"model": {"path": "tiny"}}, decode=0) as cluster, Client(cluster.target) as client:
-        status = client.status()
+    status = ServiceStatus.from_proto(pb.GetStatusResponse(workers=[pb.WorkerStatus(role="prefill", state="ready")]))
     with pytest.raises(InvalidRequest, match="no linked pair"):
-        experiment().cells(status)
+        Interference(InterferenceOptions.choose({"chunk_sizes": (64, 128)})).cells(status)

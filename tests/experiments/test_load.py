@@ -16,7 +16,7 @@ from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve import AsyncClient
 from pdserve.core.errors import InvalidRequest, NotReady, PdserveError
 from pdserve.core.request import Mode
-from tests.local_cluster import local_cluster
+from tests.local_cluster import LocalCluster
 from tests.pdserve.scripted_service import ScriptedService
 from tests.pdserve.test_client import free_target
 
@@ -51,20 +51,21 @@ async def test_every_request_has_an_outcome(service: ScriptedService, rate: floa
     assert len({request.salt for request in service.servicer.requests} - {""}) == 10, "each must find a cold cache"
 
 
-async def test_a_closed_loop_keeps_to_its_concurrency(service: ScriptedService) -> None:
-    load = await loaded(service, prompts(12), ClosedLoop(3))
+@pytest.mark.parametrize(
+    ("schedule", "output_len", "options", "most"),
+    [(ClosedLoop(3), 3, {}, 3), (all_at_once(), 10, {"max_concurrency": 2}, 2)],
+)
+async def test_concurrency_is_bounded_and_shows_as_lag_in_an_open_loop(
+    service: ScriptedService, schedule: Any, output_len: int, options: dict[str, int], most: int
+) -> None:
+    load = await loaded(service, prompts(12, output_len), schedule, **options)
     edges = sorted((at_s, step) for o in load.outcomes for at_s, step in ((o.sent_s, 1), (o.ended_s, -1)))
-    assert max(itertools.accumulate(step for _, step in edges)) <= 3
-
-
-async def test_max_concurrency_bounds_an_open_loop_and_shows_as_lag(service: ScriptedService) -> None:
-    load = await loaded(service, prompts(12, 10), all_at_once(), max_concurrency=2)
-    edges = sorted((at_s, step) for o in load.outcomes for at_s, step in ((o.sent_s, 1), (o.ended_s, -1)))
-    assert max(itertools.accumulate(step for _, step in edges)) <= 2
-    assert {outcome.scheduled_s for outcome in load.outcomes} == {0.0}
-    assert load.lag is not None
-    assert load.lag.max_ms >= 5 * 20  # five requests before the last one, of ten steps of 2 ms
-    assert load.lag.behind
+    assert max(itertools.accumulate(step for _, step in edges)) <= most
+    if options:
+        assert {outcome.scheduled_s for outcome in load.outcomes} == {0.0}
+        assert load.lag is not None
+        assert load.lag.max_ms >= 5 * 20  # five requests before the last one, of ten steps of 2 ms
+        assert load.lag.behind
 
 
 @pytest.mark.parametrize("schedule", [ClosedLoop(2), random_arrivals(50.0, 0)])
@@ -188,23 +189,22 @@ def test_when_a_load_is_behind() -> None:
     assert lag_of(0.0025, gap_s=0.001).behind
 
 
-async def test_a_real_service_caches_the_turns_and_the_shared_prefixes() -> None:
+async def test_a_real_service_caches_the_turns_and_the_shared_prefixes(tcp_service: LocalCluster) -> None:
     def cached(load: Load) -> list[int]:
         assert all(outcome.error is None for outcome in load.outcomes), load
         return [o.generation.prefill_cached_tokens for o in load.outcomes if o.generation is not None]
 
-    with local_cluster({}) as cluster:
-        async with AsyncClient(cluster.target) as client:
-            turns = Synthetic(Fixed(64), Fixed(8), turns=3).conversations(2, 0, 200)
-            load = await run_load(client, turns, ClosedLoop(1), mode=Mode.PD)
-            assert [outcome.prompt_tokens for outcome in load.outcomes] == [64, 136, 208] * 2
-            first, second = cached(load)[:3], cached(load)[3:]
-            assert first == second
-            assert first[0] == 0 < first[1] < first[2]
-            prefixes = Synthetic(Fixed(16), Fixed(2), prefix_len=128)
-            for _ in range(2):  # each load begins with a cold cache
-                load = await run_load(client, prefixes.conversations(3, 0, 200), ClosedLoop(1), mode=Mode.PD)
-                assert cached(load) == [0, 128, 128]
-            load = await run_load(client, prefixes.conversations(2, 0, 200), random_arrivals(20.0, 0), mode=Mode.PD)
-            assert len(load.outcomes) == 2
-        assert cluster.wait_idle().used_blocks == 0
+    async with AsyncClient(tcp_service.target) as client:
+        turns = Synthetic(Fixed(64), Fixed(8), turns=3).conversations(2, 0, 200)
+        load = await run_load(client, turns, ClosedLoop(1), mode=Mode.PD)
+        assert [outcome.prompt_tokens for outcome in load.outcomes] == [64, 136, 208] * 2
+        first, second = cached(load)[:3], cached(load)[3:]
+        assert first == second
+        assert first[0] == 0 < first[1] < first[2]
+        prefixes = Synthetic(Fixed(16), Fixed(2), prefix_len=128)
+        for _ in range(2):  # each load begins with a cold cache
+            load = await run_load(client, prefixes.conversations(3, 0, 200), ClosedLoop(1), mode=Mode.PD)
+            assert cached(load) == [0, 128, 128]
+        load = await run_load(client, prefixes.conversations(2, 0, 200), random_arrivals(20.0, 0), mode=Mode.PD)
+        assert len(load.outcomes) == 2
+    assert tcp_service.wait_idle().used_blocks == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import html
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,26 +23,30 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, LaunchError, NotReady, PdserveError, PeerLost, WorkerLost
 from pdserve.core.worker import Role
 from tests.experiments.quiet import Quiet
-from tests.local_cluster import free_port, local_cluster
+from tests.local_cluster import LocalCluster, free_port, local_cluster
 from tests.pdserve.scripted_service import ScriptedService
 
 
 class Scripted(Experiment):
-    """Has a cell of each service that is given, and measures it by calling a function."""
+    """Has a cell of each service that is given, and measures it by calling a function. Those from ``loads_from`` on may
+    overload their service."""
 
     name: ClassVar[str] = "scripted"
     question: ClassVar[str] = "What happens?"
     options_type: ClassVar[type[Options]] = Options
 
-    def __init__(self, *cells: tuple[Mapping[str, Any] | None, Callable[[], None]]) -> None:
+    def __init__(self, *cells: tuple[Mapping[str, Any] | None, Callable[[Bench], None]], loads_from: int = 99) -> None:
         super().__init__(Options())
-        self._cells = {str(number): cell for number, cell in enumerate(cells)}
+        self._cells, self._loads_from = cells, loads_from
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
-        return [Cell(name, {}, service) for name, (service, _) in self._cells.items()]
+        return [
+            Cell(str(number), {}, service, may_overload=number >= self._loads_from)
+            for number, (service, _) in enumerate(self._cells)
+        ]
 
     async def measure(self, bench: Bench) -> None:
-        self._cells[bench.cell.name][1]()
+        self._cells[int(bench.cell.name)][1](bench)
         await asyncio.sleep(0.01)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
@@ -54,51 +56,36 @@ class Scripted(Experiment):
         return Report("", "", "")
 
 
-class Recording(Experiment):
-    """Measures its cells without a service: each has a request, which fails with the error in ``errors``."""
-
-    name: ClassVar[str] = "recording"
-    question: ClassVar[str] = "Which requests failed?"
-    options_type: ClassVar[type[Options]] = Options
-
-    def __init__(self, errors: Mapping[str, PdserveError]) -> None:
-        super().__init__(Options())
-        self._errors = errors
-        self.measured: list[str] = []
-
-    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
-        return [Cell(name, {}, None, may_overload=name.startswith("load")) for name in ("a", "b", "load-c", "load-d")]
-
-    async def measure(self, bench: Bench) -> None:
-        name = bench.cell.name
-        self.measured.append(name)
-        if name in self._errors:
-            bench.record(None, self._errors[name], arm="pd", repeat=0, index=0)
-        else:
-            bench.write(RequestRow(cell=name, arm="pd", repeat=0, index=0))
-
-    def summarise(self, run: RunData) -> dict[str, Any]:
-        return {"cells": [cell.cell for cell in run.cells]}
-
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
-        return Report("", "", "")
-
-
 def test_a_resumed_run_repeats_cells_with_requests_that_failed_by_accident(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "recording", {})
-    errors = {"a": WorkerLost("gone"), "load-c": CapacityExceeded("the queue is full"), "load-d": PeerLost("gone")}
-    run_experiment(Recording(errors), folder, Quiet())
-    again, progress = Recording({}), Quiet()
-    outcome = run_experiment(again, folder, progress)
-    assert again.measured == ["a", "load-d"]  # refusals under load are a result
-    assert "measured again, as requests had failed: a, load-d" in progress.stages
+    folder = RunFolder.create(tmp_path, "scripted", {})
+    measured: list[str] = []
+
+    def record(*errors: PdserveError | None) -> Scripted:
+        """Each cell has a request, which fails with its error."""
+
+        def request(bench: Bench) -> None:
+            name = bench.cell.name
+            measured.append(name)
+            if (error := errors[int(name)]) is not None:
+                bench.record(None, error, arm="pd", repeat=0, index=0)
+            else:
+                bench.write(RequestRow(cell=name, arm="pd", repeat=0, index=0))
+
+        return Scripted(*[(None, request)] * 4, loads_from=2)
+
+    refused = CapacityExceeded("the queue is full")
+    run_experiment(record(WorkerLost("gone"), None, refused, PeerLost("gone")), folder, Quiet())
+    measured.clear()
+    progress = Quiet()
+    outcome = run_experiment(record(*[None] * 4), folder, progress)
+    assert measured == ["0", "3"]  # refusals under load are a result
+    assert "measured again, as requests had failed: 0, 3" in progress.stages
     assert outcome.summary is not None
-    assert outcome.summary["cells"] == ["a", "b", "load-c", "load-d"]
-    assert [row.cell for row in folder.load().rows if row.error is not None] == ["load-c"]
+    assert outcome.summary["cells"] == ["0", "1", "2", "3"]
+    assert [row.cell for row in folder.load().rows if row.error is not None] == ["2"]
     assert len(folder.load().rows) == 4
-    done = Recording({})
-    run_experiment(done, folder, Quiet())
-    assert done.measured == []
+    run_experiment(record(*[None] * 4), folder, Quiet())
+    assert measured == ["0", "3"]
 
 
 @pytest.mark.parametrize(
@@ -131,10 +118,9 @@ class Disturbed(Scripted):
             await bench.settle(client, "the end")
 
 
-def test_what_is_measured_beside_requests_of_others_has_a_caveat(tmp_path: Path) -> None:
+def test_what_is_measured_beside_requests_of_others_has_a_caveat(tmp_path: Path, tcp_service: LocalCluster) -> None:
     folder, progress = RunFolder.create(tmp_path, "scripted", {}), Quiet()
-    with local_cluster({}) as cluster:
-        outcome = run_experiment(Disturbed(({}, nothing)), folder, progress, target=cluster.target)
+    outcome = run_experiment(Disturbed(({}, nothing)), folder, progress, target=tcp_service.target)
     text = "pairs began on a busy service beside requests that were not the measurement's (1 running, 0 queued)"
     assert outcome.summary is not None
     (caveat,) = outcome.summary["caveats"]
@@ -161,22 +147,14 @@ def test_every_pair_of_workers_has_to_be_linked(monkeypatch: pytest.MonkeyPatch)
             attached.status()
 
 
-def test_the_command_runs_as_a_module() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "ops.command", "report", "--help"], capture_output=True, text=True, timeout=60,
-        check=True,
-    )  # fmt: skip
-    assert "from its raw data" in " ".join(ran.stdout.split())
-
-
-def nothing() -> None:
+def nothing(bench: Bench) -> None:
     """Measure nothing."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_and_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    experiment = Scripted((None, nothing), (None, lambda: signal.raise_signal(number)))
+    experiment = Scripted((None, nothing), (None, lambda bench: signal.raise_signal(number)))
     outcome = run_experiment(experiment, RunFolder.create(tmp_path, "scripted", {}), Quiet())
     assert outcome.interrupted
     assert outcome.summary is not None
@@ -189,7 +167,7 @@ def test_a_signal_ends_the_run_and_keeps_what_was_measured(tmp_path: Path, numbe
 def test_a_cell_whose_service_ended_is_not_finished(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "scripted", {})
     with local_cluster({}) as cluster:
-        experiment = Scripted(({}, nothing), ({}, cluster.close))
+        experiment = Scripted(({}, nothing), ({}, lambda bench: cluster.close()))
         with pytest.raises(NotReady):
             run_experiment(experiment, folder, Quiet(), target=cluster.target)
     assert folder.finished() == {"0"}
@@ -285,9 +263,9 @@ def test_a_running_service_keeps_its_settings(tmp_path: Path, pdserve: Any) -> N
 
 def test_an_error_says_how_to_go_on(tmp_path: Path, pdserve: Any) -> None:
     with local_cluster({}) as cluster:
-        target = cluster.target
-        arguments = ("--prompt-lens", "16,100000", "--rates", "", "--widths", "", "--pairs", "1", "--pairs-s", "0")
-        assert pdserve("experiment", "added-ttft", "--target", target, "--output", str(tmp_path), *arguments).code == 0
+        cells = ("--prompt-lens", "16,100000", "--rates", "", "--widths", "", "--pairs", "1", "--pairs-s", "0")
+        ran = pdserve("experiment", "added-ttft", *cells, "--target", cluster.target, "--output", str(tmp_path))
+        assert ran.code == 0
     (folder,) = (tmp_path / "added-ttft").iterdir()
     ran = pdserve("experiment", "added-ttft", "--resume", str(folder))
     assert ran.code == 1

@@ -109,12 +109,6 @@ def test_a_series_goes_on_after_failures_and_is_resumed(tmp_path: Path, monkeypa
         assert (again.path / entry["folder"] / "report.html").is_file()
 
 
-def test_two_series_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    paths = {Series.create(tmp_path, SeriesPlan(["counting"])).path for _ in range(3)}
-    assert len(paths) == 3
-    assert all((path / "series.json").is_file() for path in paths)
-
-
 def test_the_plan_is_kept(tmp_path: Path) -> None:
     plan = SeriesPlan(["counting"], quick=True, model="tiny", settings={"engine.num_blocks": 64})
     made = Series.create(tmp_path, plan)

@@ -14,7 +14,7 @@ from experiments.runner import redraw, run_experiment
 from experiments.sweep import Sweep, SweepOptions
 from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import Quiet
-from tests.local_cluster import local_cluster
+from tests.local_cluster import LocalCluster
 
 
 def read(tmp_path: Path, text: str) -> SweepOptions:
@@ -74,16 +74,15 @@ def test_the_command_reports_a_missing_file(tmp_path: Path, pdserve: Any) -> Non
     assert "FILE: give the file" in pdserve("experiment", "sweep").err
 
 
-def test_a_sweep_of_a_running_service_and_its_plots(tmp_path: Path, pdserve: Any) -> None:
+def test_a_sweep_of_a_running_service_and_its_plots(tmp_path: Path, pdserve: Any, tcp_service: LocalCluster) -> None:
     options = read(
         tmp_path, "prompt_lens: [32, 70]\nrates: [0, 5]\nrepeats: 2\npairs_s: 0\noutput_len: 4\nduration_s: 1\n"
     )
     folder = RunFolder.create(tmp_path, "sweep", options.model_dump(mode="json"))
-    with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
-        outcome = run_experiment(Sweep(options), folder, Quiet(), target=cluster.target)
-        several = Sweep(SweepOptions(overlaps=("layer", "none")))
-        with pytest.raises(InvalidRequest, match="overlaps: a running service has one"):
-            run_experiment(several, RunFolder.create(tmp_path, "other", {}), Quiet(), target=cluster.target)
+    outcome = run_experiment(Sweep(options), folder, Quiet(), target=tcp_service.target)
+    several = Sweep(SweepOptions(overlaps=("layer", "none")))
+    with pytest.raises(InvalidRequest, match="overlaps: a running service has one"):
+        run_experiment(several, RunFolder.create(tmp_path, "other", {}), Quiet(), target=tcp_service.target)
     assert outcome.failures == []
     assert outcome.summary is not None
     names = [cell["cell"] for cell in outcome.summary["cells"]]

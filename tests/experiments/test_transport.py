@@ -11,7 +11,7 @@ import pytest
 from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.transport import MESSAGE_BYTES, Transport, TransportOptions, fit_line
 from tests.experiments.quiet import measured
-from tests.local_cluster import local_cluster
+from tests.local_cluster import LocalCluster
 
 MIB = 2**20
 LINES = {"memcpy": (1e-6, 10e9), "socket": (50e-6, 2e9), "shm": (100e-6, 8e9), "tcp": (200e-6, 1e9)}
@@ -156,10 +156,9 @@ def test_pairs_of_processes_are_measured_and_redrawn(tmp_path: Path) -> None:
     assert "have no intervals" in (folder / "report.html").read_text()
 
 
-def test_the_links_of_a_service_are_measured(tmp_path: Path) -> None:
+def test_the_links_of_a_service_are_measured(tmp_path: Path, tcp_service: LocalCluster) -> None:
     options = TransportOptions.choose({"prompt_lens": "32,70,99999", "requests": 3})
-    with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
-        summary, _, _ = measured(Transport(options), tmp_path, cluster.target)
+    summary, _, _ = measured(Transport(options), tmp_path, tcp_service.target)
     assert [cell["prompt_len"] for cell in summary["cells"]] == [32, 70]
     for cell in summary["cells"]:
         assert cell["transport"] == "tcp"

@@ -26,12 +26,14 @@ from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
 from tests.fake_worker import FakeWorker, fake_info
-from tests.gateway.fuzzing import PATIENT
 from tests.loopback import SECRET
 from worker.authentication import REGISTRY, open_stream, stream_channel
 from worker.links import LinkKeeper
 
-PROMPT = pb.TokenIds(ids=[1, 2, 3])
+PATIENT = {"heartbeat_timeout_s": 86_400.0}
+"""For `router`: fake workers report when told to."""
+
+PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
     "a b c d",
@@ -154,8 +156,13 @@ class Service:
         worker = self.gateway.registry.get(worker_id)
         return set() if worker is None else {peer for peer, _ in worker.linked}
 
-    async def generate(self, **fields: Any) -> tuple[list[pb.Token], pb.Completion]:
-        """A whole stream, its shape checked: tokens, then one completion."""
+    async def generate(self, max_tokens: int = 0, **fields: Any) -> tuple[list[pb.Token], pb.Completion]:
+        """A whole stream of `PROMPT`, unless it is given another one, its shape checked: tokens, then one
+        completion."""
+        if not fields.keys() & {"token_ids", "text"}:
+            fields["token_ids"] = PROMPT
+        if max_tokens:
+            fields["sampling"] = pb.Sampling(max_tokens=max_tokens)
         messages = [m async for m in self.stub.Generate(pb.GenerateRequest(**fields), timeout=10)]
         assert [m.WhichOneof("message") for m in messages] == ["token"] * (len(messages) - 1) + ["completion"]
         return [m.token for m in messages[:-1]], messages[-1].completion
@@ -194,7 +201,7 @@ async def settle() -> None:
 async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> grpc.aio.AioRpcError:
     """The error that ends a request with `PROMPT`."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.generate(token_ids=PROMPT, mode=mode)
+        await service.generate(mode=mode)
     return caught.value
 
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import count_up
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.gateway.conftest import Service
+from tests.gateway.conftest import Service
 
 SEED = 7
 ANSWER_S = 30.0
 """A request that takes longer hangs."""
 CONCURRENCY = 16
 
-PATIENT = {"heartbeat_timeout_s": 86_400.0}
-"""For `router`: fake workers report when told to."""
 SAMPLING: dict[str, Any] = {
     "max_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2**62, "stop": ["fox", "日本"],
     "stop_token_ids": [3, 999], "ignore_eos": True, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1.5,
@@ -37,21 +32,13 @@ class Draws:
     """Numbers of inputs."""
 
     mutated_grpc: int
-    mutated_http: int
     schema_http: int
 
-    @property
-    def total(self) -> int:
-        return sum(astuple(self))
-
-
-SHORT = Draws(mutated_grpc=160, mutated_http=160, schema_http=50)
-SOAK = Draws(mutated_grpc=11_000, mutated_http=9_000, schema_http=4_000)
-SOAK_LEAST = 20_000
 
 _IN_SOAK = [pytest.mark.soak, pytest.mark.timeout(3_000)]
 short_and_soak = pytest.mark.parametrize(
-    "draws", [pytest.param(SHORT, id="short"), pytest.param(SOAK, id="soak", marks=_IN_SOAK)]
+    "draws",
+    [pytest.param(Draws(160, 50), id="short"), pytest.param(Draws(11_000, 4_000), id="soak", marks=_IN_SOAK)],
 )
 
 

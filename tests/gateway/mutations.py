@@ -23,22 +23,11 @@ class Mutator:
     def _change(self, data: bytearray) -> None:
         draw = self._random
         start, end = sorted((draw.randint(0, len(data)), draw.randint(0, len(data))))
-        kind = draw.randrange(7)
-        if kind == 0 and data:
-            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        elif kind == 1 and data:
-            data[draw.randrange(len(data))] = draw.choice((0x00, 0x7F, 0x80, 0xFF, draw.randrange(256)))
-        elif kind == 2:
-            del data[start:]
-        elif kind == 3:
-            data[end:end] = data[start:end] * draw.choice((1, 1, 2, 50))
-        elif kind == 4:
-            del data[start:end]
-        elif kind == 5:
-            data[start:start] = draw.randbytes(draw.randint(1, 9))
-        else:
-            other = draw.choice(self._samples)
-            data[start:] = other[draw.randint(0, len(other)) :]
+        other = draw.choice(self._samples)
+        middle = draw.choice(
+            (b"", data[start:end] * 2, data[start:end] * 50, draw.randbytes(draw.randint(1, 9)), other[start:end])
+        )
+        data[start : draw.choice((start, start + 1, end, len(data)))] = middle
 
 
 def varint(value: int) -> bytes:

@@ -15,8 +15,8 @@ from google.protobuf import json_format
 from grpc_health.v1 import health_pb2
 
 from pdserve.pb import inference_pb2 as pb
-from tests.gateway.conftest import Service, StartService
-from tests.gateway.fuzzing import PATIENT, ends_soon
+from tests.gateway.conftest import PATIENT, Service, StartService
+from tests.gateway.fuzzing import ends_soon
 from tests.gateway.http_api.conftest import chat_folder as chat_folder
 from tests.local_cluster import free_port
 

@@ -11,22 +11,19 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 
-from experiments.benchmarks.http2_attacks import ATTACKS, BATCH, PREFACE, SETTINGS, Attack, frame
+from experiments.benchmarks.http2_attacks import ATTACKS, PREFACE, SETTINGS, Attack, frame
 from gateway.grpc_api import connection_guard, server_options
 from pdserve import AsyncClient
+from pdserve.client.generation import Generation
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
-from tests.gateway.fuzzing import PATIENT
+from tests.gateway.conftest import PATIENT, Service, StartService
 from tests.gateway.test_callers import entry, save
-
-if TYPE_CHECKING:
-    from pdserve.client.generation import Generation
-    from tests.gateway.conftest import Service, StartService
 
 PROMPT = [5, 6, 7]
 MOST_BYTES = 256 * 2**20
@@ -277,15 +274,3 @@ async def test_a_client_that_ends_its_call_without_a_request_is_told_so(service:
     assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (await call.details()).startswith("message: the call ended without one")
     service.check_idle()
-
-
-def test_batches_are_of_whole_frames() -> None:
-    for kind, attack in ATTACKS.items():
-        batches = attack(b"block")
-        data = next(batches) + next(batches)
-        count = 0
-        while data:
-            length = int.from_bytes(data[:3], "big")
-            data = data[9 + length :]
-            count += 1
-        assert count >= BATCH, kind

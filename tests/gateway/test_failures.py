@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from gateway.failures import MAX_MESSAGE_BYTES, grpc_failure, statuses_of
+from gateway.failures import MAX_MESSAGE_BYTES, statuses_of
 from pdserve.core.errors import (
     CapacityExceeded,
     InvalidRequest,
@@ -20,12 +20,9 @@ from pdserve.core.errors import (
     field_of,
 )
 from pdserve.pb import inference_pb2 as pb
+from tests.fake_worker import Point
+from tests.gateway.conftest import Service, StartService
 
-if TYPE_CHECKING:
-    from tests.fake_worker import Point
-    from tests.gateway.conftest import Service, StartService
-
-PROMPT = pb.TokenIds(ids=[5, 6, 7])
 DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
 
 
@@ -97,9 +94,9 @@ async def test_a_full_queue_says_when_to_come_back(start_service: StartService) 
     calls = []
     while (router := service.gateway.router).queued < 1:
         known = router.running + router.queued
-        calls.append(asyncio.create_task(service.generate(token_ids=PROMPT, mode=pb.MODE_PD)))
+        calls.append(asyncio.create_task(service.generate(mode=pb.MODE_PD)))
         await service.until(lambda known=known: router.running + router.queued > known)  # type: ignore[misc]
-    error, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
+    error, details = await details_of(service, mode=pb.MODE_PD)
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert set(details) == {"ErrorInfo", "RetryInfo"}
     metadata: Any = error.trailing_metadata()
@@ -114,7 +111,7 @@ async def test_a_full_queue_says_when_to_come_back(start_service: StartService) 
 async def test_other_failures_have_their_class_also_after_tokens(start_service: StartService, point: Point) -> None:
     service = await start_service("p0", "d0", router={"max_attempts": 1})
     service.fleet["d0"].fail(point, WorkerLost("gone: for good"))
-    error, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
+    error, details = await details_of(service, mode=pb.MODE_PD)
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "gone: for good")
     assert set(details) == {"ErrorInfo"}
     assert details["ErrorInfo"].reason == "WorkerLost"
@@ -140,16 +137,9 @@ def test_the_field_is_what_a_refusal_starts_with(error: BaseException, field: st
 async def test_a_long_message_is_cut_before_clients_refuse_it(start_service: StartService, text: str) -> None:
     service = await start_service("p0", "d0", router={"max_attempts": 1})
     service.fleet["p0"].fail("prefill", InvalidRequest(f"field: {text}"))
-    error, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
+    error, details = await details_of(service, mode=pb.MODE_PD)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     message = error.details() or ""
     assert message.endswith("…")
     assert len(message.encode()) <= MAX_MESSAGE_BYTES
     assert details["BadRequest"].field_violations[0].field == "field"
-
-
-def test_every_class_has_details() -> None:
-    for error in (PdserveError("x"), KeyError("x"), NotReady("x", retry_after_s=2.5)):
-        metadata = dict(grpc_failure(error)[2])
-        assert {"pdserve-error", "grpc-status-details-bin"} <= set(metadata)
-    assert metadata["retry-after-ms"] == "2500"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -17,13 +17,10 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb
 from router.cost_model import MIN_SAMPLES
-from tests.gateway.conftest import PROMPT, call_error, fake_model, settle
+from tests.fake_worker import FakeWorker
+from tests.gateway.conftest import PROMPT, Service, StartService, call_error, fake_model, settle
 from tests.gateway.test_generate import refused
 from tests.loopback import SECRET
-
-if TYPE_CHECKING:
-    from tests.fake_worker import FakeWorker
-    from tests.gateway.conftest import Service, StartService
 
 
 async def health_of(service: Service, name: str = "") -> str:
@@ -56,24 +53,11 @@ async def test_health_follows_the_first_pair_and_its_loss(start_service: StartSe
 async def test_a_restarted_gateway_of_one_role_refuses_only_hand_offs_at_once(start_service: StartService) -> None:
     service = await start_service(restarted=True, cluster={"prefill": 0, "decode": 1})
     assert (await call_error(service, pb.MODE_PD)).code() is grpc.StatusCode.UNAVAILABLE
-    waiting = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
+    waiting = asyncio.create_task(service.generate(max_tokens=2))
     await service.until(lambda: service.gateway._inference._being_read.total() == 1)
     await service.bring_up("d0")
     tokens, completion = await waiting
     assert (len(tokens), completion.attempts) == (2, 1)
-
-
-async def test_a_deployment_of_one_role_serves_colocated(start_service: StartService) -> None:
-    for worker, cluster in (("p0", {"prefill": 1, "decode": 0}), ("d0", {"prefill": 0, "decode": 1})):
-        service = await start_service(worker, cluster=cluster)
-        assert await health_of(service) == "SERVING"
-        for mode in (pb.MODE_COLOCATED, pb.MODE_AUTO, pb.MODE_UNSPECIFIED):
-            tokens, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), mode=mode)
-            assert len(tokens) == 2
-            assert (completion.mode, completion.prefill_worker) == (pb.MODE_COLOCATED, worker)
-    error = await call_error(service, pb.MODE_PD)
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "modes auto and colocated need none" in (error.details() or "")
 
 
 async def test_the_gateways_loops_log_bugs_and_continue(
@@ -127,7 +111,7 @@ async def test_status_tells_the_settings(start_service: StartService) -> None:
 async def test_status_says_what_completed_requests_have_taught(service: Service) -> None:
     for count in range(MIN_SAMPLES):
         assert not (await service.stub.GetStatus(pb.GetStatusRequest())).costs, count
-        await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=5), mode=pb.MODE_PD)
+        await service.generate(max_tokens=5, mode=pb.MODE_PD)
     prefill, handoff, decode = (await service.stub.GetStatus(pb.GetStatusRequest())).costs
     assert prefill.startswith("prefill on a prefill cpu worker: ")
     assert handoff.startswith("hand-off within a host: ")
@@ -150,7 +134,7 @@ async def test_status_has_workers_and_model(service: Service) -> None:
     assert [link.worker_id for link in prefill.links] == ["d0"]
     assert (decode.worker_id, decode.free_blocks, decode.num_blocks) == ("d0", 64, 64)
     assert list(decode.transports) == ["loopback"]
-    assert (prefill.outstanding_tokens, decode.outstanding_tokens) == (3, 7), "what each has to compute"
+    assert (prefill.outstanding_tokens, decode.outstanding_tokens) == (5, 7), "what each has to compute"
     assert 0 <= prefill.heartbeat_age_s < 2
     call.cancel()
 
@@ -187,7 +171,7 @@ async def test_waiting_for_service_raises_the_reason(start_service: StartService
 
 async def test_stopping_drains_within_a_bound(service: Service) -> None:
     service.fleet["d0"].delay_s = {"decode": 0.1}
-    running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
+    running = asyncio.create_task(service.generate(max_tokens=2))
     await service.until(lambda: service.fleet["p0"].requests)
     await service.gateway.stop(2.0)
     tokens, _ = await running
@@ -196,7 +180,7 @@ async def test_stopping_drains_within_a_bound(service: Service) -> None:
 
 async def test_stopping_aborts_requests_that_do_not_end(service: Service) -> None:
     service.fleet["d0"].hangs = {"decode"}
-    running = asyncio.create_task(service.generate(token_ids=PROMPT))
+    running = asyncio.create_task(service.generate())
     await service.until(lambda: service.fleet["p0"].requests)
     await asyncio.wait_for(service.gateway.stop(0.1), 3.0)
     with pytest.raises(grpc.aio.AioRpcError) as cut:
@@ -207,10 +191,10 @@ async def test_stopping_aborts_requests_that_do_not_end(service: Service) -> Non
 
 async def test_draining_refuses_new_requests_and_finishes_the_others(service: Service) -> None:
     service.fleet["d0"].hangs = {"decode"}
-    running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
+    running = asyncio.create_task(service.generate(max_tokens=2))
     await service.until(lambda: service.fleet["p0"].requests)
     assert service.gateway.drain() == 1
-    message, kind = await refused(service, grpc.StatusCode.UNAVAILABLE, token_ids=PROMPT)
+    message, kind = await refused(service, grpc.StatusCode.UNAVAILABLE)
     assert (kind, "is being stopped" in message) == ("NotReady", True)
     assert await health_of(service) == "NOT_SERVING"
     assert not (await service.stub.GetStatus(pb.GetStatusRequest())).ready

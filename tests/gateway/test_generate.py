@@ -4,29 +4,23 @@ import asyncio
 import contextlib
 import gc
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import msgspec
 import pytest
 
-from gateway.tokenizer import NUM_THREADS
+from gateway.tokenizer import NUM_THREADS, Tokenizer
 from pdserve.core.errors import TransferError
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.sampling import TokenLogprobs
 from pdserve.core.timeline import EventKind
+from pdserve.core.worker import TokenOutput
 from pdserve.pb import inference_pb2 as pb
+from tests.fake_worker import FakeWorker, Point
+from tests.gateway.conftest import PROMPT, Service, StartService
 from tests.loopback import SECRET
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gateway.tokenizer import Tokenizer
-    from pdserve.core.worker import TokenOutput
-    from tests.fake_worker import FakeWorker, Point
-    from tests.gateway.conftest import Service, StartService
-
-PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])
 
 
 def speaks(service: Service, token_ids: Sequence[int], prompt_tokens: int) -> None:
@@ -46,18 +40,14 @@ async def refused(service: Service, code: grpc.StatusCode, **fields: Any) -> tup
 
 async def test_the_salt_reaches_the_workers_and_their_finds_the_client(service: Service) -> None:
     service.fleet["p0"].cached_tokens = 4
-    _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), salt="tenant")
+    _, completion = await service.generate(max_tokens=2, salt="tenant")
     assert completion.prefill_cached_tokens == 4
     salt = keyed_salt("tenant", SECRET.cache_key)
     assert [request.salt for worker in service.fleet.values() for _, request in worker.requests] == [salt] * 2
-    message, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, token_ids=PROMPT, salt="x" * 257)
-    assert message.startswith("salt: 257 characters are more than 256")
 
 
 async def test_tokens_then_one_complete_account(service: Service) -> None:
-    tokens, completion = await service.generate(
-        request_id="mine", token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4), mode=pb.MODE_PD
-    )
+    tokens, completion = await service.generate(request_id="mine", max_tokens=4, mode=pb.MODE_PD)
     assert [(token.token_id, token.index) for token in tokens] == [(6, 0), (7, 1), (8, 2), (9, 3)]
     (placement,) = completion.placements
     assert placement.startswith("prefill on p0: the only one free; decode on d0: the only one free")
@@ -84,7 +74,7 @@ async def test_tokens_then_one_complete_account(service: Service) -> None:
 async def test_text_goes_in_and_comes_out(service: Service, tokenizer: Tokenizer) -> None:
     prompt, answer = tokenizer.encode("the quick"), tokenizer.encode("größer 日本語 😀")
     speaks(service, answer, len(prompt))
-    tokens, completion = await service.generate(text="the quick", sampling=pb.Sampling(max_tokens=len(answer)))
+    tokens, completion = await service.generate(text="the quick", max_tokens=len(answer))
     assert completion.text == "größer 日本語 😀" == "".join(token.text for token in tokens)
     assert not any("�" in token.text for token in tokens)
     assert completion.prompt_tokens == len(prompt)
@@ -97,7 +87,7 @@ async def test_a_stop_string_ends_text_and_work(
     answer = tokenizer.encode("the lazy dog jumps over the brown fox and on and on")
     speaks(service, answer, 5)
     sampling = pb.Sampling(max_tokens=len(answer), stop=["nothing", "g jum"])
-    tokens, completion = await service.generate(token_ids=PROMPT, sampling=sampling, mode=mode)
+    tokens, completion = await service.generate(sampling=sampling, mode=mode)
     assert completion.text == "the lazy do" == "".join(token.text for token in tokens)
     assert completion.finish_reason == "stop"
     assert completion.output_tokens == len(tokens) < len(answer)
@@ -114,7 +104,7 @@ async def test_a_stop_string_within_token_1_calls_the_hand_off_off(service: Serv
     answer = tokenizer.encode("the lazy dog")
     speaks(service, answer, 5)
     sampling = pb.Sampling(max_tokens=len(answer), stop=[tokenizer.decode(answer[:1])])
-    _, completion = await service.generate(token_ids=PROMPT, sampling=sampling)
+    _, completion = await service.generate(sampling=sampling)
     assert (completion.finish_reason, completion.output_tokens) == ("stop", 1)
     assert completion.transfer.kv_bytes == completion.transfer.kv_bytes_expected == 0
 
@@ -131,17 +121,17 @@ async def test_cancelling_aborts_on_the_workers(service: Service) -> None:
     service.check_idle()
     assert service.gateway.router.running == 0
     service.fleet["d0"].hangs.clear()
-    tokens, _ = await service.generate(request_id="gone", token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
+    tokens, _ = await service.generate(request_id="gone", max_tokens=2)
     assert len(tokens) == 2, "its name is free again"
 
 
 async def test_a_bug_is_internal_and_the_service_lives_on(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     setattr(service.fleet["p0"], "push", lambda *_: 1 // 0)  # noqa: B010 - a method
-    details, kind = await refused(service, grpc.StatusCode.INTERNAL, token_ids=PROMPT)
+    details, kind = await refused(service, grpc.StatusCode.INTERNAL)
     assert (details, kind) == ("ZeroDivisionError: integer division or modulo by zero", "PdserveError")
     assert "unexpected error in a request" in caplog.text
     delattr(service.fleet["p0"], "push")
-    await service.generate(token_ids=PROMPT)
+    await service.generate()
 
 
 async def test_the_clients_deadline_ends_the_request(service: Service) -> None:
@@ -163,7 +153,7 @@ async def test_a_request_id_in_use_is_refused(service: Service) -> None:
     details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", token_ids=other)
     assert "in use" in details
     more = pb.Sampling(max_tokens=3)
-    await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", token_ids=PROMPT, sampling=more)
+    await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", sampling=more)
     call.cancel()
 
 
@@ -203,7 +193,7 @@ async def test_models_without_a_tokenizer_take_token_ids_only(start_service: Sta
     service = await start_service("p0", "d0", folder=None)
     details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, text="hello")
     assert details.startswith("prompt: this model has no tokenizer, so it cannot chat; send token ids (")
-    tokens, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3))
+    tokens, completion = await service.generate(max_tokens=3)
     assert [token.text for token in tokens] == ["", "", ""]
     assert (completion.text, list(completion.token_ids)) == ("", [6, 7, 8])
 
@@ -228,7 +218,7 @@ async def test_logprobs_come_with_their_tokens(service: Service, tokenizer: Toke
     for worker in service.fleet.values():
         tells_logprobs(worker)
     sampling = pb.Sampling(max_tokens=len(answer), stop=["g jum"], logprobs=2)
-    tokens, completion = await service.generate(token_ids=PROMPT, sampling=sampling, mode=mode)
+    tokens, completion = await service.generate(sampling=sampling, mode=mode)
     requests = [request for worker in service.fleet.values() for _, request in worker.requests]
     assert [request.sampling.logprobs for request in requests] == [2] * (2 if mode == pb.MODE_PD else 1)
     assert [token.token_id for token in tokens] == list(answer[: len(tokens)])
@@ -264,7 +254,7 @@ async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(
         assert "its prompt was tokenized" in str(caught.value.details())
     finally:
         free.set()
-    await service.generate(text="a text of many characters", sampling=pb.Sampling(max_tokens=1))
+    await service.generate(text="a text of many characters", max_tokens=1)
     service.check_idle()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -14,11 +14,8 @@ from pdserve.client import channel
 from pdserve.client.channel import CHANNEL_OPTIONS
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
-from tests.gateway.fuzzing import PATIENT
+from tests.gateway.conftest import PATIENT, Service, StartService
 from tests.gateway.idle_proxy import IdleProxy
-
-if TYPE_CHECKING:
-    from tests.gateway.conftest import Service, StartService
 
 IDLE_S = 2.5
 SILENT_S = 6.0

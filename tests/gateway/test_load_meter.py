@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,10 +18,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from router.view import WorkerView
-from tests.gateway.fuzzing import PATIENT
-
-if TYPE_CHECKING:
-    from tests.gateway.conftest import Service, StartService
+from tests.gateway.conftest import PATIENT, Service, StartService
 
 P, D = Role.PREFILL, Role.DECODE
 OBJECTIVES = {"ttft_ms": 60_000, "itl_ms": 60_000}
@@ -92,8 +88,8 @@ async def test_requests_are_counted_from_their_call_on(start_service: StartServi
     scaling = {"controller": "roles", **OBJECTIVES}
     service = await start_service("p0", "d0", scaling=scaling, cluster={"prefill": 1, "decode": 1})
     service.fleet["p0"].hangs = {"prefill"}
-    request = {"token_ids": pb.TokenIds(ids=[1, 2, 3]), "sampling": pb.Sampling(max_tokens=4), "mode": pb.MODE_PD}
-    running = asyncio.create_task(service.generate(**request))
+    prompt = pb.TokenIds(ids=[1, 2, 3])
+    running = asyncio.create_task(service.generate(4, token_ids=prompt, mode=pb.MODE_PD))
     await service.until(lambda: service.gateway.load().waiting)
     await service.until(lambda: service.gateway.load().samples[P].load)
     load: GatewayLoad = service.gateway.load()
@@ -102,7 +98,7 @@ async def test_requests_are_counted_from_their_call_on(start_service: StartServi
     running.cancel()
     await service.until(lambda: not service.gateway.load().waiting)
     service.fleet["p0"].hangs = set()
-    await service.generate(**request)
+    await service.generate(4, token_ids=prompt, mode=pb.MODE_PD)
     load = service.gateway.load()
     assert (load.first_tokens, load.prompt_tokens, load.gaps) == (1, 3, 3)
     assert (within_objective(load.ttft), within_objective(load.itl)) == ((1, 0), (2, 0)), (

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 
+from gateway.tokenizer import Tokenizer
 from pdserve.pb import inference_pb2 as pb
-from tests.gateway.test_generate import PROMPT, refused, speaks
-
-if TYPE_CHECKING:
-    from gateway.tokenizer import Tokenizer
-    from tests.gateway.conftest import Service, StartService
+from tests.gateway.conftest import PROMPT, Service, StartService
+from tests.gateway.test_generate import refused, speaks
 
 
 def asked(service: Service) -> int:
@@ -54,25 +52,19 @@ async def test_one_that_had_ended_by_its_length_or_by_a_token(start_service: Sta
         (pb.Sampling(max_tokens=4, ignore_eos=True), "length"),
         (pb.Sampling(max_tokens=8, ignore_eos=True, stop_token_ids=[9]), "stop"),
     ):
-        tokens, completion = await service.generate(
-            token_ids=PROMPT, sampling=sampling, resume_token_ids=[6, 7, 8, 9], mode=pb.MODE_PD
-        )
+        tokens, completion = await service.generate(sampling=sampling, resume_token_ids=[6, 7, 8, 9], mode=pb.MODE_PD)
         assert (tokens, completion.finish_reason) == ([], reason)
         assert (completion.output_tokens, list(completion.token_ids)) == (4, [6, 7, 8, 9])
     assert asked(service) == 0
     sampling = pb.Sampling(max_tokens=6, ignore_eos=True)
-    tokens, completion = await service.generate(
-        token_ids=PROMPT, sampling=sampling, resume_token_ids=[6, 7, 8, 9], mode=pb.MODE_PD
-    )
+    tokens, completion = await service.generate(sampling=sampling, resume_token_ids=[6, 7, 8, 9], mode=pb.MODE_PD)
     assert [(token.token_id, token.index) for token in tokens] == [(10, 4), (11, 5)]
 
 
 async def test_what_cannot_be_resumed_is_refused(service: Service) -> None:
 
     async def refusal(sampling: pb.Sampling, ids: list[int]) -> str:
-        message, _ = await refused(
-            service, grpc.StatusCode.INVALID_ARGUMENT, token_ids=PROMPT, sampling=sampling, resume_token_ids=ids
-        )
+        message, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, sampling=sampling, resume_token_ids=ids)
         return message
 
     assert (await refusal(pb.Sampling(max_tokens=2), [6, 7, 8])).startswith(
@@ -80,7 +72,5 @@ async def test_what_cannot_be_resumed_is_refused(service: Service) -> None:
     )
     assert (await refusal(pb.Sampling(max_tokens=2), [2**31])).startswith("resume_token_ids: token id 2147483648")
     assert (await refusal(pb.Sampling(max_tokens=2, temperature=1), [6])).startswith("seed: a sampled request can be")
-    tokens, _ = await service.generate(
-        token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2, temperature=1, seed=1), resume_token_ids=[6]
-    )
+    tokens, _ = await service.generate(sampling=pb.Sampling(max_tokens=2, temperature=1, seed=1), resume_token_ids=[6])
     assert len(tokens) == 1

@@ -4,8 +4,9 @@ import asyncio
 import gc
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, processors
@@ -13,9 +14,6 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from gateway.tokenizer import IN_THREAD_CHARACTERS, NUM_THREADS, PIECE_CHARACTERS, Tokenizer, load_tokenizer
 from pdserve.core.errors import InvalidRequest, ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture

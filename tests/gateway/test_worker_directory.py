@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
@@ -16,11 +15,8 @@ from pdserve.core.prefix_digests import SNAPSHOT, BlockUpdate, PrefixDigests, ke
 from pdserve.core.worker import Role, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import fake_info
-from tests.gateway.conftest import PROMPT, call_error, settle
+from tests.gateway.conftest import Service, StartService, call_error, settle
 from tests.loopback import SECRET
-
-if TYPE_CHECKING:
-    from tests.gateway.conftest import Service, StartService
 
 OTHER_LAYOUT = KVLayout.uniform("fake", "bfloat16", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
 
@@ -59,7 +55,7 @@ async def test_different_layouts_are_logged_before_any_request(
     assert "KV layout differs in dtype: 'float32' here, 'bfloat16' at the peer" in (error.details() or "")
     with pytest.raises(LayoutMismatch):
         await service.gateway.wait_serving(0.01)
-    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), mode=pb.MODE_COLOCATED)
+    await service.generate(max_tokens=2, mode=pb.MODE_COLOCATED)
 
 
 def beat_with(field: str, value: object) -> bytes:
@@ -98,7 +94,7 @@ async def test_a_superseded_incarnation_is_told_to_end(service: Service) -> None
     assert not (await service.beat("d0")).superseded
     await settle()
     assert service.connects[-1] == "d0/2"
-    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
+    await service.generate(max_tokens=2)
 
 
 async def test_announced_blocks_lead_requests_to_the_workers_that_have_them(start_service: StartService) -> None:
@@ -108,9 +104,7 @@ async def test_announced_blocks_lead_requests_to_the_workers_that_have_them(star
     hashes = list(PrefixDigests(keyed_salt("s", SECRET.cache_key), 4).hashes(prompt))
 
     async def ran_on() -> tuple[str, str]:
-        _, done = await service.generate(
-            token_ids=pb.TokenIds(ids=prompt), sampling=pb.Sampling(max_tokens=2), mode=pb.MODE_PD, salt="s"
-        )
+        _, done = await service.generate(token_ids=pb.TokenIds(ids=prompt), max_tokens=2, mode=pb.MODE_PD, salt="s")
         return done.prefill_worker, done.decode_worker
 
     for prefill, decode in (("p0", "d1"), ("p1", "d0")):

@@ -240,13 +240,11 @@ def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pd
     [
         (["generate", "x", "--temperature", "-1"], 2, "error: temperature: "),
         (["generate", "x", "--logit-bias", "a=1"], 2, "error: logit_bias: "),
-        (["generate", "x", "--logprobs", "21"], 2, "error: logprobs: "),
         (["generate"], 2, "error: prompt: "),
         (["generate", "--token-ids", "1,b"], 2, "error: token_ids: "),
         (["generate", "x", "--mode", "up"], 2, "error: mode: "),
         (["generate", "fail UNAVAILABLE no decode worker is ready"], 1, "no decode worker is ready"),
         (["generate", "fail RESOURCE_EXHAUSTED the queue is full", "--json"], 1, "error: the queue is full"),
-        (["generate", "fail FAILED_PRECONDITION one worker"], 1, "error: one worker"),
         (["generate", "hang", "--timeout", "0.2"], 1, "deadline"),
     ],
 )

@@ -24,7 +24,7 @@ from tests.command_line import PDSERVE
 from tests.e2e.conftest import Cli
 from tests.hub_server import Hub, Repo, commit_of, hub_server
 from tests.local_cluster import ROOT, free_port, free_ports, local_cluster
-from tests.ray_nodes import ray_head, ray_node
+from tests.ray_nodes import RayNode, ray_head, ray_node
 from worker.cores import claim_cores
 from worker.spec import WorkerSpec
 
@@ -108,23 +108,42 @@ def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folde
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_git_lfs_pointer_is_refused_before_anything_starts(cli: Cli, folder: Path, name: str) -> None:
-    (folder / name).write_text(LFS_POINTER)
+SHARDS = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model-2-of-2.safetensors"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", LFS_POINTER, "is a Git LFS pointer instead of the file; run `git lfs pull`"),
+        ("model.safetensors.index.json", json.dumps(SHARDS), "-2-of-2.safetensors: missing, but model.safetensors.i"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused_before_anything_starts(
+    cli: Cli, folder: Path, name: str, content: str, said: str
+) -> None:
+    (folder / name).write_text(content)
     up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=120)
     assert up.returncode != 0
-    assert f"{folder / name}: is a Git LFS pointer instead of the file; run `git lfs pull`" in up.stderr
+    assert said in up.stderr
     assert "Traceback" not in up.stderr
     assert "starting Ray" not in up.stderr
 
 
-def test_a_missing_shard_is_refused_before_anything_starts(cli: Cli, folder: Path) -> None:
-    shards = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model-2-of-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
-    up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=120)
-    assert up.returncode != 0
-    assert "model-2-of-2.safetensors: missing, but model.safetensors.index.json names it" in up.stderr
-    assert "starting Ray" not in up.stderr
+def up_on_two_nodes(
+    cli: Cli, tmp_path: Path, head: RayNode, ports: list[int], *arguments: str
+) -> tuple[str, ServiceStatus]:
+    """What `up` says, and the status once it is ready."""
+    ports.append(free_port())
+    config = tmp_path / "pdserve.yaml"
+    config.write_text(f"cluster: {{port_base: {free_ports(12)}, device: cpu}}\n")
+    arguments = ("-c", str(config), "--address", head.address, "--nodes", "2", "--placement", "spread", *arguments)
+    deadline_s = time.monotonic() + 180
+    while (up := cli.run("up", *arguments, "--port", str(ports[0]), "--detach")).returncode:
+        assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
+        assert time.monotonic() < deadline_s, up.stderr
+    status = status_of(ports[0])
+    assert {worker.state for worker in status.workers} == {"ready"}
+    return up.stderr, status
 
 
 @pytest.mark.cluster
@@ -133,18 +152,9 @@ def test_workers_of_unlike_hosts_agree_before_they_load(cli: Cli, tmp_path: Path
     """One node has bfloat16 instructions (as far as this machine has), the other is kept from using them."""
     home = Path(cli.env["HOME"])
     with ray_head(home, "--num-cpus=1") as head, ray_node(home, head.address, env=NO_BFLOAT16):
-        ports.append(free_port())
-        config = tmp_path / "pdserve.yaml"
-        config.write_text(f"cluster: {{port_base: {free_ports(12)}, device: cpu}}\n")
-        arguments = ("--address", head.address, "--nodes", "2", "--placement", "spread")
-        deadline_s = time.monotonic() + 180
-        while (up := cli.run("up", "-c", str(config), *arguments, "--port", str(ports[0]), "--detach")).returncode:
-            assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
-            assert time.monotonic() < deadline_s, up.stderr
-        status = status_of(ports[0])
+        said, status = up_on_two_nodes(cli, tmp_path, head, ports)
         assert status.dtype == "float32"
-        assert {worker.state for worker in status.workers} == {"ready"}
-        assert "auto converts the bfloat16 weights to float32: bfloat16 is emulated on " in up.stderr
+        assert "auto converts the bfloat16 weights to float32: bfloat16 is emulated on " in said
         cli.run("down", "--target", f"127.0.0.1:{ports.pop()}")
 
 
@@ -168,19 +178,8 @@ def test_each_host_downloads_the_commit_that_the_first_one_has(
         ray_head(home, "--num-cpus=1", env=here) as head,
         ray_node(home, head.address, env={**here, "HF_HOME": there}),
     ):
-        ports.append(free_port())
-        config = tmp_path / "pdserve.yaml"
-        config.write_text(f"cluster: {{port_base: {free_ports(12)}, device: cpu}}\n")
-        arguments = ("-c", str(config), "--model", "org/model", "--address", head.address, "--nodes", "2")
-        deadline_s = time.monotonic() + 180
-        while (
-            up := cli.run("up", *arguments, "--placement", "spread", "--port", str(ports[0]), "--detach")
-        ).returncode:
-            assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
-            assert time.monotonic() < deadline_s, up.stderr
-        status = status_of(ports[0])
+        _, status = up_on_two_nodes(cli, tmp_path, head, ports, "--model", "org/model")
         assert status.model == "org/model"
-        assert {worker.state for worker in status.workers} == {"ready"}
         assert (Path(there) / cache).read_bytes() == (folder / "model.safetensors").read_bytes()
         cli.run("down", "--target", f"127.0.0.1:{ports.pop()}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
 import sys
 from typing import Any, TypeVar
 
@@ -310,16 +309,9 @@ async def test_given_up_while_connecting(leave: str) -> None:
         (b"bytes", {}, "prompt"),
         ("\ud800", {}, "prompt"),
         ("x", {"temperature": -1.0}, "temperature"),
-        ("x", {"max_tokens": 0}, "max_tokens"),
-        ("x", {"top_p": 0.0}, "top_p"),
-        ("x", {"stop": [""]}, "stop"),
-        ("x", {"min_p": 2}, "min_p"),
-        ("x", {"repetition_penalty": 0}, "repetition_penalty"),
         ("x", {"frequency_penalty": "much"}, "frequency_penalty"),
         ("x", {"logit_bias": [1]}, "logit_bias"),
         ("x", {"logit_bias": {"a": 1}}, "logit_bias"),
-        ("x", {"logit_bias": {1: 101}}, "logit_bias"),
-        ("x", {"logprobs": 21}, "logprobs"),
         ("x", {"structured_outputs": "a"}, "structured_outputs"),
         ("x", {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ("x", {"structured_outputs": {"json": {1, 2}}}, "structured_outputs"),
@@ -366,15 +358,6 @@ async def test_status_and_health(service: ScriptedService) -> None:
         assert not await async_client.ready()
         asyncio.get_running_loop().call_later(0.2, service.set_serving, True)
         await async_client.wait_ready(5)
-
-
-def test_importing_pdserve_is_cheap() -> None:
-    code = (
-        "import sys, pdserve; assert pdserve.Client; "
-        "print([m for m in ('torch', 'ray', 'matplotlib', 'transformers') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
 
 
 def test_every_exported_name_exists() -> None:

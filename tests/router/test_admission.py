@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,9 @@ from pdserve.core.errors import CapacityExceeded, TransferTimeout
 from pdserve.core.request import AGED_S, Mode
 from router.fair_queue import AGED_EVERY
 from router.placement import Wait, place
+from router.session import RoutedToken
 from router.view import Needs
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from router.session import RoutedToken
-    from tests.router.conftest import Cluster, MakeCluster
+from tests.router.conftest import Cluster, MakeCluster
 
 SERVICE_S = 0.1
 
@@ -54,33 +51,6 @@ async def refused(cluster: Cluster, why: str, **options: Any) -> None:
     """Once it has been read."""
     with pytest.raises(CapacityExceeded, match=why):
         await cluster.served(cluster.record(**options))
-
-
-@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED, Mode.AUTO])
-async def test_a_client_with_many_requests_does_not_delay_one_with_one(make_cluster: MakeCluster, mode: Mode) -> None:
-    cluster = make_cluster(prefill_backlog_tokens=1)
-    for worker in cluster.fleet.values():
-        worker.delay_s = {"prefill": SERVICE_S, "run": SERVICE_S}
-    many = start(cluster, 200, client="many", mode=mode)
-    await asyncio.sleep(10.5 * SERVICE_S)
-    begin_s = cluster.clock.now()
-    (one,) = start(cluster, 1, client="one", mode=Mode.PD)
-    await one
-    # It waits for the request that runs, and at most one that was next.
-    assert cluster.clock.now() - begin_s < 3.1 * SERVICE_S
-    assert sum(task.done() for task in many) < 50
-    await cluster.finish(*many)
-
-
-async def test_priorities_go_before_turns(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(prefill_backlog_tokens=1)
-    cluster.fleet["p0"].delay_s = {"prefill": SERVICE_S}
-    tasks = start(cluster, 3, client="a") + start(cluster, 2, client="b", priority=1)
-    tasks += start(cluster, 1, client="a", first=9, priority=-1)
-    await asyncio.gather(*tasks)
-    names = [request.request_id for _, request in cluster.fleet["p0"].requests]
-    assert names == ["a-0", "a-9", "a-1", "a-2", "b-0", "b-1"]
-    assert [request.priority for _, request in cluster.fleet["d0"].requests] == [0, -1, 0, 0, 1, 1]
 
 
 async def test_no_priority_starves_and_the_earliest_keeps_its_share(make_cluster: MakeCluster) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,9 +24,7 @@ from router.auto_mode import (
 )
 from router.cost_model import MIN_SAMPLES, Costs, Line
 from router.view import Needs, WorkerView
-
-if TYPE_CHECKING:
-    from tests.router.conftest import Cluster, MakeCluster
+from tests.router.conftest import Cluster, MakeCluster
 
 PREFILL, DECODE, LINK = "prefill cpu", "decode cpu", "within a host"
 

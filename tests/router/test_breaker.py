@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pdserve.core.errors import PdserveError, TransferTimeout, WorkerLost
 from router import breaker as breakers
 from router.breaker import MAX_PAUSE_S, Breaker, BreakerState
-
-if TYPE_CHECKING:
-    from tests.fake_worker import Point
-    from tests.router.conftest import Cluster, MakeCluster
+from tests.fake_worker import Point
+from tests.router.conftest import Cluster, MakeCluster
 
 LOST = WorkerLost("gone")
 

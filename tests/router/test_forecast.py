@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 
 from pdserve.core.errors import DeadlineExceeded
-from pdserve.core.request import Mode, RequestStatus
-from router.cost_model import MIN_SAMPLES, Costs
+from pdserve.core.request import Mode, Request, RequestStatus
+from router.cost_model import MIN_SAMPLES
 from router.view import Needs
 from router.waiting_line import CAUTION, earliest_finish_s
+from tests.router.conftest import Cluster, MakeCluster
 from tests.router.test_auto_mode import costs, line, worker
 from tests.router.test_placement import view
-
-if TYPE_CHECKING:
-    from pdserve.core.request import Request
-    from tests.router.conftest import Cluster, MakeCluster
 
 
 def cluster_view(**changes: Any) -> Any:
@@ -104,53 +100,3 @@ async def test_outputs_that_are_sure_are_part_of_it(make_cluster: MakeCluster) -
     record.request = ignoring_eos(record.request)
     with pytest.raises(DeadlineExceeded, match=r"at least 0\.5\d* s"):
         await cluster.served(record)
-
-
-async def test_none_is_refused_that_would_have_been_served(make_cluster: MakeCluster) -> None:
-    """The same requests to a router that knows its costs and to one that does not: the first refuses some at once, and
-    serves at least as many."""
-
-    async def run(cluster: Cluster) -> tuple[list[bool], list[float]]:
-        refused_after_s: list[float] = []
-
-        async def one(index: int) -> bool:
-            await asyncio.sleep(0.03 * index)
-            began_s = cluster.clock.now()
-            record = cluster.record(name=f"q{index}", timeout_s=0.5)
-            try:
-                await cluster.served(record)
-            except DeadlineExceeded:
-                refused_after_s.append(cluster.clock.now() - began_s)
-                return False
-            return True
-
-        async def beats() -> None:
-            while True:
-                await asyncio.sleep(0.5)
-                for worker_id in cluster.fleet:
-                    cluster.beat(worker_id)
-
-        beating = asyncio.create_task(beats())
-        try:
-            served = await asyncio.gather(*(one(index) for index in range(60)))
-        finally:
-            beating.cancel()
-        cluster.check_idle()
-        return list(served), refused_after_s
-
-    def cluster(known: Costs) -> Cluster:
-        # A fake worker computes any number of prompts at once, so the backlog admits one at a time.
-        made = make_cluster(prefill_backlog_tokens=1)
-        made.fleet["p0"].delay_s = {"prefill": 0.1}
-        made.fleet["d0"].delay_s = {"decode_step": 0.01, "decode_more": 0.01}
-        made.registry.cost_model._costs = known
-        made.registry.cost_model.refit = lambda: known  # type: ignore[method-assign]
-        return made
-
-    knowing = cluster(costs(prefill={"prefill cpu": line(0.0, 0.1 / 5, 0.1 / 5, 0.0)}))
-    served, refused_after_s = await run(knowing)
-    ignorant = cluster(Costs())
-    without, late_after_s = await run(ignorant)
-    assert sum(served) >= sum(without)
-    assert sum(1 for seconds in refused_after_s if seconds == 0.0) > 10
-    assert all(seconds >= 0.49 for seconds in late_after_s)

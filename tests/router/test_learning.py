@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.core.errors import TransferTimeout
 from pdserve.core.request import Mode
 from router.cost_model import MIN_SAMPLES, Served
-
-if TYPE_CHECKING:
-    from tests.router.conftest import Cluster, MakeCluster
+from tests.router.conftest import Cluster, MakeCluster
 
 PREFILL, DECODE, LINK = "prefill cpu", "decode cpu", "within a host"
 

@@ -4,7 +4,7 @@ time."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,14 +17,10 @@ from pdserve.core.worker import TokenOutput
 from router.cost_model import MIN_SAMPLES, Costs
 from router.placement import Placed, place
 from router.prefix_fetch import LEAST_TIMEOUT_S, MOST_TIMEOUT_S, PAUSE_S, SOURCE_TIMEOUT_S, Fetch, plan_fetch
-from router.registry import WorkerRegistry
 from router.view import ClusterView, Needs
 from tests.fake_worker import FAKE_LAYOUT
+from tests.router.conftest import Cluster, MakeCluster
 from tests.router.test_auto_mode import LINK, PREFILL, costs, line, worker
-from tests.virtual_time import LoopClock
-
-if TYPE_CHECKING:
-    from tests.router.conftest import Cluster, MakeCluster
 
 P0, P1, D0 = worker("p0"), worker("p1", linked={"d0": 1.0}), worker("d0")
 
@@ -231,9 +227,3 @@ async def test_the_result_and_the_cost_model_know_what_was_fetched(cluster: Clus
     assert fetch.seconds == pytest.approx(0.03, rel=0.01)
     assert prefill.seconds == pytest.approx(0.07, rel=0.01), "the fetch is no part of the prefill"
     assert learned.prefill.keys() == {PREFILL}
-
-
-def test_the_index_is_kept_if_prefixes_are_fetched() -> None:
-    for when, kept in (("off", False), ("auto", True), ("always", True)):
-        config = RouterConfig.model_validate({"policy": "round_robin", "prefix_fetch": when})
-        assert (WorkerRegistry(LoopClock(), config).prefixes is not None) is kept

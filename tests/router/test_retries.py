@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,16 +17,12 @@ from pdserve.core.errors import (
     WorkerLost,
 )
 from pdserve.core.request import Mode, RequestStatus
-from pdserve.core.timeline import Figure
 from router import retries
 from router.attempt import ABORT_TIMEOUT_S
 from router.deadline import Deadline
 from router.retries import MIN_RETRIES
 from tests.fake_worker import Point
-
-if TYPE_CHECKING:
-    from tests.router.conftest import Cluster, MakeCluster
-
+from tests.router.conftest import Cluster, MakeCluster
 
 PD_POINTS: list[tuple[str, Point]] = [("d0", "room"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")]
 ANYWHERE = pytest.mark.parametrize(("bad", "point"), PD_POINTS)
@@ -245,37 +239,6 @@ async def test_a_retry_waits_no_longer_than_its_deadline(make_cluster: MakeClust
     with pytest.raises(DeadlineExceeded, match="waiting for a free worker"):
         await cluster.served(record)
     assert record.output_token_ids == [6]
-
-
-@pytest.mark.parametrize("delivered", [0, 1, 2, 3])
-@pytest.mark.parametrize(("mode", "room_s"), [(Mode.PD, 0.0), (Mode.PD, 0.025), (Mode.COLOCATED, 0.0)])
-async def test_the_timeline_of_a_retry_still_adds_up(
-    make_cluster: MakeCluster, mode: Mode, room_s: float, delivered: int
-) -> None:
-    """Whatever attempt made a token: the stages of its figure cover the time until it was emitted, without a gap."""
-    cluster = make_cluster(prefill=2, decode=2)
-    lost: list[int] = []
-
-    def loses_token_once(tokens: Sequence[int]) -> int:
-        if len(tokens) == 5 + delivered and not lost:
-            lost.append(delivered)
-            raise WorkerLost("gone")
-        return tokens[-1] + 1
-
-    for fake in cluster.fleet.values():
-        fake.delay_s = {"prefill": 0.01, "decode": 0.01, "decode_more": 0.01, "run": 0.01, "run_more": 0.01}
-        fake.delay_s["room"] = room_s
-        fake._next_token = loses_token_once
-    record = cluster.record(mode=mode)
-    await cluster.watched(record)
-    assert record.output_token_ids == [6, 7, 8, 9]
-    assert record.attempts == 2
-    for figure in Figure:
-        breakdown = record.timeline.breakdown(figure)
-        assert breakdown is not None
-        assert breakdown.total_ms > 9.99
-        assert abs(breakdown.unattributed_ms) < 0.01, breakdown
-        assert all(length_ms > -0.01 for name, length_ms in breakdown.stages_ms.items() if name != "unattributed")
 
 
 @pytest.mark.parametrize(("bad", "point", "again"), [("p0", "prefill", 2), ("d0", "decode_more", None)])

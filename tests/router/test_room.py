@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -23,9 +22,7 @@ from pdserve.core.timeline import EventKind, Figure
 from pdserve.core.worker import WorkerLoad
 from router.attempt import PROOF_TIMEOUT_S
 from tests.fake_worker import FAKE_LAYOUT
-
-if TYPE_CHECKING:
-    from tests.router.conftest import MakeCluster
+from tests.router.conftest import MakeCluster
 
 ALL = [6, 7, 8, 9]
 POLL_MS = 1.0  # how often a fake that prefills looks whether there is room

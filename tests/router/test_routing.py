@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,13 +9,10 @@ from pdserve.core.errors import DeadlineExceeded, NotReady, TransferTimeout
 from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure
-from tests.fake_worker import Point, fake_links
+from router.view import WaitMode
+from tests.fake_worker import fake_links
 from tests.planted.gateway import delay_dispatch, delay_route
-from tests.router.test_retries import ANYWHERE
-
-if TYPE_CHECKING:
-    from router.view import WaitMode
-    from tests.router.conftest import MakeCluster
+from tests.router.conftest import MakeCluster
 
 KV_BYTES = 2 * (4 * 2 * 2 * 1 * 8 * 4)
 """Of 5 tokens: two blocks of 4 tokens x 2 layers x K and V x 1 head x 8 dimensions x 4 bytes."""
@@ -160,45 +156,6 @@ async def test_nothing_ready_is_said_at_once_even_to_those_in_the_queue(make_clu
     with pytest.raises(NotReady, match="no prefill worker"):
         await queued
     await cluster.finish(running)
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-@ANYWHERE
-async def test_an_end_at_any_point_aborts_on_both_workers(
-    make_cluster: MakeCluster, bad: str, point: Point, cancelled: bool
-) -> None:
-    cluster = make_cluster()
-    cluster.fleet[bad].hangs = {point}
-    record = cluster.record(timeout_s=0.05)
-    task = asyncio.create_task(cluster.served(record))
-    await cluster.until(lambda: bool(cluster.fleet[bad].stuck))
-    if cancelled:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert record.status is RequestStatus.ABORTED
-    else:
-        with pytest.raises(DeadlineExceeded, match="deadline: it passed while"):
-            await task
-        assert record.status is RequestStatus.FAILED
-    await cluster.until(lambda: cluster.aborted("d0") == cluster.aborted("p0") == ["r"])
-    assert record.output_token_ids == {"prefill": [], "decode_more": [6, 7]}.get(point, [6])
-
-
-async def test_a_second_cancellation_leaves_nothing_on_workers(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    for worker in cluster.fleet.values():
-        worker.hangs = {"prefill"}
-        worker.delay_s["abort"] = 0.03
-    task = asyncio.create_task(cluster.served(cluster.record()))
-    await cluster.until(lambda: bool(cluster.fleet["p0"].stuck))
-    for _ in range(2):
-        task.cancel()
-        await asyncio.sleep(0.01)
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await cluster.until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
-    assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -22,41 +22,37 @@ from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from runtime.cuda import Cuda
 from tests.engine.harness import BLOCK, GREEDY, generate
+from tests.engine.test_model_vs_transformers import BASE as TESTED_BASE
+from tests.engine.test_model_vs_transformers import (
+    BIASES,
+    FULL,
+    GEMMA2,
+    GEMMA3,
+    MIXED,
+    MIXTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    SLIDING,
+    TIED,
+)
 from tests.engine.test_quantized import write_quantized
 from tests.random_models import greedy_tokens_of_all, save_random
 from tests.strict_cuda import StrictGpus
 
-BASE: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
+BASE = TESTED_BASE | {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_attention_heads": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": BLOCK + 3},
-    "qwen3": {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 1},
-    "gemma2": {
-        "model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": BLOCK + 3,
-        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text", "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": BLOCK + 3,
-        "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
-    },
-    "phi3": {"model_type": "phi3", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "llama": BIASES | TIED | {"num_attention_heads": 6},
+    "qwen2": QWEN2 | MIXED | {"sliding_window": BLOCK + 3},
+    "qwen3": QWEN3 | {"head_dim": 24, "num_key_value_heads": 1},
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3 | {"layer_types": [SLIDING, FULL]},
+    "phi3": PHI3 | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "olmo2": {"model_type": "olmo2", "attention_bias": True},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe", "head_dim": 24, "num_experts": 4, "moe_intermediate_size": 32,
-        "num_experts_per_tok": 3, "mlp_only_layers": [0],
-    },
-}  # fmt: skip
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE | {"mlp_only_layers": [0]},
+}
 SAME_KERNELS = ("llama", "gemma3", "qwen3_moe")  # as others
 MAX_SEQS = 5
 NUM_BLOCKS = 64

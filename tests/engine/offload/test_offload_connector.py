@@ -6,8 +6,6 @@ import threading
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from contract.engine import KVReady, KVRole
 from engine.offload import BlockStore, MemoryStore, OffloadConnector
@@ -181,33 +179,3 @@ def test_blocks_of_an_aborted_request_are_not_written() -> None:
     assert engine.memory.content == before
     assert not engine.done
     check_scheduler(engine.scheduler)
-
-
-REQUESTS = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 27), st.integers(1, 4), st.sampled_from(KVRole), st.integers(0, 6)),
-    min_size=1,
-    max_size=25,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(REQUESTS, st.integers(1, 40))
-def test_every_request_sees_its_own_kv(requests: list[tuple[int, int, int, KVRole, int]], room: int) -> None:
-    engine = Engine(MemoryStore(room * 16))
-    aborted: set[str] = set()
-    for number, (start, length, max_tokens, role, action) in enumerate(requests):
-        name = f"r{number}"
-        role = KVRole.LOCAL if role is KVRole.RECEIVE else role
-        engine.submit(name, [start, *range(length)], max_tokens, role=role)
-        for _ in range(action):
-            engine.step()
-        if action == 3:
-            engine.scheduler.abort(name)
-            aborted.add(name)
-        if role is KVRole.PUSH:
-            engine.run()
-            engine.scheduler.release(name)
-    engine.run()
-    assert set(engine.cached) | aborted == {f"r{number}" for number in range(len(requests))}
-    assert engine.scheduler.load().free_blocks == NUM_BLOCKS
-    engine.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from checkpoints.source import resolve_model
 from experiments.benchmarks.engine_sides import Floor
 from experiments.engine_alone.ceilings import Ceilings, Sizes
 from experiments.engine_alone.steps import StepCase
-from tests.strict_cuda import CudaMisuse, StrictGpus
+from tests.strict_cuda import StrictGpus
 
 SMALL = Sizes(2**22, 64)
 
@@ -35,22 +34,3 @@ def test_a_decode_step_on_a_gpu_reads_weights_and_cache_but_no_embedding() -> No
     kv_bytes = 3 * 101 * shape.kv_bytes_per_token("bfloat16")
     assert floor.measure_s(StepCase(3, 1, 100)) == 2 * matrices + kv_bytes
     assert floor.measure_s(StepCase(1, 48)) > 0
-
-
-def test_times_are_read_from_timed_events_of_one_gpu_that_have_passed() -> None:
-    gpus = StrictGpus(num_gpus=2)
-    cuda = gpus.process()
-    cuda.init(0)
-    first, plain, last = cuda.record(0, timed=True), cuda.record(0), cuda.record(0, timed=True)
-    with pytest.raises(CudaMisuse, match="without timing"):
-        first.elapsed_time(plain)
-    with pytest.raises(CudaMisuse, match="has not passed"):
-        first.elapsed_time(last)
-    last.synchronize()
-    assert first.elapsed_time(last) >= 0
-    other = gpus.process()
-    other.init(0)
-    foreign = other.record(0, timed=True)
-    foreign.synchronize()
-    with pytest.raises(CudaMisuse, match="two GPUs"):
-        first.elapsed_time(foreign)

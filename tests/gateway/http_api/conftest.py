@@ -10,8 +10,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from tests.gateway.conftest import Service, StartService, build_byte_level, services
-from tests.gateway.fuzzing import PATIENT
+from tests.gateway.conftest import PATIENT, Service, StartService, build_byte_level, services
 from tests.local_cluster import free_port
 
 TEMPLATE = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.certificates import Certificates
 from tests.command_line import PDSERVE
-from tests.gateway.fuzzing import PATIENT
+from tests.gateway.conftest import PATIENT
 from tests.gateway.http_api.conftest import Http, StartHttp
 from tests.gateway.test_callers import entry, save
 from tests.local_cluster import ROOT, free_port

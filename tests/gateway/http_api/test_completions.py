@@ -160,18 +160,6 @@ async def test_the_request_id_comes_from_body_or_header_and_goes_back(http: Http
     assert "set-cookie" not in bad.headers
 
 
-async def test_a_call_that_repeats_a_running_one_takes_it_over(http: Http) -> None:
-    http.service.fleet["d0"].hangs.add("decode_step")
-    body = {"prompt": [60], "max_tokens": 4, "request_id": "one", "ignore_eos": True}
-    first = asyncio.create_task(http.post(PATH, **body))
-    await http.service.until(lambda: http.service.fleet["d0"].stuck)
-    http.service.fleet["d0"].hangs.clear()
-    assert (await http.post(PATH, **body)).status_code == 200
-    answer = await first
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "DuplicateRequest")
-    await http.service.until(lambda: http.service.is_idle)
-
-
 async def test_a_client_that_leaves_frees_everything(http: Http) -> None:
     http.service.fleet["d0"].hangs.add("decode_step")
     for stream in (False, True):

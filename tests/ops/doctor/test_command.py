@@ -35,14 +35,6 @@ def test_cuda_without_a_gpu(cli: Cli) -> None:
     assert "--device cpu" in finding["remedy"]
 
 
-def test_a_missing_model(cli: Cli) -> None:
-    run = cli.run("doctor", "--model", "no/such/folder", "--oversubscribe", "--port", "0", "--json")
-    assert run.returncode == 1
-    report = json.loads(run.stdout)
-    assert {each["check"] for each in report["findings"]} == {"model"}
-    assert report["need_bytes"] is None
-
-
 def test_bad_options_fail_as_with_up(cli: Cli) -> None:
     run = cli.run("doctor", "--placement", "nowhere")
     assert run.returncode == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -85,16 +84,6 @@ def test_another_model(tmp_path: Path) -> None:
     assert [each.where for each in found(report, "tokenizer", "warn")] == ["the gateway"]
 
 
-def test_a_model_that_one_node_does_not_have(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "models" / "tiny", tmp_path / "model")
-    host = PlantedHost(first=Planted(cwd=tmp_path), second=Planted(cwd=Path("/")))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        report = examine(host, cluster={"port_base": free_ports(12)}, model={"path": "model"})
-    assert troubles(report) == ["model"]
-    assert "no such folder" in found(report, "model")[0].what
-
-
 def test_an_installation_without_a_doctor(tmp_path: Path) -> None:
     """An old pdserve without a doctor cannot report its version, which is a finding."""
     other = installation(tmp_path)
@@ -102,23 +91,6 @@ def test_an_installation_without_a_doctor(tmp_path: Path) -> None:
     report = examine(PlantedHost(second=Planted(root=other)), cluster={"port_base": free_ports(12)})
     assert troubles(report) == ["probe"]
     assert report.pairs[0].meeting.obstacle == "not tried"
-
-
-def test_gpus_that_ray_has_and_torch_does_not() -> None:
-    report = examine(
-        PlantedHost(resources={"CPU": 1.0, "GPU": 1.0}), cluster={"port_base": free_ports(12), "device": "cuda"}
-    )
-    findings = found(report, "device")
-    if any(node.report is not None and node.report.devices for node in report.nodes):
-        pytest.skip("this host has a GPU")
-    assert [finding.where for finding in findings] == [FIRST, SECOND]
-    assert "sees none" in findings[0].what
-
-
-def test_more_workers_than_slots() -> None:
-    report = examine(PlantedHost(), cluster={"port_base": free_ports(12), "decode": 5})
-    assert troubles(report) == ["slots"]
-    assert [node.report is not None for node in report.nodes] == [True, True]  # all are examined all the same
 
 
 def test_several_faults_at_once(tmp_path: Path) -> None:
@@ -181,32 +153,14 @@ def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
     assert "did not answer report within 15 s" in found(report, "probe")[0].what
 
 
-@pytest.mark.parametrize(
-    "fault", ["shard", *[pytest.param(fault, marks=pytest.mark.soak) for fault in ("pointer", "truncated")], "tensor"]
-)
-def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
     """The loader's own checks find the fault without loading the model."""
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "models" / "tiny", folder)
-    weights = folder / "model.safetensors"
-    said = {
-        "shard": "model-2-of-2.safetensors: missing, but model.safetensors.index.json names it",
-        "pointer": "model.safetensors: is a Git LFS pointer instead of the file; run `git lfs pull`",
-        "truncated": "model.safetensors: corrupt or truncated",
-        "tensor": "tensor 'model.norm.weight' is in none of its safetensors files",
-    }[fault]
-    if fault == "shard":
-        names = {"model.norm.weight": weights.name, "lm_head.weight": "model-2-of-2.safetensors"}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    elif fault == "pointer":
-        weights.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n")
-    elif fault == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-1])
-    else:
-        tensors = load_file(weights)
-        del tensors["model.norm.weight"]
-        save_file(tensors, weights, {"format": "pt"})
-    assert said in report_node(str(folder)).model_error
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "tensor 'model.norm.weight' is in none of its safetensors files" in report_node(str(folder)).model_error
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def meet(probe: WorkerProbe, transport: str, address: str, **changes: Any) -> Me
     return msgspec.convert(probe.call("meet", arguments)["value"], Meeting)
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc_stream"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_two_meet_and_measure(transport: str) -> None:
     with (
         probing("prefill-0", Role.PREFILL, transport=transport) as (prefill, _),
