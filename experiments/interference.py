@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -60,6 +59,7 @@ from experiments.statistics import percentile
 from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
+from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval, apart, interval_text, median_interval
 from pdserve.core.request import Mode, counted
@@ -169,7 +169,7 @@ class Interference(Experiment):
         """Seconds that one long prompt takes on the idle service, to its first token."""
         times_ms = []
         for index in range(_CALIBRATIONS):
-            prompt, salt = self.options.prompt(vocab_size, LONG, -1, index), f"calibration/{random.random()}"
+            prompt, salt = self.options.prompt(vocab_size, LONG, -1, index), f"calibration/{SYSTEM.random()}"
             done = await client.generate(prompt, mode=self.mode, max_tokens=1, ignore_eos=True, salt=salt).result()
             times_ms.append(done.ttft_ms)
         return sorted(times_ms[1:])[(_CALIBRATIONS - 1) // 2] / 1e3

@@ -24,6 +24,7 @@ from experiments.statistics import percentile, plain_mean, tail
 from experiments.workloads.conversation import Room
 from pdserve.client.async_client import AsyncClient, AsyncStream
 from pdserve.client.status import ServiceStatus
+from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import PdserveError
 
 DECODING, LONG = "decoding", "long"
@@ -91,7 +92,7 @@ async def measure_window(
 ) -> None:
     """Measure one window of an arm: writes the rows of its requests, and adds to the fact `WINDOWS`."""
     status = await client.status()
-    salt = f"{bench.cell.name}/{arm.name}/{repeat}/{random.random()}"
+    salt = f"{bench.cell.name}/{arm.name}/{repeat}/{SYSTEM.random()}"
     settled = [asyncio.Event() for _ in range(options.decoding)]
     tokens = min(_MOST_DECODED, Room.of(status).tokens - _DECODING_PROMPT_LEN)
     place: dict[str, Any] = {"arm": arm.name, "repeat": repeat}

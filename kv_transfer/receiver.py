@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -269,7 +268,7 @@ class KVReceiver:
             regions = self._pool.regions(blocks, layers)
             fetch = transfer.fetch = link.link.fetch(regions, hashed=link.checksums, on_progress=transfer.lease.renew)
             await fetch
-            fetched_s = time.perf_counter()
+            fetched_s = self._clock.now()
             if transfer.is_over:
                 return  # it has ended, and another request may use its blocks
             if fetch.digest is not None:
@@ -288,8 +287,8 @@ class KVReceiver:
             _log.exception("the KV of %s cannot be written", transfer.attempt_id)
             transfer.end(TransferError(f"KV of {transfer.attempt_id} cannot be written: {error}"))
             return
-        import_s = time.perf_counter() - fetched_s + fetch.digest_s
-        transfer.accept(header, size, begun_s, self._clock.now(), import_s)
+        now_s = self._clock.now()
+        transfer.accept(header, size, begun_s, now_s, now_s - fetched_s + fetch.digest_s)
         await self._finish(link, transfer, header.seq)
 
     async def _finish(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -361,11 +360,11 @@ class SendLink:
             self._inflight_bytes += part.size
         transfer.idle.clear()
         try:
-            started_s = time.perf_counter()
+            started_s = self._clock.now()
             regions = self._pool.regions(part.block_ids, part.layers, self._shard) if part.block_ids else []
             payload = await self._link.payload(regions)
             digest = checksum(payload.parts, trailer) if self._checksums else 0
-            transfer.export_s += time.perf_counter() - started_s
+            transfer.export_s += self._clock.now() - started_s
             header = Blocks(
                 nonce=transfer.nonce,
                 epoch=self.peer.epoch,

@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import platform
-import random
 import shutil
 import statistics
 import subprocess
@@ -36,6 +35,7 @@ from experiments.child_process import ROOT, ChildProcess
 from experiments.messages import message_of
 from experiments.workloads.conversation import random_tokens
 from pdserve import Client
+from pdserve.core.chance import SYSTEM
 from pdserve.version import VERSION
 
 PORTS = {"prefill": 8100, "decode": 8200}
@@ -215,7 +215,7 @@ def ask_vllm(model: Path, prompt: tuple[int, ...], mode: str, output_tokens: int
 
 def _post(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    headers = {"Content-Type": "application/json", "X-Request-Id": str(random.random())}
+    headers = {"Content-Type": "application/json", "X-Request-Id": str(SYSTEM.random())}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     answer = connection.getresponse()
     if answer.status != http.client.OK:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 import operator
-import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest
 from pdserve.core.request import Mode, check_priority
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
@@ -79,7 +79,7 @@ class Ask:
         if several:
             self._request.request_id = self._request.request_id or f"req-{uuid.uuid4().hex}"
             if self._request.sampling.temperature > 0 and not self._request.sampling.HasField("seed"):
-                self._request.sampling.seed = random.getrandbits(63)
+                self._request.sampling.seed = SYSTEM.getrandbits(63)
 
     def message(self, token_ids: Sequence[int]) -> pb.GenerateRequest:
         """The request of a client that has these tokens already."""

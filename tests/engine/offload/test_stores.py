@@ -13,6 +13,7 @@ import pytest
 
 from engine import offload
 from engine.offload import DiskStore, MemoryStore
+from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import ConfigError
 
 SIZE = 1000
@@ -164,7 +165,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(folder: Pa
         process = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(random.uniform(0.0, 0.1))
+        time.sleep(SYSTEM.uniform(0.0, 0.1))
         process.kill()
         process.wait()
         process.stdout.close()
