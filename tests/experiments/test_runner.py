@@ -152,8 +152,12 @@ def nothing(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_run_and_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+def test_a_signal_ends_the_run_and_keeps_what_was_measured(
+    tmp_path: Path, number: signal.Signals, request: pytest.FixtureRequest
+) -> None:
+    before = signal.default_int_handler
+    usual = signal.signal(number, before)  # nohup has SIGHUP ignored
+    request.addfinalizer(lambda: signal.signal(number, usual))
     experiment = Scripted((None, nothing), (None, lambda bench: signal.raise_signal(number)))
     outcome = run_experiment(experiment, RunFolder.create(tmp_path, "scripted", {}), Quiet())
     assert outcome.interrupted

@@ -213,10 +213,10 @@ class ScriptedService:
         pb_grpc.add_InferenceServicer_to_server(self.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if tls is None:
-            self.target = f"localhost:{self._server.add_insecure_port('localhost:0')}"
+            self.target = f"localhost:{self._server.add_insecure_port('127.0.0.1:0')}"
         else:
             credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.cert.read_bytes())])
-            self.target = f"https://localhost:{self._server.add_secure_port('localhost:0', credentials)}"
+            self.target = f"https://localhost:{self._server.add_secure_port('127.0.0.1:0', credentials)}"
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:

@@ -81,7 +81,7 @@ def test_charts_go_on_over_seconds_without_a_value() -> None:
     assert [each[0] for each in (queued, running, kv)] == [
         "0queued requests0 to 0",
         "1running requests0 to 1",
-        "7 %KV in use0 to 7 %",
+        "7.0 %KV in use0 to 7.0 %",
     ]
 
 

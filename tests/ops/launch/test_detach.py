@@ -25,16 +25,17 @@ time.sleep(60)
 
 
 class Interrupted:
-    """A report that notes the processes there are at the stage ``at``, and is interrupted then."""
+    """A report that notes the processes started since, at the stage ``at``, and is interrupted then."""
 
     def __init__(self, at: str) -> None:
         self.at = at
+        self._before = set(psutil.Process().children(recursive=True))  # of services that other tests share
         self.family: list[psutil.Process] = []
         self.ray_folder = ""
 
     def __call__(self, stage: str) -> None:
         if stage.startswith(self.at):
-            self.family = psutil.Process().children(recursive=True)
+            self.family = [p for p in psutil.Process().children(recursive=True) if p not in self._before]
             arguments = ""
             for process in self.family:
                 with contextlib.suppress(psutil.NoSuchProcess):  # a short-lived helper of Ray that has just ended
