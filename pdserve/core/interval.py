@@ -75,7 +75,7 @@ class Interval:
         else:
             plain = form.lstrip("+") or f".{self._decimals}f"
             value, lo, hi = (
-                f"{self.value:{'+' * form.startswith('+')}{plain}}",
+                f"{self.value:{'+' * form.startswith('+')}z{plain}}",  # z: -0.04 is +0.0 and not -0.0
                 f"{self.lo:{plain}}",
                 f"{self.hi:{plain}}",
             )
@@ -84,7 +84,7 @@ class Interval:
 
     def written(self, value: float) -> str:
         """A number beside the interval, with the digits that its width gives a meaning to."""
-        return f"{value:.{self._decimals}f}"
+        return f"{value:z.{self._decimals}f}"
 
     @property
     def _decimals(self) -> int:

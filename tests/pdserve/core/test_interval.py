@@ -55,6 +55,7 @@ def test_an_interval_survives_its_plain_form() -> None:
 def test_an_interval_is_written_in_one_way() -> None:
     interval = Interval(1.234, -0.5, 12.75, 7)
     assert interval.text() == "+1.2 ms [-0.5, 12.8]"
+    assert Interval(-0.04, -1.2, 0.8, 7).text() == "+0.0 ms [-1.2, 0.8]"
     assert interval.text("requests/s", ".0f") == "1 requests/s [-0, 13]"
     assert interval_text(interval.to_dict(), "+.1f") == "+1.2 [-0.5, 12.8]"
     assert interval_text(interval.to_dict(), ".0f", factor=100) == "123 [-50, 1275]"
