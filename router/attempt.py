@@ -35,8 +35,8 @@ PROOF_TIMEOUT_S = 10.0
 STANDSTILL_S = 2.0
 """Limit: wait of both workers of a hand-off for blocks that only hand-offs free; twice that after token 1. Then: retry.
 
-Requests of several gateways, and retries, reach two workers in different orders. Then each may hold blocks for
-hand-offs for which the other one has none."""
+Workers get requests in different orders (from several gateways, by priority, when some are retried). Then each of two
+may hold blocks for hand-offs for which the other one has none."""
 
 # A retry after token 1 gets token 2 from a prefill, whose events replace those of decode.
 _AS_TOKEN_2 = {

@@ -12,9 +12,11 @@ from pdserve.client.core import GatewayCore
 from pdserve.client.request import Ask
 from pdserve.core.errors import NotReady, PdserveError, from_wire, to_wire
 from pdserve.pb import inference_pb2 as pb
+from simulator.engine import Violation
 from simulator.loop import Mailbox
+from simulator.model import prompt_logprobs
 from simulator.network import API, Network, Process, StreamWire
-from simulator.service import ERROR, Call
+from simulator.service import ERROR, Asked, Call
 
 DEADLINE_GRACE_S = 12.0
 """How long after its deadline a client knows how its request ended: `KEEPALIVE_S` and a bit."""
@@ -25,21 +27,21 @@ UNANSWERED = "unanswered"
 
 
 class WorldGatewayApi(GatewayCore):
-    """The way of the client ``process`` to a gateway's API, for one request of ``tenant``. It waits ``read_s`` before
-    it reads each message. ``on_begin`` is told how many tokens a call has sent once the gateway answers it with more
-    than an error."""
+    """The way of the client ``process`` to a gateway's API, for the request ``asked``. It waits ``read_s`` before it
+    reads each message. ``on_begin`` is told how many tokens a call has sent once the gateway answers it with more than
+    an error."""
 
     def __init__(
         self,
         network: Network,
         process: Process,
         name: str,
-        tenant: str,
+        asked: Asked,
         read_s: float,
         on_begin: Callable[[int], None],
     ) -> None:
         super().__init__(name)
-        self.network, self.process, self.tenant, self.read_s, self.on_begin = network, process, tenant, read_s, on_begin
+        self.network, self.process, self.asked, self.read_s, self.on_begin = network, process, asked, read_s, on_begin
         self.failed = False
         """Whether it was not ready, or was lost, since the last token came from any gateway."""
 
@@ -55,8 +57,10 @@ class WorldGatewayApi(GatewayCore):
         """See `GatewayCore`."""
         message, timeout_s = ask.message(token_ids), ask.timeout_s()
         assert timeout_s is not None, "requests of a plan have deadlines"
+        if self.asked.prompt_logprobs:  # no option of the client, but of the API
+            message.sampling.prompt_logprobs = 0
         window = WINDOW if self.read_s else 0
-        call = Call(self.tenant, timeout_s, window, message.SerializeToString())
+        call = Call(self.asked.tenant, timeout_s, window, message.SerializeToString())
         return WorldCall(self, call, len(message.token_ids.ids) + len(token_ids))
 
     def failure(self, error: Exception, has_begun: bool) -> PdserveError:
@@ -64,6 +68,13 @@ class WorldGatewayApi(GatewayCore):
         found = error if isinstance(error, PdserveError) else from_wire(*to_wire(error))
         self.failed |= isinstance(found, NotReady)
         return found
+
+    def check_prompt(self, completion: pb.Completion) -> None:
+        """Raise `Violation` unless the log-probabilities of the prompt are those that the model has."""
+        expected = [each.logprob for each in prompt_logprobs(self.asked.model_salt, self.asked.prompt)]
+        found = [token.logprob for token in completion.prompt_logprobs[1:]]
+        if found != expected:
+            raise Violation(f"{self.asked.request_id}: log-probabilities of its prompt are {found}, not {expected}")
 
     @property
     def address(self) -> str:
@@ -110,6 +121,8 @@ class WorldCall:
                             self._read.put(b"")
                         response = pb.GenerateResponse.FromString(data)
                         completed = response.HasField("completion")
+                        if completed and api.asked.prompt_logprobs:
+                            api.check_prompt(response.completion)
                         yield response
         except TimeoutError:
             error = PdserveError()

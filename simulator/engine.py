@@ -313,6 +313,8 @@ class _Runner:
                 hook.done(layer + 1)
         sampled: dict[str, SampledToken] = {}
         for seq, each in zip(seqs, known, strict=True):
+            if (prompt := seq.prompt_logprobs) is not None:
+                prompt.values += each.chain.prompt_logprobs(prompt.missing(seq.start, seq.end)[0])
             if seq.sample:
                 token_id = self._pending[seq.attempt_id] = each.chain.token_at(seq.end)
                 sampled[seq.attempt_id] = SampledToken(token_id)

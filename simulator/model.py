@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
+
+from pdserve.core.sampling import TokenLogprobs
 
 VOCAB_SIZE = 64
 EOS_TOKEN_ID = 0
@@ -24,6 +26,10 @@ def _next(state: int, token_id: int) -> int:
 
 def _token(state: int) -> int:
     return (state >> 20) % VOCAB_SIZE
+
+
+def _logprobs(state: int) -> TokenLogprobs:
+    return TokenLogprobs(-float(state % 97))
 
 
 class _Prompt(NamedTuple):
@@ -71,13 +77,27 @@ class Chain:
         """The token that follows the first ``position`` ones."""
         return _token(self._states[position])
 
+    def prompt_logprobs(self, positions: range) -> list[TokenLogprobs]:
+        """Those of the tokens that follow ``positions``."""
+        return [_logprobs(self._states[position + 1]) for position in positions]
 
-def answer(salt: str, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool) -> list[int]:
-    """What the model answers."""
+
+def answer(salt: str, prompt: Sequence[int], max_tokens: int, ends: Container[int]) -> list[int]:
+    """What the model answers, up to the first token that ``ends`` it."""
     state, found = _prompt(salt, tuple(prompt)).states[-1], list[int]()
     while len(found) < max_tokens:
         found.append(_token(state))
-        if found[-1] == EOS_TOKEN_ID and not ignore_eos:
+        if found[-1] in ends:
             break
         state = _next(state, found[-1])
     return found
+
+
+def prompt_logprobs(salt: str, prompt: Sequence[int]) -> list[TokenLogprobs]:
+    """Those of a prompt's tokens after the first."""
+    return [_logprobs(state) for state in _prompt(salt, tuple(prompt)).states[1:-1]]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """The text of tokens by the embedded model's tokenizer: a character each, and none of `EOS_TOKEN_ID`."""
+    return "".join(chr(ord("!") + token_id - 1) for token_id in token_ids if token_id != EOS_TOKEN_ID)

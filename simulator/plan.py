@@ -28,7 +28,7 @@ TENANTS = ("a", "b", "c")
 
 FaultKind = Literal[
     "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway",
-    "pause_gateway", "flip", "replace", "kill_peer", "step", "leave_reading",
+    "pause_gateway", "flip", "replace", "kill_peer", "step", "leave_reading", "drain_gateway",
 ]  # fmt: skip
 _KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 MAX_KINDS = 4
@@ -42,7 +42,8 @@ class Fault:
     connection breaks. ``pause_gateway`` breaks those of its clients, too. ``replace``: the worker is drained and
     leaves, and another one joins. ``kill_peer``: as soon as a worker fetches a prefix for a prompt that it is to hand
     off, the decode worker that waits for it is killed. ``kill_gateway``: as soon as a stream that runs there has
-    tokens. ``step``: the clock of a host jumps ahead by ``other`` seconds; so long it may take until everybody knows.
+    tokens. ``drain_gateway``: it serves no new calls, and ends when it has no others, or after ``for_s``. ``step``: the
+    clock of a host jumps ahead by ``other`` seconds; so long it may take until everybody knows.
     ``leave_reading``: the client leaves whose request's cold blocks are being read."""
 
     at_s: float
@@ -125,6 +126,7 @@ class Plan:
                 "first_token": draw.choice(["prefill", "prefill", "decode"]),
                 "max_unread_tokens": draw.choice([4, 1024]),
                 "max_queue": draw.choice([8, 256]),
+                "max_queue_tokens": draw.choice([500, 4_194_304]),
                 "prefill_backlog_tokens": draw.choice([16, 512]),
                 "patience_s": 30.0,
             },
@@ -182,11 +184,15 @@ _POLICIES = ("least_tokens", "prefix_affinity", "kv_aware", "round_robin")
 
 
 class _Habits(NamedTuple):
-    """What the clients of a seed have in common: so many leave, read slowly, and have short deadlines."""
+    """What the clients of a seed have in common: so many leave, read slowly, have short deadlines, name tokens or texts
+    that end the answer, and want the log-probabilities of their prompts; and so many prompts fit no pool."""
 
     leave: float
     dawdle: float
     hurry: float
+    stop: float
+    score: float
+    exceed: float
     modes: tuple[Mode, ...]
     heads: tuple[int, ...]
     """So many tokens of a prompt are those of others."""
@@ -200,6 +206,9 @@ class _Habits(NamedTuple):
             draw.choice([0.0, 0.15, 0.5]),
             draw.choice([0.0, 0.25, 0.6]),
             draw.choice([0.0, 0.25]),
+            draw.choice([0.0, 0.0, 0.5]),
+            draw.choice([0.0, 0.0, 0.3]),
+            draw.choice([0.0, 0.0, 0.1]),
             draw.choice([(Mode.PD,), (Mode.PD, Mode.PD, Mode.COLOCATED, Mode.AUTO), (Mode.COLOCATED, Mode.AUTO)]),
             draw.choice([(0, 24, 48), (48,)]),
             draw.choice([WINDOW_S, WINDOW_S, WINDOW_S, 0.05]),
@@ -212,7 +221,9 @@ def _request(draw: random.Random, number: int, settings: WorkerSettings, habits:
     shared = random.Random(f"{tenant}/{draw.randrange(2)}")  # some prompts of a tenant begin alike
     head = [shared.randrange(1, VOCAB_SIZE) for _ in range(draw.choice(habits.heads))]
     tail = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.randint(1, 24))]
-    prompt = (*head, *tail)[: room // 2]
+    prompt = (*head, *tail)[: room // 2] if draw.random() >= habits.exceed else (1,) * room
+    stop = tuple(draw.sample(range(1, VOCAB_SIZE), 8)) if draw.random() < habits.stop else ()
+    by_text = draw.random() < 0.6
     leaves_after = draw.randint(1, 6) if draw.random() < habits.leave / 2 else None
     leaves_s = draw.uniform(0.0, 0.6) if draw.random() < habits.leave / 2 else None
     leaves = leaves_after is not None or leaves_s is not None
@@ -221,13 +232,16 @@ def _request(draw: random.Random, number: int, settings: WorkerSettings, habits:
         Asked(
             request_id=f"r{number}",
             tenant=tenant,
-            prompt=tuple(prompt),
+            prompt=prompt,
             max_tokens=min(100, room // 2) if leaves else draw.choice([1, 2, 3, 8, 16]),
             ignore_eos=draw.random() < 0.7,
             mode=draw.choice(habits.modes),
             salt=draw.choice(["", "", "s"]),
             timeout_s=draw.choice([0.3, 2.0]) if draw.random() < habits.hurry else 30.0,
             priority=draw.choice([0, 0, 0, 1]),
+            stop=stop if by_text else (),
+            stop_token_ids=() if by_text else stop,
+            prompt_logprobs=draw.random() < habits.score,
         ),
         leaves_after,
         leaves_s,
@@ -252,7 +266,7 @@ def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Rol
             return Fault(at_s, kind, worker, HUNG_S)
         case "kill_gateway":
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}")
-        case "pause_gateway":
+        case "pause_gateway" | "drain_gateway":
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}", lasting)
         case "flip":
             return Fault(at_s, kind, worker, other=draw.choice(["prefill", "decode"]))

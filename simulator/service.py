@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -12,6 +13,7 @@ import msgspec
 
 import decode_worker.receive
 import prefill_worker.push
+from checkpoints.source import resolve_model
 from contract.control import Wire
 from engine.scheduling.scheduler import SchedulerConfig
 from gateway.admitted_call import AdmittedCall
@@ -21,6 +23,7 @@ from gateway.inference import Completion, Inference, Observer, OutputToken
 from gateway.load_meter import LOOK_EVERY_S, LoadMeter
 from gateway.status_report import StatusReport
 from gateway.token_file import TokenLimits
+from gateway.tokenizer import Tokenizer, load_tokenizer
 from gateway.worker_directory import WorkerDirectory
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
@@ -28,6 +31,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.kv_layout import KVLayout, probe_area
+from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import MAX_PRIORITY, Mode
 from pdserve.core.worker import Role, WorkerInfo
 from pdserve.pb import inference_pb2 as pb
@@ -49,6 +53,7 @@ from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
 from worker.worker import Worker
 
+CACHE_KEY = b"key"
 START_S = (0.2, 2.0)
 """How long a process takes to start."""
 FAIL_S = 1.0
@@ -273,6 +278,21 @@ class Asked:
     salt: str
     timeout_s: float
     priority: int
+    stop: tuple[int, ...] = ()
+    """Tokens whose texts end it, which the gateway finds."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end it, which the engine finds."""
+    prompt_logprobs: bool = False
+
+    @property
+    def model_salt(self) -> str:
+        """That of its tokens' KV."""
+        return keyed_salt(f"{self.tenant}/{self.salt}", CACHE_KEY)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end it."""
+        return frozenset([*self.stop, *self.stop_token_ids, *(() if self.ignore_eos else (EOS_TOKEN_ID,))])
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -378,12 +398,12 @@ class WorldGateway:
         report = StatusReport(self.registry, self.router, clock, "simulated", "0", lambda: True, "", {}, [], str)
         self.inference = Inference(
             self.router,
-            None,
+            _tokenizer(),
             report.limits,
             Callers(None, clock),
             clock,
             60.0,
-            b"key",
+            CACHE_KEY,
             [Charges(), *([self.meter] if config.scaling.controller != "off" else [])],
             chance=chance,
         )
@@ -437,6 +457,11 @@ class WorldGateway:
 
 
 _CALL = msgspec.msgpack.Decoder(Call)
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer | None:
+    return load_tokenizer(resolve_model("tiny").folder)
 
 
 async def _note_reads(requests: AsyncIterator[bytes], room: asyncio.Semaphore) -> None:

@@ -21,7 +21,6 @@ from pdserve.client.request import Ask, GenerateOptions
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import DeadlineExceeded, NotReady, PdserveError, TransferError, from_wire
 from pdserve.core.handoff import prefix_transfer_id
-from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.request import Mode
 from pdserve.core.timeline import UNATTRIBUTED
 from pdserve.core.worker import Role
@@ -31,7 +30,7 @@ from simulator.client import DEADLINE_GRACE_S, UNANSWERED, WorldGatewayApi
 from simulator.engine import Violation
 from simulator.log import WorldLog, logged
 from simulator.loop import BEGIN_S, Stuck, World
-from simulator.model import answer
+from simulator.model import answer, text_of
 from simulator.network import Network, Process
 from simulator.plan import ClientRequest, Fault, Plan
 from simulator.scaling import EPSILON_S, WorldScaling
@@ -132,6 +131,7 @@ class _Simulation:
         self.workers: dict[str, WorldWorker] = {}
         self.outcomes = [Outcome(request) for request in plan.requests]
         self._turns = 0
+        self._pool_tokens = plan.settings.num_blocks * plan.settings.block_size
         self._served = Counter[str]()  # tokens that were computed for a tenant, at least
         self._started: list[WorldGateway] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -341,6 +341,8 @@ class _Simulation:
                     if connection.processes == (self.host, gateway):
                         connection.close("a proxy gives up")
                 self.loop.call_later(fault.for_s, gateway.resume)
+            case "drain_gateway":
+                self._drain_gateway(self.gateways[fault.target], self.world.now_s + fault.for_s)
             case "partition":
                 self.network.block(fault.target, fault.other)
                 self.loop.call_later(fault.for_s, self.network.unblock, fault.target, fault.other)
@@ -381,6 +383,15 @@ class _Simulation:
             gateway.process.kill()
         else:
             self.loop.call_later(0.001, self._kill_gateway, name, until_s)
+
+    def _drain_gateway(self, gateway: WorldGateway, until_s: float) -> None:
+        """Have a gateway refuse new calls, and end it when it has no more, or at ``until_s``."""
+        if gateway.ready:
+            gateway.inference.draining = NotReady("the service is stopping")
+            if gateway.inference.in_progress and self.world.now_s < until_s:
+                self.loop.call_later(0.01, self._drain_gateway, gateway, until_s)
+                return
+        gateway.process.kill()
 
     def _kill_peer(self, until_s: float) -> None:
         """Kill the decode worker of a prompt whose prefix is being fetched. Looks for one until ``until_s``."""
@@ -486,8 +497,7 @@ class _Simulation:
     async def _ask(self, outcome: Outcome) -> None:
         """Send a request, and read its answer. While the service is not ready, ask again."""
         asked = outcome.request.asked
-        salt = keyed_salt(f"{asked.tenant}/{asked.salt}", b"key")
-        expected = answer(salt, asked.prompt, asked.max_tokens, ignore_eos=asked.ignore_eos)
+        expected = answer(asked.model_salt, asked.prompt, asked.max_tokens, asked.ends)
         outcome.sent_s = self.world.now_s
         deadline_s = outcome.sent_s + asked.timeout_s
         while (left_s := deadline_s - self.world.now_s) > 0:
@@ -497,6 +507,8 @@ class _Simulation:
                 "max_tokens": asked.max_tokens,
                 "temperature": 0.0,
                 "ignore_eos": asked.ignore_eos,
+                "stop": [text_of([token_id]) for token_id in asked.stop],
+                "stop_token_ids": asked.stop_token_ids,
                 "mode": asked.mode,
                 "salt": asked.salt,
                 "timeout_s": left_s,
@@ -530,7 +542,7 @@ class _Simulation:
                 self.network,
                 self.host,
                 f"gateway-{(self._turns + number) % self.plan.gateways}",
-                asked.tenant,
+                asked,
                 outcome.request.read_s,
                 begun,
             )
@@ -561,16 +573,22 @@ class _Simulation:
 
     def _check_generation(self, outcome: Outcome, generation: Generation, expected: list[int]) -> None:
         name, outcome.end, outcome.resumes = generation.request_id, generation.finish_reason, generation.resumes
-        if outcome.tokens != expected or list(generation.token_ids) != expected:
+        asked = outcome.request.asked
+        end, shown = "stop" if expected[-1] in asked.ends else "length", list(expected)
+        if expected[-1] in asked.stop:
+            del shown[-1]
+            while shown and not text_of(shown[-1:]):  # it does not begin before the stop string
+                del shown[-1]
+        if (outcome.end, outcome.tokens) != (end, expected):
             self.violate(f"{name}: ended by {outcome.end} with {outcome.tokens} instead of {expected}")
+        if (list(generation.token_ids), generation.text) != (shown, text_of(shown)):
+            self.violate(f"{name}: the answer is {generation.token_ids}, {generation.text!r}, and should be {shown}")
         if self.plan.faults:
             return
         if generation.kv_bytes != generation.kv_bytes_expected and generation.attempts == 1:
             self.violate(f"{name}: {generation.kv_bytes} bytes of KV moved, and {generation.kv_bytes_expected} were to")
-        asked = outcome.request.asked
         paused = outcome.request.read_s or self.config.router.max_unread_tokens < asked.max_tokens
-        # Requests of several gateways may keep each other from going on (`router.attempt.Standstill`).
-        given_up = sum(not failed.worker for failed in generation.failures) if len(self.gateways) > 1 else 0
+        given_up = sum(not failed.worker for failed in generation.failures)  # see `router.attempt.Standstill`
         if generation.attempts > 1 + given_up and not paused:
             self.violate(f"{name}: {generation.attempts} attempts without any fault")
 
@@ -613,6 +631,8 @@ class _Simulation:
                 continue
             if outcome.end == DeadlineExceeded.__name__ and asked.timeout_s >= SERVED_S and on_time:
                 self.violate(f"{name}: it was not served within {asked.timeout_s} s: {outcome.why}")
+            if outcome.end == "InvalidRequest" and len(asked.prompt) >= self._pool_tokens:
+                continue
             if outcome.end not in ENDS and not issubclass(type(from_wire(outcome.end, "")), TransferError):
                 self.violate(f"{name}: {outcome.end}: {outcome.why}")
             if not self.plan.faults and outcome.end not in ("CapacityExceeded", "DeadlineExceeded"):

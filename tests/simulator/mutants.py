@@ -17,7 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     *("pdserve", "contract", "runtime", "checkpoints", "engine", "kv_transfer", "worker", "router"),
-    *("prefill_worker", "decode_worker", "gateway", "simulator"),
+    *("prefill_worker", "decode_worker", "gateway", "simulator", "models"),
 )
 MAX_SEEDS = 2_000
 
