@@ -155,7 +155,7 @@ class Attempt:
         return len(self._session.output_token_ids) > self._delivered_before
 
     def call_off(self) -> None:
-        """Note that no more tokens are wanted. If decode has given no token, its hand-off is cancelled, so that no KV
+        """Note that nothing more is wanted. If decode has given no token, its hand-off is cancelled, so that no KV
         bytes are expected."""
         if not self._decoded:
             self._session.result.kv_bytes_expected = 0
@@ -272,6 +272,9 @@ class Attempt:
             async with asyncio.timeout(PROOF_TIMEOUT_S):
                 await self._handed_off(prefilling, decoding)
                 arrival = await self._next(decoding)
+        except Standstill:
+            self.call_off()
+            return
         except (PdserveError, TimeoutError) as error:
             log.warning("request %s: no proof of its hand-off: %s", self._request.request_id, error)
             return

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
+from simulator.model import answer
 from simulator.plan import ClientRequest, Fault, Plan
 from simulator.service import Asked, WorkerSettings
 from simulator.simulation import simulate
@@ -54,13 +55,18 @@ def test_decode_goes_on_while_prefill_cannot_reach_the_gateway() -> None:
     assert {outcome.end for outcome in result.outcomes} == {"length"}
 
 
+@pytest.mark.parametrize("ends_at_once", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_workers_whose_pools_wait_for_each_other_go_on(seed: int) -> None:
+def test_workers_whose_pools_wait_for_each_other_go_on(seed: int, ends_at_once: bool) -> None:
     """Prefill kept finished prompts for a decode worker that kept its blocks for prompts for which prefill had none:
-    with two gateways, requests reach the workers in different orders. They waited until their deadlines."""
+    with two gateways, requests reach the workers in different orders. They waited until their deadlines. When this was
+    mended, a request failed whose token 1 was its last, and which awaited the proof of its hand-off."""
     roles = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
     small = replace(SETTINGS, num_blocks=8)  # one prompt with its tokens, and half of another one
-    requests = tuple(ClientRequest(0.001 * number, asked(number)) for number in range(16))
-    result = simulate(Plan(seed, roles, 2, (0.0001, 0.05), small, {"gateway": {"replicas": 2}}, requests, ()))
+    each = [asked(number) for number in range(16)]
+    if ends_at_once:
+        each = [replace(a, stop_token_ids=tuple(answer(a.model_salt, a.prompt, 1, ()))) for a in each]
+    requests = tuple(ClientRequest(0.001 * number, a) for number, a in enumerate(each))
+    result = simulate(Plan(seed, roles, 2, (0.0001, 0.2), small, {"gateway": {"replicas": 2}}, requests, ()))
     assert result.violations == []
-    assert {outcome.end for outcome in result.outcomes} == {"length"}
+    assert {outcome.end for outcome in result.outcomes} == {"stop" if ends_at_once else "length"}
