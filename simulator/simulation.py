@@ -8,6 +8,7 @@ import logging
 import math
 import random
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -705,9 +706,10 @@ def _forget_tasks() -> None:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        gc.collect()  # what a stream that ended with an error refers to is let go
-        gc.collect()  # closes coroutines, which keep what they refer to until the next time
-        gc.collect()
+        with warnings.catch_warnings(action="ignore"):  # of tasks that had not begun
+            gc.collect()  # what a stream that ended with an error refers to is let go
+            gc.collect()  # closes coroutines, which keep what they refer to until the next time
+            gc.collect()
     finally:
         sys.unraisablehook = hook
         logging.disable(disabled)
