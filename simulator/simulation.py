@@ -27,6 +27,7 @@ from pdserve.core.timeline import UNATTRIBUTED
 from pdserve.core.worker import Role
 from router.breaker import BreakerState
 from router.registered_worker import RegisteredWorker
+from router.router import MAX_PLACEMENTS
 from simulator.client import DEADLINE_GRACE_S, UNANSWERED, WorldGatewayApi
 from simulator.engine import Violation
 from simulator.log import WorldLog, logged
@@ -584,14 +585,19 @@ class _Simulation:
             self.violate(f"{name}: ended by {outcome.end} with {outcome.tokens} instead of {expected}")
         if (list(generation.token_ids), generation.text) != (shown, text_of(shown)):
             self.violate(f"{name}: the answer is {generation.token_ids}, {generation.text!r}, and should be {shown}")
-        if self.plan.faults:
-            return
-        if generation.kv_bytes != generation.kv_bytes_expected and generation.attempts == 1:
+        if generation.kv_bytes != generation.kv_bytes_expected and (generation.kv_bytes or not self.plan.faults):
             self.violate(f"{name}: {generation.kv_bytes} bytes of KV moved, and {generation.kv_bytes_expected} were to")
-        paused = outcome.request.read_s or self.config.router.max_unread_tokens < asked.max_tokens
-        given_up = sum(not failed.worker for failed in generation.failures)  # see `router.attempt.Standstill`
-        if generation.attempts > 1 + given_up and not paused:
-            self.violate(f"{name}: {generation.attempts} attempts without any fault")
+        pair = generation.prefill_worker, generation.decode_worker
+        if generation.kv_bytes and not pair[0] != pair[1] != "":
+            self.violate(f"{name}: its KV was moved, and its workers are {pair}")
+        if outcome.request.read_s or self.config.router.max_unread_tokens < asked.max_tokens:
+            return  # it may have been paused and continued
+        attempts, failures = generation.attempts, generation.failures
+        known, most = (len(generation.placements), len(failures)), MAX_PLACEMENTS
+        if known != (min(attempts, most), max(0, min(attempts - 1, most))):
+            self.violate(f"{name}: of {attempts} attempts it knows {generation.placements} and {failures}")
+        if any(failed.worker for failed in failures) and not self.plan.faults:  # others: `router.attempt.Standstill`
+            self.violate(f"{name}: it was retried without any fault: {failures}")
 
     def _check_times(self, generation: Generation, gateway: str) -> None:
         """The offsets of the workers' clocks are within the error that is stated, and so are the stages, which leave no

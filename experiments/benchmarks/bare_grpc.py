@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from pdserve.pb import inference_pb2 as pb
 PENDING = [("grpc.server.max_pending_requests", 10**6), ("grpc.server.max_pending_requests_hard_limit", 10**6)]
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 CONNECTIONS = 4
+CONNECTION_STREAMS = 1024
+"""No more on one connection: before the server has told a new one its limit, further ones would be refused."""
 ECHO = "/echo/Generate"
 GENERATE = "/pdserve.v1.Inference/Generate"
 MESSAGE = pb.GenerateResponse(token=pb.Token(token_id=300, text=" word", index=7))
@@ -75,7 +78,8 @@ async def serve(kind: str) -> None:
 
 async def send(target: str, method: str, request: str, messages: int, streams: int, seconds: float) -> Finished:
     """The client; the request is in hexadecimal."""
-    channels = [grpc.aio.insecure_channel(target, options=OPTIONS) for _ in range(min(CONNECTIONS, streams))]
+    connections = max(min(CONNECTIONS, streams), math.ceil(streams / CONNECTION_STREAMS))
+    channels = [grpc.aio.insecure_channel(target, options=OPTIONS) for _ in range(connections)]
     stubs: list[Any] = [channel.unary_stream(method) for channel in channels]
     first_ms: list[float] = []
     finished = 0
