@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     window_s: float = 4.0
     warm_up: int = 1
     many: int = 200
-    waiting: int = 10_000
+    waiting: int = 8_000  # the gateway has room for some more calls that wait for a handler
     tokens: int = 1000
 
 
