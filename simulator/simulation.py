@@ -245,6 +245,7 @@ class _Simulation:
         return (
             self.world.now_s >= self._healed_s
             and all(each.ready and each.process.alive for each in self.gateways.values())
+            and not any(engine.loop.paused for each in self.workers.values() for engine in each.engines[-1:])
             and self._is_ready()
         )
 
@@ -354,7 +355,9 @@ class _Simulation:
                 self.add(self.roles[fault.target])
                 self.remove(fault.target)
             case "step":
-                self.network.clock(fault.target).offset_s += float(fault.other)
+                # A smaller jump is within the errors of two measurements, and may not be noticed for a minute.
+                jump_s = max(float(fault.other), 4 * self.plan.latency_s[1])
+                self.network.clock(fault.target).offset_s += jump_s
             case "reset" if self.network.open:
                 self._draw.choice(list(self.network.open.values())).close("connection reset")
             case "kill_peer":
