@@ -12,14 +12,16 @@ from pdserve.client.core import GatewayCore
 from pdserve.client.request import Ask
 from pdserve.core.errors import NotReady, PdserveError, from_wire, to_wire
 from pdserve.pb import inference_pb2 as pb
+from router.attempt import ABORT_TIMEOUT_S
 from simulator.engine import Violation
 from simulator.loop import Mailbox
 from simulator.model import prompt_logprobs
-from simulator.network import API, Network, Process, StreamWire
+from simulator.network import API, KEEPALIVE_S, Network, Process, StreamWire
 from simulator.service import ERROR, Asked, Call
 
-DEADLINE_GRACE_S = 12.0
-"""How long after its deadline a client knows how its request ended: `KEEPALIVE_S` and a bit."""
+DEADLINE_GRACE_S = KEEPALIVE_S + ABORT_TIMEOUT_S + 1.0
+"""How long after its deadline a client knows how its request ended: the gateway first waits for a worker that does not
+answer, and then the network for a client that it does not reach."""
 WINDOW = 2
 """So many messages are sent to a slow reader before it has read the first of them."""
 UNANSWERED = "unanswered"

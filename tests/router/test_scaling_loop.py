@@ -109,6 +109,12 @@ def test_a_worker_that_is_not_ready_for_a_moment_is_still_counted() -> None:
     assert seen.counts == (1, 2)
 
 
+def test_a_worker_that_is_to_leave_its_role_is_not_given_away_again() -> None:
+    """An operator has flipped one of two decode workers, and the gateways still see both."""
+    seen = observation(3.0, 5.0, [(load(3), load(5))], {P: 2, D: 1})
+    assert seen.counts == (1, 1)
+
+
 def test_what_it_sees_and_why_it_does_nothing_is_shown_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     service = ScriptedService()
