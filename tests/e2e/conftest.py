@@ -37,8 +37,9 @@ class Cli:
 
     @classmethod
     def of(cls, state: Path) -> Cli:
-        """With a state folder of its own."""
-        return cls({**os.environ, "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT), "COLUMNS": "200"})
+        """With a state folder of its own, which is its home too: a token of Ray in the tester's home stays out of it."""
+        own = {"HOME": str(state), "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        return cls({**os.environ, **own})
 
     @property
     def notes(self) -> Path:
