@@ -196,10 +196,10 @@ class Attempt:
         self._session.result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
         self._send(share.worker, decode)
         self._dispatched = True
-        # Both at once: prefill computes while decode allocates blocks and announces them.
+        # Both at once, prefill first: it computes while decode allocates blocks and announces them.
         decoding, prefilling = self._open(decode_share), self._open(share)
-        decode.handle.receive(request, share.worker.info.peer, decoding, self._hold_first_token)
         share.worker.handle.push(request, decode.info.peer, prefilling, self._fetch_prefix(share.worker))
+        decode.handle.receive(request, share.worker.info.peer, decoding, self._hold_first_token)
         self._watch_for_standstill(share.worker, decoding)
         arrival = await self._first_of(prefilling, decoding)
         share.end()

@@ -33,7 +33,7 @@ from worker.worker import Worker
 log = logging.getLogger(__name__)
 
 END_PAUSE_S = 1.0
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0001
 """Python's thread switch interval in this process. With the default of 5 ms, control would wait that long for a thread
 that copies KV."""
 

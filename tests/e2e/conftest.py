@@ -37,7 +37,7 @@ class Cli:
 
     @classmethod
     def of(cls, state: Path) -> Cli:
-        """With a state folder of its own, which is its home too: a token of Ray in the tester's home stays out of it."""
+        """With a state folder of its own, which is its home, too: no token of Ray that the tester has is used."""
         own = {"HOME": str(state), "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         return cls({**os.environ, **own})
 
