@@ -15,7 +15,6 @@ from pdserve.core.config import RouterConfig
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, WorkerLost
 from pdserve.core.handoff import PrefixFetch, PrefixSource, prefix_transfer_id
 from pdserve.core.request import Mode
-from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, Event, EventKind
 from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
@@ -256,14 +255,9 @@ class Attempt:
         return token
 
     def _token_of(self, arrival: Arrival, worker: RegisteredWorker) -> RoutedToken:
-        reason = arrival.output.finish_reason
-        if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            raise WorkerLost(f"worker {worker.worker_id} aborted the request ({reason})")
-        token = self._deliver(arrival, worker)
-        if token is None:
-            raise WorkerLost(
-                f"worker {worker.worker_id} sent an output without a token ({reason or 'no finish reason'})"
-            )
+        if (token := self._deliver(arrival, worker)) is None:
+            reason = arrival.output.finish_reason or "no finish reason"
+            raise WorkerLost(f"worker {worker.worker_id} sent an output without a token ({reason})")
         return token
 
     async def _proof_alone(self, prefilling: WorkerStream, decoding: WorkerStream) -> None:

@@ -7,8 +7,12 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
+
+from contract.kv import Ack, Announce, Blocks, Confirm, Header, Rated, decode
+from contract.message import encode
 from kv_transfer.base import NOTHING, KVLink, KVTransport, Message, check_sizes
 from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.memory import Memory
@@ -36,6 +40,7 @@ class Wires(NamedTuple):
     on_device: bool
     """Nothing is hashed, as between GPUs."""
     corrupt_share: float
+    defect_share: float
     bytes_per_s: float
     """So few that a handshake measures a link with few bytes."""
 
@@ -46,6 +51,37 @@ class Wires(NamedTuple):
         changed = bytearray(piece)
         changed[self.chance.randrange(len(changed))] ^= 1 << self.chance.randrange(8)
         return memoryview(changed)
+
+    def write(self, header: bytes) -> list[bytes]:
+        """A message as its sender writes it, who may have a defect: it is sent twice, or is wrong."""
+        if not self.defect_share or self.chance.random() >= self.defect_share:
+            return [header]
+        message = decode(header)
+        if not isinstance(message, Announce | Ack | Blocks):
+            return [header]
+        wrong = self.chance.choice([None, *_defects(message)])
+        return [header, header] if wrong is None else [encode(wrong)]
+
+
+def _defects(message: Announce | Ack | Blocks) -> list[Header]:
+    """What a sender with a defect may send instead of a message, as far as the receiver can notice it. Hashes cover
+    payload and trailer alone, so a slot that is wrong must be none of the transfer's."""
+    fields: list[dict[str, Any]] = []
+    if isinstance(message, Announce):
+        fields = [{"num_blocks": message.num_blocks + 1}, {"num_skipped": message.num_blocks + 1}]
+    elif isinstance(message, Blocks):
+        fields = [
+            {"seq": message.seq + 1},
+            {"first_slot": message.first_slot + 1000},
+            {"first_layer": message.first_layer + 100},
+            {"num_blocks": 0},
+            {"last": True},
+            {"last": True, "trailer": b"\xc1"},
+            {"attempt_id": f"{message.attempt_id}'"},
+            {"epoch": f"{message.epoch}'"},
+        ]
+    unexpected = Rated(0) if isinstance(message, Blocks) else Confirm("")
+    return [unexpected, *(msgspec.structs.replace(message, **each) for each in fields)]
 
 
 class WorldTransport(KVTransport):
@@ -65,11 +101,12 @@ class WorldTransport(KVTransport):
         one_sided: bool,
         on_device: bool,
         corrupt_share: float,
+        defect_share: float,
         bytes_per_s: float,
     ) -> None:
         super().__init__(memory)
         self._network, self._process = network, process
-        self._wires = Wires(check, chance, one_sided, on_device, corrupt_share, bytes_per_s)
+        self._wires = Wires(check, chance, one_sided, on_device, corrupt_share, defect_share, bytes_per_s)
         self._address = ""
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -134,7 +171,8 @@ class WorldLink(KVLink):
             while self._unread and self._unread[0].done.is_set():
                 self._unread.popleft()
             self._unread.append(sent)
-        self._connection.send(self._side, (header, sent))
+        for each in self._wires.write(header):
+            self._connection.send(self._side, (each, sent))
         await asyncio.sleep(0)
 
     async def drained(self) -> None:

@@ -119,7 +119,7 @@ class Plan:
             cold_blocks=cold_blocks,
             cold_fail_share=draw.choice([0.0, 0.1]),
         )
-        config = {
+        config: dict[str, Any] = {
             "router": {
                 "policy": draw.choice(["round_robin", "power_of_two", *([] if fetches else _POLICIES)]),
                 "prefix_fetch": "always" if fetches else draw.choice(["off", "auto", "always", "always"]),
@@ -155,6 +155,8 @@ class Plan:
             faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(number)), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
         turn_s, break_share = draw.choice([TURN_S, TURN_S, 2e-5, 2e-4]), 0.0 if quiet else draw.choice([0.0, 0.0, 0.3])
+        if not quiet and config["transfer"]["on_kv_failure"] != "fail" and draw.random() < 0.1:
+            settings = replace(settings, defect_share=0.02)
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:

@@ -80,6 +80,8 @@ class WorkerSettings:
     """So many of the pieces of KV that cross a link arrive with a wrong byte."""
     bytes_per_s: float
     """Rate of a KV link."""
+    defect_share: float = 0.0
+    """So many of the messages about KV are sent twice, or with a field that is wrong."""
     step_s: tuple[float, float]
     """How long a step of an engine takes, at least and at most."""
     cold_blocks: int = 0
@@ -196,6 +198,7 @@ class WorldWorker:
             one_sided=settings.one_sided,
             on_device=settings.one_sided and not config.transfer.checksum,
             corrupt_share=settings.corrupt_share,
+            defect_share=settings.defect_share,
             bytes_per_s=settings.bytes_per_s,
         )
         kv = KVThread(
