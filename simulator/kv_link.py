@@ -166,12 +166,12 @@ class WorldLink(KVLink):
         check_sizes(header, payload)
         if self._why:
             raise PeerLost(self._why)
-        sent = _Sent(payload, self._wires.check, one_sided=self._one_sided) if payload.size else None
-        if sent is not None and self._one_sided:
-            while self._unread and self._unread[0].done.is_set():
-                self._unread.popleft()
-            self._unread.append(sent)
         for each in self._wires.write(header):
+            sent = _Sent(payload, self._wires.check, one_sided=self._one_sided) if payload.size else None
+            if sent is not None and self._one_sided:
+                while self._unread and self._unread[0].done.is_set():
+                    self._unread.popleft()
+                self._unread.append(sent)
             self._connection.send(self._side, (each, sent))
         await asyncio.sleep(0)
 
