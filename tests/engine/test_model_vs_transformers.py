@@ -215,4 +215,5 @@ def test_packed_bfloat16_products_are_the_plain_ones(rows: int, biased: bool) ->
         (product.times(x, other), exact * other.double()),
         (product.plus(x, other.clone()), exact + other.double()),  # where nothing is packed it overwrites its argument
     ):
-        torch.testing.assert_close(result.double(), wanted, rtol=2e-2, atol=1e-1)  # unpacked, terms of up to 30 are rounded
+        # Where nothing is packed, terms of up to 30 are rounded before they are added.
+        torch.testing.assert_close(result.double(), wanted, rtol=2e-2, atol=1e-1)
