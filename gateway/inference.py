@@ -352,7 +352,7 @@ class Inference:
         self, record: Session, output: OutputText, call: AdmittedCall
     ) -> AsyncGenerator[OutputToken | Completion, None]:
         timeline, now = record.timeline, self._clock.now
-        finish_reason = FinishReason.ERROR
+        finish_reason: FinishReason | None = None
         timeline.record(EventKind.TOKENIZED, GATEWAY, now())
         async with aclosing(self._router.generate(record)) as tokens:
             index = resumed = len(record.output_token_ids)
@@ -362,10 +362,8 @@ class Inference:
                 was_paused, record.recomputed_tokens = bool(record.recomputed_tokens), 0
                 text = output.add(token.token_id)
                 if token.finish_reason is not None:
-                    finish_reason = token.finish_reason
                     text += output.end()
-                if output.stopped:
-                    finish_reason = FinishReason.STOP
+                finish_reason = FinishReason.STOP if output.stopped else token.finish_reason
                 now_s = now()
                 if index < len(_EMITTED) and not resumed:
                     timeline.record(_EMITTED[index], GATEWAY, now_s)
@@ -376,12 +374,12 @@ class Inference:
                     for observer in self._observers:
                         observer.first(record, now_s - call.received_s)
                 before_s = token.arrived_s
-                last = output.stopped or token.finish_reason is not None
-                yield OutputToken(record, token.token_id, text, index, last, token.logprobs)
+                yield OutputToken(record, token.token_id, text, index, finish_reason is not None, token.logprobs)
                 index += 1
                 if output.stopped and token.finish_reason is None:
                     record.stopped = True
                     break
+        assert finish_reason is not None, "the last token of a request has one"
         yield self._completion(Completion(record, output, finish_reason), call)
 
     def _completion(self, completion: Completion, call: AdmittedCall) -> Completion:

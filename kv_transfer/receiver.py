@@ -294,7 +294,7 @@ class KVReceiver:
     async def _finish(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:
         if transfer.complete and not link.confirms:
             transfer.end(transfer.received(self._clock.now()))
-            await asyncio.sleep(0)  # who waits for the transfer goes first: decode can begin
+            await asyncio.sleep(0)  # resumes what waits for the transfer, so that decode begins before the writes below
             await link.tell_ceiling()  # before the acknowledgement, so that the sender knows it when it is done
         await link.say(Ack(transfer.nonce, seq))
 

@@ -195,7 +195,8 @@ class Attempt:
         self._session.result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
         self._send(share.worker, decode)
         self._dispatched = True
-        # Both at once, prefill first: it computes while decode allocates blocks and announces them.
+        # Both workers at once. Prefill comes first, because token 1 waits for it; decode has its whole prefill to
+        # allocate blocks and to announce them.
         decoding, prefilling = self._open(decode_share), self._open(share)
         share.worker.handle.push(request, decode.info.peer, prefilling, self._fetch_prefix(share.worker))
         decode.handle.receive(request, share.worker.info.peer, decoding, self._hold_first_token)

@@ -133,7 +133,7 @@ def observation(
             return float(sum(getattr(now, name) - getattr(was, name) for was, now in each)) / looks
 
         ready = round(mean("ready"))  # one that pauses for a moment is still there
-        # One that is to take the other role is still seen in this one, and must not be given away again.
+        # Gateways still see a worker that an operator has just flipped. It must not be flipped a second time.
         workers = min(ready, members[role])
         return RoleLoad(workers, max(0, members[role] - ready), mean("load"), mean("running"), mean("short"))
 

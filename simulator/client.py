@@ -20,8 +20,8 @@ from simulator.network import API, KEEPALIVE_S, Network, Process, StreamWire
 from simulator.service import ERROR, Asked, Call
 
 DEADLINE_GRACE_S = KEEPALIVE_S + ABORT_TIMEOUT_S + 1.0
-"""How long after its deadline a client knows how its request ended: the gateway first waits for a worker that does not
-answer, and then the network for a client that it does not reach."""
+"""How long after its deadline a client knows how its request ended. The gateway waits for a worker that does not answer
+its abort; then the connection may take until its keepalive fails."""
 WINDOW = 2
 """So many messages are sent to a slow reader before it has read the first of them."""
 UNANSWERED = "unanswered"

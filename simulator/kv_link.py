@@ -52,20 +52,19 @@ class Wires(NamedTuple):
         changed[self.chance.randrange(len(changed))] ^= 1 << self.chance.randrange(8)
         return memoryview(changed)
 
-    def write(self, header: bytes) -> list[bytes]:
-        """A message as its sender writes it, who may have a defect: it is sent twice, or is wrong."""
+    def headers(self, header: bytes) -> list[bytes]:
+        """The headers that are sent for a message: its own, or with a defect that one twice, or a wrong one."""
         if not self.defect_share or self.chance.random() >= self.defect_share:
             return [header]
         message = decode(header)
-        if not isinstance(message, Announce | Ack | Blocks):
+        if not isinstance(message, Announce | Ack | Blocks):  # those of the handshake have no defects
             return [header]
-        wrong = self.chance.choice([None, *_defects(message)])
-        return [header, header] if wrong is None else [encode(wrong)]
+        return self.chance.choice([[header, header], *([encode(wrong)] for wrong in _wrong(message))])
 
 
-def _defects(message: Announce | Ack | Blocks) -> list[Header]:
-    """What a sender with a defect may send instead of a message, as far as the receiver can notice it. Hashes cover
-    payload and trailer alone, so a slot that is wrong must be none of the transfer's."""
+def _wrong(message: Announce | Ack | Blocks) -> list[Header]:
+    """Headers that are wrong in place of ``message``. The receiver can notice each of them: hashes cover payload and
+    trailer alone, so a wrong slot lies outside of the transfer."""
     fields: list[dict[str, Any]] = []
     if isinstance(message, Announce):
         fields = [{"num_blocks": message.num_blocks + 1}, {"num_skipped": message.num_blocks + 1}]
@@ -166,7 +165,7 @@ class WorldLink(KVLink):
         check_sizes(header, payload)
         if self._why:
             raise PeerLost(self._why)
-        for each in self._wires.write(header):
+        for each in self._wires.headers(header):
             sent = _Sent(payload, self._wires.check, one_sided=self._one_sided) if payload.size else None
             if sent is not None and self._one_sided:
                 while self._unread and self._unread[0].done.is_set():

@@ -155,6 +155,8 @@ class Plan:
             faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(number)), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
         turn_s, break_share = draw.choice([TURN_S, TURN_S, 2e-5, 2e-4]), 0.0 if quiet else draw.choice([0.0, 0.0, 0.3])
+        # Defects go on after the faults, when every request has to be served. They are drawn last: all other plans stay
+        # as they were.
         if not quiet and config["transfer"]["on_kv_failure"] != "fail" and draw.random() < 0.1:
             settings = replace(settings, defect_share=0.02)
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)

@@ -80,10 +80,10 @@ class WorkerSettings:
     """So many of the pieces of KV that cross a link arrive with a wrong byte."""
     bytes_per_s: float
     """Rate of a KV link."""
-    defect_share: float = 0.0
-    """So many of the messages about KV are sent twice, or with a field that is wrong."""
     step_s: tuple[float, float]
     """How long a step of an engine takes, at least and at most."""
+    defect_share: float = 0.0
+    """So many of the messages about KV are sent twice, or are wrong."""
     cold_blocks: int = 0
     """So many blocks that the prefix cache forgets are kept. An engine finds those of the one before."""
     cold_fail_share: float = 0.0

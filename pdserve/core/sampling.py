@@ -30,7 +30,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token, stop id or stop string
     LENGTH = "length"  # max_tokens reached
-    ERROR = "error"
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):

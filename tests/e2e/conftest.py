@@ -37,7 +37,7 @@ class Cli:
 
     @classmethod
     def of(cls, state: Path) -> Cli:
-        """With a state folder of its own, which is its home, too: no token of Ray that the tester has is used."""
+        """With ``state`` as state folder and home, so that a token of Ray in the tester's home is not used."""
         own = {"HOME": str(state), "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         return cls({**os.environ, **own})
 
