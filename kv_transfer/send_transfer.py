@@ -121,17 +121,19 @@ class SendTransfer(Transfer[None]):
         if self.is_over:
             return
         layers, num_layers = self.layout.all_layers if layers is None else layers, self.layout.num_layers
-        if not all(0 <= block < self._pool.num_blocks for block in block_ids):
-            raise ValueError(f"blocks outside a pool of {self._pool.num_blocks}")
-        if not 0 <= first_slot <= first_slot + len(block_ids) <= self._num_blocks:
-            raise ValueError(f"slots {first_slot} to {first_slot + len(block_ids)} of {self._num_blocks}")
-        if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
-            raise ValueError(f"layers {layers.start} to {layers.stop} of {num_layers}")
+        slots = range(first_slot, first_slot + len(block_ids))
+        if not (
+            0 <= slots.start <= slots.stop <= self._num_blocks
+            and 0 <= layers.start < layers.stop <= num_layers
+            and all(0 <= block < self._pool.num_blocks for block in block_ids)
+        ):
+            what = f"{slots} of {self._num_blocks} slots, {layers} of {num_layers} layers"
+            raise ValueError(f"{what}, blocks {block_ids} of {self._pool.num_blocks}")
         if self._closed:
             raise ValueError(f"{self.attempt_id}: blocks after its last")
         if len(trailer) > (MAX_TRAILER_BYTES if last else 0):
             raise ValueError(f"a trailer comes with the last blocks and has at most {MAX_TRAILER_BYTES} bytes")
-        pairs = enumerate(block_ids, first_slot)
+        pairs = zip(slots, block_ids, strict=True)
         self._pending.extend((slot, block, layers) for slot, block in pairs if slot >= self._num_skipped)
         self._closed, self.trailer = last, trailer
         if self.link is not None:
@@ -258,8 +260,8 @@ class SendLink:
         transfer.link, transfer.layout = self, self._shard
         transfer.message_bytes = max(self._config.message_bytes, self._link.least_message_bytes)
         # Messages are small on a slow link, because an abort waits for the one that is being written.
-        if moved_bytes := round(self.about.ceiling_gbs * 1e9 * _MESSAGE_S):  # hand-offs have rated the link since
-            transfer.message_bytes = min(transfer.message_bytes, max(_LEAST_MESSAGE_BYTES, moved_bytes))
+        moved_bytes = round(self.about.ceiling_gbs * 1e9 * _MESSAGE_S)  # hand-offs have rated the link since
+        transfer.message_bytes = min(transfer.message_bytes, max(_LEAST_MESSAGE_BYTES, moved_bytes))
 
     def bind(self, transfer: SendTransfer, announced: Announce) -> None:
         """Begin to send a transfer to where the receiver has announced it."""

@@ -402,9 +402,8 @@ class Attempt:
         return RoutedToken(output.token_id, output.finish_reason, output.logprobs, arrival.time_s)
 
     def _merge(self, events: tuple[Event, ...], worker: RegisteredWorker) -> None:
-        if events:
-            self._session.timeline.extend(events)
-            self._session.timeline.clocks[worker.worker_id] = worker.handle.clock
+        self._session.timeline.extend(events)
+        self._session.timeline.clocks[worker.worker_id] = worker.handle.clock
 
 
 class PrefixSending:

@@ -25,7 +25,8 @@ from simulator.network import Connection, Network, Process
 NAME = "simulated"
 PIECES = 3
 """A payload is written in so many pieces, between which other threads run."""
-
+MAX_COMMIT_S = 0.01
+"""How long a copy to a device takes, at most."""
 
 Check = Callable[[Sequence[Region]], None]
 """Is told of the regions of a pool that a link is about to read or to write."""
@@ -42,7 +43,8 @@ class Wires(NamedTuple):
     corrupt_share: float
     defect_share: float
     bytes_per_s: float
-    """So few that a handshake measures a link with few bytes."""
+    strays: list[tuple[WorldLink, bytes]]
+    """Headers that arrive a second time, over another link than before."""
 
     def carry(self, piece: memoryview) -> memoryview:
         """A piece as it arrives."""
@@ -74,8 +76,7 @@ def _wrong(message: Announce | Ack | Blocks) -> list[Header]:
             {"first_slot": message.first_slot + 1000},
             {"first_layer": message.first_layer + 100},
             {"num_blocks": 0},
-            {"last": True},
-            {"last": True, "trailer": b"\xc1"},
+            {"trailer": b"\xc1"} if message.last else {"last": True},
             {"attempt_id": f"{message.attempt_id}'"},
             {"epoch": f"{message.epoch}'"},
         ]
@@ -105,7 +106,7 @@ class WorldTransport(KVTransport):
     ) -> None:
         super().__init__(memory)
         self._network, self._process = network, process
-        self._wires = Wires(check, chance, one_sided, on_device, corrupt_share, defect_share, bytes_per_s)
+        self._wires = Wires(check, chance, one_sided, on_device, corrupt_share, defect_share, bytes_per_s, [])
         self._address = ""
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -189,12 +190,33 @@ class WorldLink(KVLink):
         if self._payload is not None:
             self._payload.finish(self._connection)
             self._payload = None
+        if (stray := self._stray()) is not None:
+            return Message(stray, 0)
         item = await self._arrived.get()
         if item is None:
             self._arrived.put(None)
             raise PeerLost(self._why)
         header, self._payload = item
+        if self._wires.defect_share and self._wires.chance.random() < self._wires.defect_share:
+            self._wires.strays.append((self, header))
         return Message(header, 0 if self._payload is None else self._payload.size)
+
+    def _stray(self) -> bytes | None:
+        """A message about blocks that arrived over another link."""
+        if self._wires.strays and self._wires.strays[0][0] is not self:
+            header = self._wires.strays.pop(0)[1]
+            return header if isinstance(decode(header), Blocks) else None
+        return None
+
+    def fetch(
+        self, into: Sequence[Region], *, hashed: bool = False, on_progress: Callable[[], None] = lambda: None
+    ) -> Fetch:
+        """See `KVLink`."""
+        found = WorldFetch(
+            self.memory, into, self._move, on_device=self.on_device, hashed=hashed, on_progress=on_progress
+        )
+        found.wires = self._wires
+        return found
 
     async def _move(self, fetch: Fetch) -> None:
         if (sent := self._payload) is None:
@@ -240,6 +262,18 @@ class WorldLink(KVLink):
             self._connection.close("the peer closed the link", by=self._side)
             self._end("the link was closed here")
         self.on_closed(self)
+
+
+class WorldFetch(Fetch):
+    """Takes time to copy from the host to the device, where nothing is hashed."""
+
+    wires: Wires
+
+    async def commit(self) -> None:
+        """See `Fetch`."""
+        if self.wires.on_device and not self.cancelled:
+            with self.writing():
+                await asyncio.sleep(self.wires.chance.uniform(0.0, MAX_COMMIT_S))
 
 
 class _Sent:

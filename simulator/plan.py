@@ -26,11 +26,15 @@ TINY_TOKENS, LARGE_TOKENS = 192, 1024
 """Of a KV pool: a tiny one holds two or three requests."""
 TENANTS = ("a", "b", "c")
 
+FAST_BYTES_PER_S = 2e7
+"""At which a handshake sends trains of several probes."""
+
 FaultKind = Literal[
     "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway",
-    "pause_gateway", "flip", "replace", "kill_peer", "step", "leave_reading", "drain_gateway",
+    "pause_gateway", "flip", "replace", "kill_peer", "step", "leave_reading", "drain_gateway", "stop",
 ]  # fmt: skip
-_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)[:-1]
+"""Without ``stop``, which is drawn last."""
 MAX_KINDS = 4
 """A seed has faults of so many kinds at most: what happens rarely among all of them is frequent in some seeds."""
 
@@ -44,7 +48,8 @@ class Fault:
     off, the decode worker that waits for it is killed. ``kill_gateway``: as soon as a stream that runs there has
     tokens. ``drain_gateway``: it serves no new calls, and ends when it has no others, or after ``for_s``. ``step``: the
     clock of a host jumps ahead by ``other`` seconds; so long it may take until everybody knows.
-    ``leave_reading``: the client leaves whose request's cold blocks are being read."""
+    ``leave_reading``: the client leaves whose request's cold blocks are being read. ``stop``: the worker is stopped in
+    order, and after ``for_s`` once more."""
 
     at_s: float
     kind: FaultKind
@@ -155,10 +160,17 @@ class Plan:
             faults = tuple(sorted((_fault(draw, kinds, roles, gateways) for _ in range(number)), key=_when))
         latency_s = draw.choice([(0.0001, 0.002), (0.0001, 0.002), (0.001, 0.03)])
         turn_s, break_share = draw.choice([TURN_S, TURN_S, 2e-5, 2e-4]), 0.0 if quiet else draw.choice([0.0, 0.0, 0.3])
-        # Defects go on after the faults, when every request has to be served. They are drawn last: all other plans stay
-        # as they were.
+        # What was added later is drawn last: all other plans stay as they were. Defects go on after the faults, when
+        # every request has to be served.
         if not quiet and config["transfer"]["on_kv_failure"] != "fail" and draw.random() < 0.1:
             settings = replace(settings, defect_share=0.02)
+        if not quiet and draw.random() < 0.1:
+            stops = (_fault(draw, ("stop",), roles, gateways) for _ in range(3))
+            faults = tuple(sorted((*faults, *stops), key=_when))
+        if draw.random() < 0.1:
+            settings = replace(settings, bytes_per_s=FAST_BYTES_PER_S)
+        if draw.random() < 0.1:
+            config["transfer"]["connect_timeout_s"] = 2.0
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
@@ -274,7 +286,7 @@ def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Rol
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}", lasting)
         case "flip":
             return Fault(at_s, kind, worker, other=draw.choice(["prefill", "decode"]))
-        case "pause" | "pause_engine":
+        case "pause" | "pause_engine" | "stop":
             return Fault(at_s, kind, worker, lasting)
         case _:
             return Fault(at_s, kind, worker)

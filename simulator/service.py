@@ -58,8 +58,8 @@ START_S = (0.2, 2.0)
 """How long a process takes to start."""
 FAIL_S = 1.0
 """Within which the requests on an engine that has died have ended."""
-PROBE_BYTES = 64 * 2**10
-"""What a link is measured with."""
+PROBE_BYTES = 2**20
+"""What a link is measured with, at most."""
 _SECRET = ServiceSecret(bytes(32))
 _HANDLERS = {**prefill_worker.push.HANDLERS, **decode_worker.receive.HANDLERS}
 
@@ -108,7 +108,16 @@ class WorldWorker:
         self.worker: Worker | None = None
         self._store: FailingStore | None = None
         self._tell = tell
-        self.loop.call_soon(lambda: self.loop.create_task(self._run()))
+        self._task: asyncio.Task[None] | None = None
+        self.loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._task = self.loop.create_task(self._run())
+
+    def stop(self) -> None:
+        """End worker and engine in order, as `worker.process.WorkerThread.stop` does."""
+        if self.process.alive and self._task is not None:
+            self.loop.call_soon(self._task.cancel)
 
     @property
     def engine(self) -> WorldEngine:
@@ -116,16 +125,17 @@ class WorldWorker:
         return self.engines[-1]
 
     async def _run(self) -> None:
-        await asyncio.sleep(self._chance.uniform(*START_S))
-        worker = self.worker = Worker(
-            self.spec, _HANDLERS, _SECRET, self.process.clock, ports=self, chance=self._chance
-        )
-        worker.started.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
+            await asyncio.sleep(self._chance.uniform(*START_S))
+            worker = self.worker = Worker(
+                self.spec, _HANDLERS, _SECRET, self.process.clock, ports=self, chance=self._chance
+            )
+            worker.started.add_done_callback(lambda done: done.cancelled() or done.exception())
             await worker.run()
         except PdserveError as error:
             self._tell(f"{self.spec.worker_id} ends: {error}")
-        self.process.kill()
+        finally:
+            self.process.kill()
 
     def _engine_died(self, engine: WorldEngine) -> None:
         self.loop.call_soon(lambda: self.loop.create_task(self._check_failed(engine)))
@@ -161,6 +171,7 @@ class WorldWorker:
         layout = KVLayout.uniform("simulated", "float16", settings.block_size, NUM_LAYERS, 1, SLOT_BYTES // 4)
         offset = probe_area(layout.block_bytes * settings.num_blocks).offset
         memory = HostMemory.create(offset + PROBE_BYTES)
+        mapped = HostMemory(memory.fd)  # in the engine
         if settings.cold_blocks and self._store is None:
             max_bytes, chance = settings.cold_blocks * layout.block_bytes, random.Random(self._chance.getrandbits(64))
             self._store = FailingStore(max_bytes, settings.cold_fail_share, chance)
@@ -179,7 +190,7 @@ class WorldWorker:
                 prefix_caching=settings.prefix_caching,
                 chunk_tokens=settings.chunk_tokens,
             ),
-            memory,
+            mapped,
             self._store,
             self._chance,
             run_ahead=settings.run_ahead,
@@ -187,7 +198,7 @@ class WorldWorker:
             step_s=settings.step_s,
         )
         self.engines.append(engine)
-        engine.process.on_death.append(lambda: self._engine_died(engine))
+        engine.process.on_death += [mapped.close, lambda: self._engine_died(engine)]
         epoch = id_of(self._chance)
         transport = WorldTransport(
             self._network,

@@ -366,6 +366,9 @@ class _Simulation:
                 self._leave_reading(self.world.now_s + PEER_S)
             case "kill" if worker is not None:
                 worker.process.kill()
+            case "stop" if worker is not None:
+                worker.stop()
+                self.loop.call_later(fault.for_s, worker.stop)
             case "pause" if worker is not None:
                 worker.process.pause()
                 self.loop.call_later(fault.for_s, worker.process.resume)
