@@ -158,8 +158,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             self.source = source
         elif self.source is not source:
             raise Refusal(Reason.WRONG_LINK, f"{self.attempt_id}: its sender uses another link")
-        if not self.is_over:
-            self.lease.renew()
+        self.lease.renew()
 
     def check(self, header: Blocks, size: int) -> tuple[Sequence[int], range]:
         """The blocks and layers that a message with ``size`` bytes of payload fills. `Refusal` if it does not fit the

@@ -122,17 +122,15 @@ class SendTransfer(Transfer[None]):
             return
         layers, num_layers = self.layout.all_layers if layers is None else layers, self.layout.num_layers
         slots = range(first_slot, first_slot + len(block_ids))
-        if not (
+        if self._closed or not (
             0 <= slots.start <= slots.stop <= self._num_blocks
             and 0 <= layers.start < layers.stop <= num_layers
             and all(0 <= block < self._pool.num_blocks for block in block_ids)
+            and len(trailer) <= (MAX_TRAILER_BYTES if last else 0)
         ):
-            what = f"{slots} of {self._num_blocks} slots, {layers} of {num_layers} layers"
-            raise ValueError(f"{what}, blocks {block_ids} of {self._pool.num_blocks}")
-        if self._closed:
-            raise ValueError(f"{self.attempt_id}: blocks after its last")
-        if len(trailer) > (MAX_TRAILER_BYTES if last else 0):
-            raise ValueError(f"a trailer comes with the last blocks and has at most {MAX_TRAILER_BYTES} bytes")
+            state = f"{self.attempt_id}{' after its last' if self._closed else ''}"
+            what = f"blocks {block_ids} of {self._pool.num_blocks} for slots {slots} of {self._num_blocks}"
+            raise ValueError(f"{state}: {what}, layers {layers} of {num_layers}, a trailer of {len(trailer)} bytes")
         pairs = zip(slots, block_ids, strict=True)
         self._pending.extend((slot, block, layers) for slot, block in pairs if slot >= self._num_skipped)
         self._closed, self.trailer = last, trailer

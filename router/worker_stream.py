@@ -63,7 +63,7 @@ class WorkerStream:
         self._on_change = on_change
         self._on_stall = on_stall
         self._unread: deque[Arrival] = deque()
-        self._held: deque[Arrival | Exception] = deque()  # during a burst
+        self._held: deque[Callable[[], None]] = deque()  # during a burst
         self._end: Exception | None = None  # the reason why no more outputs are taken
 
     @property
@@ -98,17 +98,11 @@ class WorkerStream:
     def output(self, output: TokenOutput) -> None:
         """See `pdserve.core.worker.OutputSink`."""
         arrival = Arrival(output, self._clock.now())
-        if self._held or self._arrivals.is_burst:
-            self._hold(arrival)
-        elif self._end is None:
-            self._take(arrival)
+        self._act(lambda: self._take(arrival))
 
     def failed(self, error: Exception) -> None:
         """See `pdserve.core.worker.OutputSink`."""
-        if self._held or self._arrivals.is_burst:
-            self._hold(error)
-        elif self._end is None:
-            self._fail(error)
+        self._act(lambda: self._fail(error))
 
     def close(self) -> None:
         """Take nothing more. The worker continues until it gets an abort."""
@@ -128,17 +122,16 @@ class WorkerStream:
         self._end = error
         self._on_change()
 
-    def _hold(self, item: Arrival | Exception) -> None:
-        if not self._held:
-            self._arrivals.when_settled(self._release)
-        self._held.append(item)
+    def _act(self, act: Callable[[], None]) -> None:
+        if self._held or self._arrivals.is_burst:
+            if not self._held:
+                self._arrivals.when_settled(self._release)
+            self._held.append(act)
+        elif self._end is None:
+            act()
 
     def _release(self) -> None:
         held = self._held
         while held and self._end is None:
-            item = held.popleft()
-            if isinstance(item, Arrival):
-                self._take(item)
-            else:
-                self._fail(item)
+            held.popleft()()
         held.clear()

@@ -61,12 +61,14 @@ class Wires(NamedTuple):
         message = decode(header)
         if not isinstance(message, Announce | Ack | Blocks):  # those of the handshake have no defects
             return [header]
-        return self.chance.choice([[header, header], *([encode(wrong)] for wrong in _wrong(message))])
+        wrong = _wrong(message, again=not self.corrupt_share)
+        return self.chance.choice([[header, header], *([encode(each)] for each in wrong)])
 
 
-def _wrong(message: Announce | Ack | Blocks) -> list[Header]:
+def _wrong(message: Announce | Ack | Blocks, *, again: bool) -> list[Header]:
     """Headers that are wrong in place of ``message``. The receiver can notice each of them: hashes cover payload and
-    trailer alone, so a wrong slot lies outside of the transfer."""
+    trailer alone, so a wrong slot lies outside of the transfer, or with ``again``, where no message is sent twice, it
+    is filled."""
     fields: list[dict[str, Any]] = []
     if isinstance(message, Announce):
         fields = [{"num_blocks": message.num_blocks + 1}, {"num_skipped": message.num_blocks + 1}]
@@ -79,6 +81,7 @@ def _wrong(message: Announce | Ack | Blocks) -> list[Header]:
             {"trailer": b"\xc1"} if message.last else {"last": True},
             {"attempt_id": f"{message.attempt_id}'"},
             {"epoch": f"{message.epoch}'"},
+            *([{"first_slot": message.first_slot - message.num_blocks}] if again else []),
         ]
     unexpected = Rated(0) if isinstance(message, Blocks) else Confirm("")
     return [unexpected, *(msgspec.structs.replace(message, **each) for each in fields)]

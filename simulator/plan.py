@@ -169,8 +169,8 @@ class Plan:
             faults = tuple(sorted((*faults, *stops), key=_when))
         if draw.random() < 0.1:
             settings = replace(settings, bytes_per_s=FAST_BYTES_PER_S)
-        if draw.random() < 0.1:
-            config["transfer"]["connect_timeout_s"] = 2.0
+        if draw.random() < 0.5:
+            config["transfer"]["connect_timeout_s"] = 1.0
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
@@ -286,7 +286,9 @@ def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Rol
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}", lasting)
         case "flip":
             return Fault(at_s, kind, worker, other=draw.choice(["prefill", "decode"]))
-        case "pause" | "pause_engine" | "stop":
+        case "pause" | "pause_engine":
             return Fault(at_s, kind, worker, lasting)
+        case "stop":
+            return Fault(at_s, kind, worker, lasting / 100)
         case _:
             return Fault(at_s, kind, worker)

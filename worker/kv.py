@@ -225,25 +225,13 @@ class KVThread:
         return self._receiver.refused
 
     async def aclose(self) -> None:
-        """End all hand-offs and the thread, and unmap the pool, also if the caller is cancelled meanwhile. Further
-        calls have no effect."""
-        if self._closed:
-            return
+        """End all hand-offs and the thread, and unmap the pool, also if the caller is cancelled meanwhile. Called once,
+        when nothing connects any more."""
         self._closed = True
         await _outlast(asyncio.ensure_future(self._close()))
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise _gone()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():  # the closing loop cancelled the work
-                raise _gone() from None
-            raise
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _close(self) -> None:
         try:

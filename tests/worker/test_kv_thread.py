@@ -229,7 +229,6 @@ async def test_closing_fails_handoffs_hand_offs(harness: Harness) -> None:
     with pytest.raises(WorkerLost):
         async with harness.kv.begin(Handoff()):
             raise AssertionError("it begins nothing")
-    await harness.kv.aclose()
 
 
 async def test_a_request_does_not_wait_for_a_thread_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
