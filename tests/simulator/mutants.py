@@ -60,8 +60,8 @@ MUTANTS = (
     Mutant(
         "a message does not renew the receiver's lease",
         "kv_transfer/receive_transfer.py",
-        "            self.lease.renew()\n",
-        "            pass\n",
+        "        self.lease.renew()\n",
+        "        pass\n",
     ),
     Mutant(
         "an abort is not sent",
