@@ -20,6 +20,7 @@ _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-
 _TRIES = 5
 """Attempts of a download whose connection breaks. The hub library resumes a file itself after most breaks."""
 _RETRY_S = 1.0
+_CONNECT_S = 10.0
 _REPORT_EVERY_S = 5.0
 
 Report = Callable[[str], None]
@@ -55,7 +56,7 @@ def hub_folder(model: HubId, report: Report | None, check: Check, files: Sequenc
     cannot be found or downloaded."""
     # Imported here, because this takes 0.6 s.
     import httpx2
-    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub import HfApi, constants, get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
     wanted: dict[str, Any] = {
@@ -65,14 +66,23 @@ def hub_folder(model: HubId, report: Report | None, check: Check, files: Sequenc
         "ignore_patterns": [*_IGNORED],
         "library_name": "pdserve",
     }
+    cached: Path | None = None
     try:
-        folder = Path(snapshot_download(**wanted, local_files_only=True))
-        get_cached_repo_tree(model.repo, revision=folder.name)  # without it the folder may lack files
-        return folder
+        cached = Path(snapshot_download(**wanted, local_files_only=True))
+        get_cached_repo_tree(model.repo, revision=cached.name)  # without it the folder may lack files
+        return cached
     except (LocalEntryNotFoundError, CachedRepoTreeNotFoundError):
         if report is None:
             raise ModelError(f"{model}: {_NOT_HERE}; download it with `{model.download_command}`") from None
     report(f"looking for {model} on the Hugging Face Hub")
+    if cached is not None:  # by an older hub library; without a connection, a listing takes 23 s to fail
+        try:
+            HfApi().model_info(model.repo, revision=cached.name, timeout=_CONNECT_S)
+        except (httpx2.ConnectError, httpx2.TimeoutException) as error:
+            report(f"{constants.ENDPOINT} cannot be reached ({_words(error)}): {model} is used as it is in the cache")
+            return cached
+        except OSError:
+            pass  # is explained below
     failures = 0
     while True:
         check()

@@ -154,6 +154,17 @@ def test_a_cache_of_which_only_a_part_is_known_is_completed(hub: Hub, resolve: R
     assert resolve("org/model")["hash"] == got["hash"]
 
 
+def test_a_cache_of_an_older_library_serves_without_a_connection(hub: Hub, resolve: Resolve) -> None:
+    """At once: the hub library tries to list a commit again for 23 s."""
+    got = resolve("org/model")
+    shutil.rmtree(Path(got["folder"]).parents[1] / "trees")
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    again = resolve(got["path"], HF_ENDPOINT=nowhere)
+    assert again["hash"] == got["hash"]
+    assert again["reports"][-1].startswith(f"{nowhere} cannot be reached (")
+    assert resolve(got["path"])["reports"][-1] == f"{got['path']} is complete at commit {COMMIT}"
+
+
 def test_what_is_missing_is_said_with_what_helps(hub: Hub, resolve: Resolve, folder: Path, tmp_path: Path) -> None:
     pickles = tmp_path / "pickles"
     pickles.mkdir()
