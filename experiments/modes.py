@@ -54,6 +54,7 @@ CHECK_PAIRS = 4
 SPARE = "spare_pairs_s"
 """The fact of a cell of pairs: seconds for pairs that it and the cells before it had and did not need."""
 _WARM_UP_PAIRS = 2
+_MAX_FAILED = 10
 _DISTURBED_S = 0.03
 
 
@@ -91,8 +92,8 @@ async def send_pairs(
 ) -> None:
     """Send two rounds or more of ``requests`` (prompts and output lengths) to all workers without rows, then pairs in
     the order A B B A, whose requests get rows: at least as many as the cell has steps, and further ones until the
-    intervals of both figures are narrow, or ``options.pairs_s`` and what earlier cells had to spare are over. No prefix
-    cache helps, as every request has a salt of its own."""
+    intervals of both figures are narrow, or ``options.pairs_s`` and what earlier cells had to spare are over; no more
+    after `_MAX_FAILED` failures in a row. No prefix cache helps, as every request has a salt of its own."""
     await warm_up(bench, client, requests, ARMS, rounds=_WARM_UP_PAIRS)
     await bench.settle(client, "pairs")
     spare_s = next((facts[SPARE] for facts in reversed(bench.earlier.values()) if SPARE in facts), 0.0)
@@ -107,6 +108,8 @@ async def send_pairs(
             place: dict[str, Any] = {"arm": arm, "repeat": 0, "index": number, "mode": arm}
             salt = f"pairs/{secrets.token_hex(8)}"
             rows.append(await bench.send(client, prompt, max_tokens=output_len, salt=salt, **place))
+        if len(rows) >= _MAX_FAILED and all(row.error is not None for row in rows[-_MAX_FAILED:]):
+            break
         if number < least:
             bench.advance(1)
     if options.pairs_s:

@@ -125,7 +125,8 @@ def _summarise(report: DemoReport, console: Console) -> None:
     beside, rounds = beside_text(report.load_facts), counted(report.rounds, "round")
     console.print(
         f"disaggregated against colocated{beside and f' ({beside})'}: the same {report.requests} prompts, one request "
-        f"at a time, modes interleaved, {rounds}; medians of the rounds in ms (added: of the paired differences)"
+        f"at a time, modes interleaved, {rounds}; medians of the rounds in ms (added: the median of the pairs' "
+        "differences, not the difference of the medians)"
     )
     console.print(_paired_table(report))
     unclear = False

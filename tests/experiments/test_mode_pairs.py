@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,18 @@ async def test_pairs_are_added_until_narrow_or_the_time_is_over(
     assert [(row.index, row.arm) for row in rows[:4]] == [(0, "pd"), (0, "colocated"), (1, "colocated"), (1, "pd")]
     assert sum(steps) == 6
     assert all(row.others_cpu_s is not None and row.others_cpu_s >= 0 for row in rows)
+
+
+async def test_pairs_end_with_a_service_that_serves_no_more(service: ScriptedService) -> None:
+    rows: list[RequestRow] = []
+    bench = Bench(Cell("x", {}, work=6), service.target, rows.append, lambda steps: None)
+    first = itertools.islice(requests_of(Synthetic(Fixed(8), Fixed(4)), 0, 100), 40)  # some are the warm-up
+    requests = itertools.chain(first, itertools.repeat(("fail INVALID_ARGUMENT it ends", 4)))
+    async with AsyncClient(service.target) as client:
+        await send_pairs(bench, client, requests, PairOptions.choose({"pairs_s": 60.0}))
+    served = len(rows) - 10
+    assert [row.error is None for row in rows] == [True] * served + [False] * 10
+    assert served > 0
 
 
 async def test_what_a_cell_does_not_need_of_its_time_the_next_ones_have(service: ScriptedService) -> None:
