@@ -48,7 +48,7 @@ async def test_pairs_end_with_a_service_that_serves_no_more(service: ScriptedSer
     first = itertools.islice(requests_of(Synthetic(Fixed(8), Fixed(4)), 0, 100), 40)  # some are the warm-up
     requests = itertools.chain(first, itertools.repeat(("fail INVALID_ARGUMENT it ends", 4)))
     async with AsyncClient(service.target) as client:
-        await send_pairs(bench, client, requests, PairOptions.choose({"pairs_s": 60.0}))
+        await send_pairs(bench, client, requests, PairOptions.choose({"pairs_s": 60.0, "narrow_ms": 1e-9}))
     served = len(rows) - 10
     assert [row.error is None for row in rows] == [True] * served + [False] * 10
     assert served > 0
