@@ -73,6 +73,8 @@ def hub_folder(model: HubId, report: Report | None, check: Check, files: Sequenc
         return cached
     except (LocalEntryNotFoundError, CachedRepoTreeNotFoundError):
         if report is None:
+            if cached is not None:
+                return cached
             raise ModelError(f"{model}: {_NOT_HERE}; download it with `{model.download_command}`") from None
     report(f"looking for {model} on the Hugging Face Hub")
     if cached is not None:  # by an older hub library; without a connection, a listing takes 23 s to fail

@@ -168,6 +168,7 @@ class Connection:
         self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())
         self._early: tuple[deque[Any], deque[Any]] = (deque(), deque())  # for an end that is not attached yet
         self._attached = [False, False]
+        self._early_end = ""  # why it ended before both ends were attached
         self._watched = False
 
     def __hash__(self) -> int:
@@ -182,6 +183,8 @@ class Connection:
         early = self._early[1 - side]
         while early:
             self._deliver(1 - side, early.popleft(), self.network.delay_s())
+        if self._early_end:
+            self._end_later(side, self._early_end)
 
     def send(self, side: int, message: Any) -> None:
         """Send a message from ``side`` to the other one."""
@@ -270,6 +273,8 @@ class Connection:
         if end is not None:
             when_s = max(self._last_s[1 - side], self.network.world.now_s + self.network.delay_s())
             end[0].call_at(when_s, self._end, side, why)
+        elif not self._attached[side]:
+            self._early_end = why
 
     def _end(self, side: int, why: str) -> None:
         end, self.ends[side] = self.ends[side], None

@@ -32,9 +32,10 @@ FAST_BYTES_PER_S = 2e7
 FaultKind = Literal[
     "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway",
     "pause_gateway", "flip", "replace", "kill_peer", "step", "leave_reading", "drain_gateway", "stop",
+    "pause_kv",
 ]  # fmt: skip
-_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)[:-1]
-"""Without ``stop``, which is drawn last."""
+_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)[:-2]
+"""Without those that are drawn last."""
 MAX_KINDS = 4
 """A seed has faults of so many kinds at most: what happens rarely among all of them is frequent in some seeds."""
 
@@ -49,7 +50,7 @@ class Fault:
     tokens. ``drain_gateway``: it serves no new calls, and ends when it has no others, or after ``for_s``. ``step``: the
     clock of a host jumps ahead by ``other`` seconds; so long it may take until everybody knows.
     ``leave_reading``: the client leaves whose request's cold blocks are being read. ``stop``: the worker is stopped in
-    order, and after ``for_s`` once more."""
+    order, and after ``for_s`` once more. ``pause_kv``: a call of a transport's library blocks the worker's KV thread."""
 
     at_s: float
     kind: FaultKind
@@ -165,7 +166,7 @@ class Plan:
         if not quiet and config["transfer"]["on_kv_failure"] != "fail" and draw.random() < 0.1:
             settings = replace(settings, defect_share=0.02)
         if not quiet and draw.random() < 0.1:
-            stops = (_fault(draw, ("stop",), roles, gateways) for _ in range(3))
+            stops = (_fault(draw, ("stop", "pause_kv"), roles, gateways) for _ in range(4))
             faults = tuple(sorted((*faults, *stops), key=_when))
         if draw.random() < 0.1:
             settings = replace(settings, bytes_per_s=FAST_BYTES_PER_S)
@@ -286,7 +287,7 @@ def _fault(draw: random.Random, kinds: Sequence[FaultKind], roles: dict[str, Rol
             return Fault(at_s, kind, f"gateway-{draw.randrange(gateways)}", lasting)
         case "flip":
             return Fault(at_s, kind, worker, other=draw.choice(["prefill", "decode"]))
-        case "pause" | "pause_engine":
+        case "pause" | "pause_engine" | "pause_kv":
             return Fault(at_s, kind, worker, lasting)
         case "stop":
             return Fault(at_s, kind, worker, lasting / 100)

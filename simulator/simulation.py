@@ -369,6 +369,11 @@ class _Simulation:
             case "stop" if worker is not None:
                 worker.stop()
                 self.loop.call_later(fault.for_s, worker.stop)
+            case "pause_kv" if worker is not None:
+                for loop in worker.process.loops:
+                    if loop.name.endswith("/kv"):
+                        loop.pause()
+                        self.loop.call_later(fault.for_s, loop.resume)
             case "pause" if worker is not None:
                 worker.process.pause()
                 self.loop.call_later(fault.for_s, worker.process.resume)
