@@ -50,7 +50,7 @@ class Fault:
     tokens. ``drain_gateway``: it serves no new calls, and ends when it has no others, or after ``for_s``. ``step``: the
     clock of a host jumps ahead by ``other`` seconds; so long it may take until everybody knows.
     ``leave_reading``: the client leaves whose request's cold blocks are being read. ``stop``: the worker is stopped in
-    order, and after ``for_s`` once more. ``pause_kv``: a call of a transport's library blocks the worker's KV thread."""
+    order, and after ``for_s`` once more. ``pause_kv``: a transport's library blocks the worker's KV thread."""
 
     at_s: float
     kind: FaultKind
