@@ -280,6 +280,7 @@ def arm_figures(rows: Rows, load: Figures, slo: SLO | None, percentiles: Sequenc
         "requests": len(rows),
         "failed": len(rows) - len(done),
         "failures": dict(Counter(row.error.partition(":")[0] for row in rows if row.error is not None)),
+        "retried": sum(row.attempts > 1 for row in done),
         "planned": load.get("planned"),
         "duration_s": duration_s,
         "unsent": unsent,

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from contract.scaling import ScalingReport
@@ -133,6 +133,8 @@ class StatusReport:
 
     def _worker(self, worker: RegisteredWorker) -> pb.WorkerStatus:
         info, load = worker.info, worker.load
+        if worker.lost:  # what ran there does not run any more
+            load = replace(load, running=0, waiting=0, others_tokens=0)
         return pb.WorkerStatus(
             worker_id=info.worker_id,
             role=info.role,

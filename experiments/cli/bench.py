@@ -266,7 +266,9 @@ def _of_load(report: Report) -> Iterator[tuple[str, Any]]:
         )
     if unsent := report["unsent"]:
         yield "unsent", f"{counted(unsent, 'request')} still waited for --max-concurrency at the end"
-    yield "failures", ", ".join(f"{count} {kind}" for kind, count in report["failures"].items()) or "none"
+    failures = ", ".join(f"{count} {kind}" for kind, count in report["failures"].items()) or "none"
+    retried = f"; {counted(report['retried'], 'request')} served after a retry" if report["retried"] else ""
+    yield "failures", failures + retried
     for message in report["errors"][:3]:
         yield "", message
     if refused["requests"]:

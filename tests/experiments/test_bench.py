@@ -73,13 +73,14 @@ def test_which_objectives_a_request_meets() -> None:
 
 
 def test_the_report_counts() -> None:
-    pd, colocated = made_up(70), made_up(70, mode="colocated")
+    pd, colocated = replace(made_up(70), attempts=2), made_up(70, mode="colocated")
     results = [pd, colocated, CapacityExceeded("full")]
     plain = report(results, 2.0, mode="both", requests=2, slo="ttft=200")
     figures = {
         "requests": 3,
         "failed": 1,
         "failures": {"CapacityExceeded": 1},
+        "retried": 1,
         "output_tokens_per_s": 3.0,
         "total_tokens_per_s": 73.0,
         "requests_per_s": 1.0,

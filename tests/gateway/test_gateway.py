@@ -10,11 +10,14 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from contract.control import Beat
+from contract.message import encode
 from gateway.gateway import Gateway
 from gateway.grpc_api.inference_servicer import SERVICE
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
+from pdserve.core.worker import WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from router.cost_model import MIN_SAMPLES
 from tests.fake_worker import FakeWorker
@@ -137,6 +140,16 @@ async def test_status_has_workers_and_model(service: Service) -> None:
     assert (prefill.outstanding_tokens, decode.outstanding_tokens) == (5, 7), "what each has to compute"
     assert 0 <= prefill.heartbeat_age_s < 2
     call.cancel()
+
+
+async def test_nothing_runs_on_a_lost_worker(service: Service) -> None:
+    load = WorkerLoad(free_blocks=60, running=3, waiting=2, others_tokens=40, preemptions=1)
+    await service.report(encode(Beat(service.infos["d0"], load, [])))
+    for figures in ((3, 2, 40), (0, 0, 0)):
+        decode = (await service.stub.GetStatus(pb.GetStatusRequest())).workers[0]
+        assert (decode.running, decode.waiting, decode.outstanding_tokens) == figures
+        assert (decode.free_blocks, decode.preemptions) == (60, 1)
+        service.gateway.registry.lost("d0")
 
 
 async def test_a_port_in_use_is_named(start_service: StartService) -> None:
