@@ -18,12 +18,13 @@ from typing import Any, Self
 
 from experiments.catalogue import run_of
 from experiments.environment import version_text
-from experiments.run_folder import SETTINGS, Figures, RunFolder
+from experiments.run_folder import SETTINGS, Figures, RequestRow, RunFolder
 from experiments.statistics import difference_interval
 from ops.machine_load import beside_cores, beside_text
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
 
+_STRETCHES = 10
 _LATENCIES = ("ttft_ms", "ttft_decode_ms", "tpot_ms", "e2e_ms")
 _NAMES = ("cell", "system", "name")
 _PARAMETERS = ("rate_per_device", "shared_len", "context", "batch", "tokens")
@@ -204,7 +205,7 @@ def verdict(a: RunFolder, b: RunFolder, found: Sequence[Comparison]) -> str:
                 parts.append(f"{name} in {len(side)} (most: {side[0].key}{percent})")
         text = (
             f"of the {of_known}, B is {' and '.join(parts)}; the other {len(known) - len(changed)} did not change "
-            "beyond it (by chance alone, one in twenty would)"
+            "beyond it (by what varies within a run alone, one in twenty would)"
         )
     versions = " and ".join(
         f"{name}: {version_text(folder.environment.get('machine', {}))}" for name, folder in (("A", a), ("B", b))
@@ -259,27 +260,46 @@ def _name_of(entry: Any) -> str:
 
 
 def _figures(run: RunFolder, arm: str | None) -> dict[str, Any]:
-    """The latencies since they were due of the successful requests, each with its repeat, by cell, arm (``arm`` instead
-    of their own), kind (if any) and figure; then the figures of the summary, in which ``arm`` is the name of its only
-    arm."""
+    """The latencies of the successful requests, each with its group (`_groups`), by cell, arm (``arm`` instead of their
+    own), kind (if any) and figure; then the figures of the summary, in which ``arm`` is the name of its only arm.
+    Latencies count from when a request was due, or from its sending where bench had no times."""
+    rows: dict[tuple[str, ...], list[RequestRow]] = {}
+    for row in run.load().rows:
+        if row.error is None:
+            rows.setdefault((row.cell, arm or row.arm, row.kind), []).append(row)
     found: dict[str, list[tuple[float, int]]] = {}
-    for row in (each.since_due() for each in run.load().rows if each.error is None):
-        for name in _LATENCIES:
-            if (value := getattr(row, name)) is not None:
-                key = ".".join(filter(None, ("rows", row.cell, arm or row.arm, row.kind, name)))
-                found.setdefault(key, []).append((float(value), row.repeat))
+    scheduled = run.config[1].get("scheduled", True)
+    for place, of_place in rows.items():
+        for row, group in zip(of_place, _groups(of_place), strict=True):
+            for name in _LATENCIES:
+                if (value := getattr(row.since_due() if scheduled else row, name)) is not None:
+                    key = ".".join(filter(None, ("rows", *place, name)))
+                    found.setdefault(key, []).append((float(value), group))
     summary = run.summary
     if arm is not None and summary.get("arms"):
         summary["arms"] = {arm: next(iter(summary["arms"].values()))}
     return {**found, **flatten(summary)}
 
 
+def _groups(rows: Sequence[RequestRow]) -> Sequence[int]:
+    """Numbers that are equal for requests which depend on each other: those of one repeat share a queue. Of a single
+    repeat it is the tenth of its time, and where no two requests overlapped, each stands alone."""
+    repeats = [row.repeat for row in rows]
+    if len(set(repeats)) > 1:
+        return repeats
+    order = sorted(range(len(rows)), key=lambda place: rows[place].sent_s)
+    ends_s = [rows[place].sent_s + (rows[place].e2e_ms or 0.0) / 1e3 for place in order]
+    overlap = any(end_s > rows[place].sent_s for end_s, place in zip(ends_s, order[1:], strict=False))
+    groups = [0] * len(rows)
+    for number, place in enumerate(order):
+        groups[place] = number * _STRETCHES // len(rows) if overlap else number
+    return groups
+
+
 def _compared(key: str, a: Any, b: Any) -> Comparison:
     if isinstance(a, list) and isinstance(b, list):
-        # Requests of one repeat share a queue. Where there is one repeat only, they were sent one at a time.
-        (of_a, repeats_a), (of_b, repeats_b) = zip(*a, strict=True), zip(*b, strict=True)
-        groups = [each if len(set(each)) > 1 else None for each in (repeats_a, repeats_b)]
-        interval = difference_interval(of_a, of_b, groups=(groups[0], groups[1]))
+        (of_a, groups_a), (of_b, groups_b) = zip(*a, strict=True), zip(*b, strict=True)
+        interval = difference_interval(of_a, of_b, groups=(groups_a, groups_b))
         assert interval is not None
         return Comparison(key, statistics.fmean(of_a), statistics.fmean(of_b), interval if interval.known else None)
     first, second = (each.value if isinstance(each, Interval) else each for each in (a, b))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.compare import Comparison, Difference, Limit, Missing, compare, differences, flatten, violations
@@ -46,6 +47,41 @@ def test_rows_are_compared_with_an_interval(tmp_path: Path) -> None:
     assert 8.0 <= ttft.interval.lo < 10.0 < ttft.interval.hi <= 12.0
     assert by_key["cells.x.added"].interval == Interval(1.0, 0.25, 2.0, 3)
     assert by_key["goodput_rps"].interval is None
+
+
+def test_requests_that_share_a_queue_count_as_one_another(tmp_path: Path) -> None:
+    """By simulation: two runs of one version under load, in which what delays a request delays those beside it."""
+    draw, changed, runs = np.random.default_rng(5), 0, 60
+
+    def loaded() -> RunFolder:
+        folder = RunFolder.create(tmp_path, "bench", {"model": "tiny", "seed": len(list(tmp_path.glob("*/*")))})
+        delay_ms = 0.0
+        for index in range(200):
+            delay_ms = 0.9 * delay_ms + draw.normal(0.0, 10.0)
+            sent_s = index * 0.06
+            times: dict[str, Any] = {"scheduled_s": sent_s, "sent_s": sent_s, "e2e_ms": 500.0 + delay_ms}
+            folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=index, **times))
+        folder.write_summary({})
+        return folder
+
+    for _ in range(runs):
+        ((each,), _) = compare(loaded(), loaded())
+        assert each.key == "rows.load.pd.e2e_ms"
+        changed += each.distinct
+    assert changed / runs <= 0.15
+
+
+def test_a_load_without_times_counts_from_the_sending(tmp_path: Path) -> None:
+    folders = []
+    for scheduled in (True, False):
+        folder = RunFolder.create(tmp_path, "bench", {"model": "tiny", "scheduled": scheduled})
+        for index in range(6):
+            times: dict[str, Any] = {"scheduled_s": index, "sent_s": index + 0.5, "e2e_ms": 100.0}
+            folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=index, **times))
+        folder.write_summary({})
+        folders.append(folder)
+    ((each,), _) = compare(*folders)
+    assert (each.a, each.b) == (600.0, 100.0)
 
 
 @pytest.mark.parametrize(
