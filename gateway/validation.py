@@ -135,7 +135,7 @@ async def prompt_of(
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest(
-                "prompt: this model has no tokenizer, so it cannot chat; send token ids (--token-ids 1,2,3; over HTTP "
+                "prompt: this model has no tokenizer; send token ids (--token-ids 1,2,3; over HTTP "
                 '"prompt": [1, 2, 3]; over gRPC token_ids)'
             )
         special_tokens = submission.special_tokens

@@ -169,5 +169,5 @@ def _call(
         except OSError as error:
             raise NotReady(
                 f"no answer from {service} ({error}): start the service with `pdserve up`, or name the host:port of "
-                "its HTTP API as --target, with https:// if it uses TLS"
+                "its HTTP API (gateway.http_port) as --target, with https:// if it uses TLS"
             ) from None

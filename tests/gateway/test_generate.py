@@ -192,7 +192,7 @@ async def test_a_call_that_repeats_a_running_one_takes_it_over(service: Service,
 async def test_models_without_a_tokenizer_take_token_ids_only(start_service: StartService) -> None:
     service = await start_service("p0", "d0", folder=None)
     details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, text="hello")
-    assert details.startswith("prompt: this model has no tokenizer, so it cannot chat; send token ids (")
+    assert details.startswith("prompt: this model has no tokenizer; send token ids (")
     tokens, completion = await service.generate(max_tokens=3)
     assert [token.text for token in tokens] == ["", "", ""]
     assert (completion.text, list(completion.token_ids)) == ("", [6, 7, 8])
