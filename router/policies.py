@@ -184,7 +184,8 @@ POLICIES: Mapping[str, Policy] = {
     "nearest_link": nearest_link,
 }
 
-_IGNORE_PREFIXES = POLICIES.keys() - {"prefix_affinity", "kv_aware", "slo"}
+_IGNORE_PREFIXES = frozenset({"round_robin", "random", "least_tokens", "power_of_two", "session", "nearest_link"})
+"""Prefixes are looked up for all others, plug-ins among them."""
 
 
 def policy(name: str) -> Policy:
