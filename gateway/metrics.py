@@ -123,7 +123,7 @@ class Metrics(Observer, Collector):
         self._gaps = latency("inter_token", "Between two tokens of a request").of()
         self._exposed = latency("kv_exposed", "KV transfer that was not hidden behind prefill", *_PAIR)
         self._wire = latency("kv_wire", "Time that its bytes spent on the link", *_PAIR)
-        self._ready = latency("kv_request_to_ready", "From a request's arrival at decode to its KV", *_PAIR)
+        self._ready = latency("kv_request_to_ready", "From the allocation of decode's blocks to their KV", *_PAIR)
         self._kv_bytes = of_labels("kv_bytes", "KV bytes that arrived and were verified", *_PAIR)
         self._kv_retried = of_labels("kv_bytes_retried", "KV bytes that had to be sent again", *_PAIR)
         self._kv_blocks = of_labels(
