@@ -13,7 +13,7 @@ from runtime.logs import LimitedLog
 INTRODUCTION_S = 5.0
 """Limit: time until a connection has proven and introduced itself. Then: closed."""
 MAX_PENDING_PEERS = 64
-"""Limit: connections of a transport that have not; 16 with `grpc_stream`, `torch_dist`. Then: the oldest is closed."""
+"""Limit: unproven connections of a transport; 16 with `grpc_stream`, `torch_dist`. Then: the oldest is closed."""
 MIN_PENDING_S = 1.0
 """A pending peer is not closed in favour of another one before this time. Workers introduce themselves within
 milliseconds."""

@@ -39,13 +39,13 @@ MAX_CPU_SHARE = 0.05
 FREE_BYTES = 2**22
 """Limit: what a connection sends besides requests, before its first request. Then: closed."""
 KNOWN_FREE_BYTES = 2**26
-"""Limit: the same after its first request.
+"""Limit: bytes besides requests, after the first one.
 
 Others may wait in its streams."""
 BYTES_PER_S = 2**16
-"""Limit: added to both for each second."""
+"""Limit: bytes added for each second."""
 BYTES_PER_MESSAGE = 2**13
-"""Limit: added for each request.
+"""Limit: bytes added for each request.
 
 Half of what the server has sent is added, too, because clients answer it with window updates and pings."""
 MAX_READING = 16
@@ -60,10 +60,10 @@ EMPTY_CALLS = 2 * MAX_STREAMS
 
 Of so many calls that were refused for other reasons the message counts."""
 EMPTY_CALLS_PER_S = 50.0
-"""Limit: added to them for each second."""
+"""Limit: such calls added for each second."""
 ALERT_S = 60.0
 ALERT_SHARE = 1 / 16
-"""Limit: share of these bounds for connections that a host opens within 60 s after one of its was closed.
+"""Limit: share of the bounds above for connections that a host opens within 60 s after one of its was closed.
 
 So a client gains little by connecting again and again. What is added for each second is not reduced."""
 MAX_UNKNOWN = 256

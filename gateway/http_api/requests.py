@@ -49,7 +49,7 @@ They are `MAX_CHOICES` lists of token ids, `MAX_BIASES`, and its other fields.""
 MAX_CHAT_VALUES = 2**17
 """Limit: values of a chat, or of the arguments of all its tool calls."""
 MAX_CHAT_NODES = 2**16
-"""Limit: lists, objects and fields among them.
+"""Limit: lists, objects and fields of a chat.
 
 They are 16 for each of `MAX_MESSAGES`."""
 

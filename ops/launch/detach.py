@@ -23,7 +23,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 
 STOP_TIMEOUT_S = 60.0
-"""Limit: end of a service after that. Then: its processes are killed."""
+"""Limit: time to end a service after its requests. Then: its processes are killed."""
 
 
 def start_detached(

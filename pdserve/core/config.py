@@ -246,7 +246,8 @@ class TransferConfig(_Section):
     layer_groups: int = Field(8, ge=2, le=256)
     """layer groups per chunk for overlap: layer (at most one per layer)"""
     checksum: bool = True
-    """xxh3-64 checksum of every message, verified before its blocks count as received; nixl always uses checksums in host memory"""
+    """xxh3-64 checksum of every message, verified before its blocks count as received; in host memory, nixl always uses
+    checksums"""
     message_bytes: int = Field(4 * 2**20, ge=4096, le=64 * 2**20)
     """target size of one message; blocks are coalesced up to it; over NCCL at least 32 MiB"""
     max_inflight_bytes: int = Field(16 * 2**20, ge=4096)

@@ -1,8 +1,8 @@
 """The breakdown of a request: a table defines which stage lies between which events.
 
 A request collects `Event`s: (kind, worker, monotonic seconds of that host). `Timeline.breakdown` computes the stages of
-a figure (``ttft`` or ``ttft_decode``). No stage is computed as the remainder: ``unattributed``, the client's own figure
-minus the sum of the stages, shows whether the events leave a gap.
+a figure (``ttft`` or ``ttft_decode``). No stage but ``network`` is computed as a remainder: ``unattributed``, the
+client's own figure minus the sum of the stages, shows whether the events leave a gap.
 
 A span between two hosts is corrected by the measured clock offsets; `Breakdown.clock_error_ms` bounds the error of each
 stage. If two spans of one stage go to the same worker and back (``dispatch`` of ``ttft``), the offset cancels out, and
