@@ -52,8 +52,10 @@ def hub_folder(model: HubId, report: Report | None, check: Check, files: Sequenc
     """The folder of this host's cache that holds the ``files`` (patterns) of ``model``. Its name is the commit.
 
     Files that are missing are downloaded, unless ``report`` is None; it gets the progress. ``check`` is called after
-    each part (10 MB) and may raise, which ends the download. Complete files are kept then. `ModelError` if the model
-    cannot be found or downloaded."""
+    each part (10 MB) and may raise, which ends the download. Complete files are kept then.
+
+    An older hub library does not note whether what it has cached is complete. Such a folder is used as it is if
+    ``report`` is None or the hub cannot be reached. `ModelError` if the model cannot be found or downloaded."""
     # Imported here, because this takes 0.6 s.
     import httpx2
     from huggingface_hub import HfApi, constants, get_cached_repo_tree, snapshot_download

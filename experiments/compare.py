@@ -8,6 +8,7 @@ difference: the widest one that both allow. `verdict` sums them up."""
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import re
 import statistics
@@ -25,6 +26,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import Interval
 
 _STRETCHES = 10
+"""Parts of a load with one round that are resampled as a whole: what delays a request also delays those after it."""
 _LATENCIES = ("ttft_ms", "ttft_decode_ms", "tpot_ms", "e2e_ms")
 _NAMES = ("cell", "system", "name")
 _PARAMETERS = ("rate_per_device", "shared_len", "context", "batch", "tokens")
@@ -270,9 +272,11 @@ def _figures(run: RunFolder, arm: str | None) -> dict[str, Any]:
     found: dict[str, list[tuple[float, int]]] = {}
     scheduled = run.config[1].get("scheduled", True)
     for place, of_place in rows.items():
+        of_place.sort(key=lambda row: row.sent_s)
         for row, group in zip(of_place, _groups(of_place), strict=True):
+            counted = row.since_due() if scheduled else row
             for name in _LATENCIES:
-                if (value := getattr(row.since_due() if scheduled else row, name)) is not None:
+                if (value := getattr(counted, name)) is not None:
                     key = ".".join(filter(None, ("rows", *place, name)))
                     found.setdefault(key, []).append((float(value), group))
     summary = run.summary
@@ -282,18 +286,15 @@ def _figures(run: RunFolder, arm: str | None) -> dict[str, Any]:
 
 
 def _groups(rows: Sequence[RequestRow]) -> Sequence[int]:
-    """Numbers that are equal for requests which depend on each other: those of one repeat share a queue. Of a single
-    repeat it is the tenth of its time, and where no two requests overlapped, each stands alone."""
+    """Numbers that are equal for requests which depend on each other, of ``rows`` in the order of their sending: the
+    repeat, whose requests share a queue; of a single repeat `_STRETCHES` of about the same size. Where no two requests
+    overlapped, each has a number of its own."""
     repeats = [row.repeat for row in rows]
     if len(set(repeats)) > 1:
         return repeats
-    order = sorted(range(len(rows)), key=lambda place: rows[place].sent_s)
-    ends_s = [rows[place].sent_s + (rows[place].e2e_ms or 0.0) / 1e3 for place in order]
-    overlap = any(end_s > rows[place].sent_s for end_s, place in zip(ends_s, order[1:], strict=False))
-    groups = [0] * len(rows)
-    for number, place in enumerate(order):
-        groups[place] = number * _STRETCHES // len(rows) if overlap else number
-    return groups
+    if any(a.sent_s + (a.e2e_ms or 0.0) / 1e3 > b.sent_s for a, b in itertools.pairwise(rows)):
+        return [number * _STRETCHES // len(rows) for number in range(len(rows))]
+    return range(len(rows))
 
 
 def _compared(key: str, a: Any, b: Any) -> Comparison:

@@ -55,6 +55,7 @@ SPARE = "spare_pairs_s"
 """The fact of a cell of pairs: seconds for pairs that it and the cells before it had and did not need."""
 _WARM_UP_PAIRS = 2
 _MAX_FAILED = 10
+"""Requests that fail in a row after which no more pairs are sent: the service is gone."""
 _DISTURBED_S = 0.03
 
 

@@ -111,11 +111,12 @@ class KVReceiver:
         ``deadline_s`` is a time of the receiver's clock. Without a link, the announcement waits for one; the transfer
         fails with PeerLost after `LINK_TIMEOUT_S`, and when the link over which it was announced is lost. It also fails
         with TransferTimeout at the deadline or when the sender was silent for `transfer.lease_s`, RequestAborted after
-        `ReceiveTransfer.abort`, or the error with which the sender aborted. ValueError on bad arguments. An attempt is
-        received once."""
+        `ReceiveTransfer.abort`, or the error with which the sender aborted. ValueError on bad arguments. The caller
+        announces an attempt once."""
         inside = {block for block in block_ids if 0 <= block < self._pool.num_blocks}
         if not 0 <= num_skipped <= len(block_ids) == len(inside):
-            raise ValueError(f"blocks {block_ids} of {self._pool.num_blocks}, of which {num_skipped} are skipped")
+            bounds = f"which must differ and be below {self._pool.num_blocks}"
+            raise ValueError(f"{num_skipped} skipped of blocks {block_ids}, {bounds}")
         transfer = ReceiveTransfer(
             Announce(attempt_id, self._chance.randbytes(16).hex(), len(block_ids), num_skipped),
             self._clock,

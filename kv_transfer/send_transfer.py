@@ -125,6 +125,7 @@ class SendTransfer(Transfer[None]):
         if self._closed or not (
             0 <= slots.start <= slots.stop <= self._num_blocks
             and 0 <= layers.start < layers.stop <= num_layers
+            and layers.step == 1
             and all(0 <= block < self._pool.num_blocks for block in block_ids)
             and len(trailer) <= (MAX_TRAILER_BYTES if last else 0)
         ):

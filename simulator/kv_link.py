@@ -215,11 +215,8 @@ class WorldLink(KVLink):
         self, into: Sequence[Region], *, hashed: bool = False, on_progress: Callable[[], None] = lambda: None
     ) -> Fetch:
         """See `KVLink`."""
-        found = WorldFetch(
-            self.memory, into, self._move, on_device=self.on_device, hashed=hashed, on_progress=on_progress
-        )
-        found.wires = self._wires
-        return found
+        options: dict[str, Any] = {"on_device": self.on_device, "hashed": hashed, "on_progress": on_progress}
+        return WorldFetch(self._wires, self.memory, into, self._move, **options)
 
     async def _move(self, fetch: Fetch) -> None:
         if (sent := self._payload) is None:
@@ -270,13 +267,15 @@ class WorldLink(KVLink):
 class WorldFetch(Fetch):
     """Takes time to copy from the host to the device, where nothing is hashed."""
 
-    wires: Wires
+    def __init__(self, wires: Wires, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._wires = wires
 
     async def commit(self) -> None:
         """See `Fetch`."""
-        if self.wires.on_device and not self.cancelled:
+        if self._wires.on_device and not self.cancelled:
             with self.writing():
-                await asyncio.sleep(self.wires.chance.uniform(0.0, MAX_COMMIT_S))
+                await asyncio.sleep(self._wires.chance.uniform(0.0, MAX_COMMIT_S))
 
 
 class _Sent:

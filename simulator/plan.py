@@ -16,6 +16,8 @@ from simulator.service import Asked, WorkerSettings
 WINDOW_S = 3.0
 """Requests come, and faults happen, within so many seconds after the service is ready."""
 SLOW_BYTES_PER_S = 2.4e5
+FAST_BYTES_PER_S = 2e7
+"""At which a handshake sends trains of several probes."""
 QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
 MEASURED_S = 4.5
@@ -26,16 +28,14 @@ TINY_TOKENS, LARGE_TOKENS = 192, 1024
 """Of a KV pool: a tiny one holds two or three requests."""
 TENANTS = ("a", "b", "c")
 
-FAST_BYTES_PER_S = 2e7
-"""At which a handshake sends trains of several probes."""
-
 FaultKind = Literal[
     "kill", "kill_engine", "pause", "pause_engine", "hang_engine", "partition", "reset", "kill_gateway",
     "pause_gateway", "flip", "replace", "kill_peer", "step", "leave_reading", "drain_gateway", "stop",
     "pause_kv",
 ]  # fmt: skip
-_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)[:-2]
-"""Without those that are drawn last."""
+_LATER_KINDS: tuple[FaultKind, ...] = ("stop", "pause_kv")
+"""Drawn last, because they were added later."""
+_KINDS: tuple[FaultKind, ...] = tuple(kind for kind in get_args(FaultKind) if kind not in _LATER_KINDS)
 MAX_KINDS = 4
 """A seed has faults of so many kinds at most: what happens rarely among all of them is frequent in some seeds."""
 
@@ -166,8 +166,8 @@ class Plan:
         if not quiet and config["transfer"]["on_kv_failure"] != "fail" and draw.random() < 0.1:
             settings = replace(settings, defect_share=0.02)
         if not quiet and draw.random() < 0.1:
-            stops = (_fault(draw, ("stop", "pause_kv"), roles, gateways) for _ in range(4))
-            faults = tuple(sorted((*faults, *stops), key=_when))
+            more = (_fault(draw, _LATER_KINDS, roles, gateways) for _ in range(4))
+            faults = tuple(sorted((*faults, *more), key=_when))
         if draw.random() < 0.1:
             settings = replace(settings, bytes_per_s=FAST_BYTES_PER_S)
         if draw.random() < 0.5:

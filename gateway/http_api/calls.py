@@ -74,9 +74,7 @@ async def _generate(served: ServedModel, exchange: Exchange, prepared: Prepared,
                 if answer.streams:
                     await bound(exchange.send_event(await made(answer.chunk, index, own[-1], output)), _READS)
             elif answer.streams and not output.last:
-                # Most chunks, so without the coroutine where it has no use.
-                chunk = await made(answer.chunk, index, output) if call.prompt_logprobs else answer.chunk(index, output)
-                await bound(exchange.send_event(chunk), _READS)
+                await bound(exchange.send_event(await made(answer.chunk, index, output)), _READS)
             else:  # the last chunk of a stream waits for the completion
                 own.append(output)
     ordered = [completions[index] for index in range(len(submissions))]

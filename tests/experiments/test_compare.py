@@ -49,7 +49,7 @@ def test_rows_are_compared_with_an_interval(tmp_path: Path) -> None:
     assert by_key["goodput_rps"].interval is None
 
 
-def test_requests_that_share_a_queue_count_as_one_another(tmp_path: Path) -> None:
+def test_requests_of_one_load_are_not_taken_as_independent(tmp_path: Path) -> None:
     """By simulation: two runs of one version under load, in which what delays a request delays those beside it."""
     draw, changed, runs = np.random.default_rng(5), 0, 60
 
