@@ -6,6 +6,8 @@ named by their index in this process, so that calls need no tensors.
 
 from __future__ import annotations
 
+import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+
+_NON_BLOCKING, _HIGHEST = 1, -100  # CU_STREAM_NON_BLOCKING; CUDA takes the highest priority that the GPU has
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self._recorders: dict[int, torch.cuda.Stream] = {}  # one per GPU: graphs share memory within a stream only
+        self._spare: dict[int, list[Stream]] = defaultdict(list)  # by GPU: streams that were given back
 
     def is_available(self) -> bool:
         """Whether this process sees a GPU. Does not initialise CUDA."""
@@ -138,8 +143,22 @@ class Cuda:
         return wait
 
     def stream(self, index: int) -> Stream:
-        """A new stream of GPU ``index``. Its work does not wait for that of other streams, and vice versa."""
-        return torch.cuda.Stream(torch.device("cuda", index))  # type: ignore[no-untyped-call]
+        """A stream of GPU ``index`` for the caller alone, until `give_back`. Its work does not wait for that of other
+        streams, and vice versa, and comes before work of ordinary priority. RuntimeError if CUDA makes none.
+
+        A `torch.cuda.Stream` is one of 32, which are given out in turn: the 33rd shares the work queue of the first."""
+        if self._spare[index]:
+            return self._spare[index].pop()
+        torch.cuda.mem_get_info(index)  # makes the GPU's context the current one of this thread
+        made = ctypes.c_void_p()
+        code = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _HIGHEST)
+        if code:
+            raise RuntimeError(f"CUDA makes no stream (error {code} of cuStreamCreateWithPriority)")
+        return torch.cuda.ExternalStream(made.value, torch.device("cuda", index))  # type: ignore[no-untyped-call]
+
+    def give_back(self, stream: Stream, index: int) -> None:
+        """Return a stream from `stream` whose work is done, to be reused."""
+        self._spare[index].append(stream)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Make ``stream`` the current one of its GPU, and its GPU the current one of this thread."""
@@ -155,7 +174,7 @@ class Cuda:
         Memory of intermediate results is shared with ``beside``, a graph of the same GPU that never runs at the same
         time."""
         if index not in self._recorders:
-            self._recorders[index] = cast(torch.cuda.Stream, self.stream(index))
+            self._recorders[index] = torch.cuda.Stream(torch.device("cuda", index))  # type: ignore[no-untyped-call]
         recorder, current = self._recorders[index], torch.cuda.current_stream(index)
         recorder.wait_stream(current)
         with torch.cuda.stream(recorder):

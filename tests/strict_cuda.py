@@ -7,18 +7,22 @@ process of the operating system, so that a test can play an engine, its worker a
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.cuda import Cuda, Graph, MemoryFigures, Stream
 from tests.strict_streams import StrictStream, current_stream
+
+_TORCH_STREAMS = 32  # c10::cuda::kStreamsPerPool
 
 
 class CudaMisuse(Exception):
@@ -55,9 +59,10 @@ class StrictGpus:
         """What went wrong where no call could raise: memory that was freed under a reader."""
         self._numbers = itertools.count()
 
-    def process(self, visible: Sequence[int] | None = None) -> StrictCuda:
-        """A process that sees the GPUs ``visible``, in this order (default: all)."""
-        return StrictCuda(self, range(self.num_gpus) if visible is None else visible)
+    def process(self, visible: Sequence[int] | None = None, multiprocessors: int = 132) -> StrictCuda:
+        """A process that sees the GPUs ``visible``, in this order (default: all), and may use ``multiprocessors`` of
+        each, as MPS limits them."""
+        return StrictCuda(self, range(self.num_gpus) if visible is None else visible, multiprocessors)
 
     def check(self) -> None:
         """Raise `CudaMisuse` if memory was freed while another process had it open."""
@@ -151,14 +156,32 @@ class StrictGraph:
 class StrictCuda(Cuda):
     """Overrides all calls. Tensors are on the host. ``calls`` are the names of all calls so far."""
 
-    def __init__(self, gpus: StrictGpus, visible: Sequence[int]) -> None:
+    def __init__(self, gpus: StrictGpus, visible: Sequence[int], multiprocessors: int) -> None:
+        super().__init__()
         self._gpus, self._visible = gpus, list(visible)
         self._current: int | None = None
         self._capturing = False
         self._tensors: dict[int, _Allocated] = {}
         self._peaks: dict[int, int] = {}
         self._streams: dict[int, list[StrictStream]] = {}
+        self._torch_streams: dict[int, list[StrictStream]] = defaultdict(list)
         self.calls: list[str] = []
+        self._multiprocessors, self._changed = multiprocessors, threading.Condition()
+
+    @contextmanager
+    def resident(self, blocks: int, wait_s: float) -> Iterator[None]:
+        """Hold a multiprocessor for each thread block of a kernel that waits for another GPU: it runs when all its
+        blocks do. `CudaMisuse` if others do not leave as many within ``wait_s``."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._multiprocessors >= blocks, wait_s):
+                raise CudaMisuse(f"kernels that wait leave {self._multiprocessors} multiprocessors to one of {blocks}")
+            self._multiprocessors -= blocks
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._multiprocessors += blocks
+                self._changed.notify_all()
 
     def use(self, index: int, what: str, *, same_device: bool = False, synchronises: bool = False) -> None:
         """Check a call on GPU ``index``: ``same_device`` wants it to be the current one, and a call that
@@ -254,9 +277,27 @@ class StrictCuda(Cuda):
 
     def stream(self, index: int) -> StrictStream:
         self.use(index, "a stream is created", synchronises=True)
-        stream = StrictStream(index)
+        if self._spare[index]:
+            return cast(StrictStream, self._spare[index].pop())
+        stream = StrictStream(index, self)
         self._streams.setdefault(index, []).append(stream)
         return stream
+
+    def give_back(self, stream: Stream, index: int) -> None:
+        assert isinstance(stream, StrictStream)
+        if not stream.is_done(stream.length) or stream in self._spare[index]:
+            raise CudaMisuse("a stream is given back that is in use")
+        super().give_back(stream, index)
+
+    def torch_stream(self, index: int) -> StrictStream:
+        """What `torch.cuda.Stream` is, and the stream of a `ProcessGroupNCCL`: one of 32, which are given out in
+        turn."""
+        streams = self._torch_streams[index]
+        if len(streams) == _TORCH_STREAMS:
+            streams.append(streams.pop(0))
+        else:
+            streams.append(StrictStream(index, self))
+        return streams[-1]
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         if not isinstance(stream, StrictStream) or stream not in self._streams.get(stream.index, []):

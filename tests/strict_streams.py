@@ -11,19 +11,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+if TYPE_CHECKING:
+    from tests.strict_cuda import StrictCuda
 
 POISON = 0xEE
 _local = threading.local()
 
 
 class StrictStream:
-    """A side stream of GPU ``index``."""
+    """A side stream of GPU ``index`` of the process ``cuda``."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, cuda: StrictCuda) -> None:
+        self.index, self.cuda = index, cuda
         self._work: list[Callable[[], object]] = []
         self._num_done = 0
         self._running = threading.RLock()

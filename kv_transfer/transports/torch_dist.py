@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING, KVLink, check_sizes
 from kv_transfer.fetch import Fetch, Payload, settled
-from kv_transfer.memory import DeviceMemory, Memory
+from kv_transfer.memory import Memory
 from kv_transfer.pending_peers import MAX_HELLO_BYTES
 from kv_transfer.transports.inbox import Content, InboxLink, again
 from kv_transfer.transports.tcp import TcpTransport, tune
@@ -81,7 +81,6 @@ class TorchDistTransport(TcpTransport):
         super().__init__(memory, secret, tls=tls, timeout_s=timeout_s)
         self._backend: Backend = backend or ("nccl" if memory.on_device else "gloo")
         self._on_device = self._backend == "nccl" if on_device is None else on_device
-        self._index = memory.index if isinstance(memory, DeviceMemory) else 0
         self._greet_s = _NCCL_JOIN_S if self._backend == "nccl" else 0.0
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -124,7 +123,7 @@ class TorchDistTransport(TcpTransport):
 
         def build() -> Groups:
             groups: Groups = module.create_groups(
-                self._backend, store, rank, hosts, self._timeout_s, on_device=self._on_device, index=self._index
+                self._backend, store, rank, hosts, self._timeout_s, on_device=self._on_device, memory=self._memory
             )
             publish(b"", b"")
             made.append(groups)

@@ -32,6 +32,10 @@ else:
 
 Backend = Literal["gloo", "nccl"]
 _SPARE_BUFFERS = 2
+_MAX_CTAS = 8
+"""The most thread blocks of a communicator, each of which holds a multiprocessor while it waits for the peer. NCCL
+would take up to 32: two directions of one link would fill the multiprocessors that MPS leaves to transfers (a quarter,
+33 of an H100), and a link that waits would hold back the others."""
 
 
 JOIN_S = 90.0
@@ -96,10 +100,10 @@ def create_groups(
     timeout_s: float,
     *,
     on_device: bool,
-    index: int = 0,
+    memory: Memory,
 ) -> Groups:
-    """Build groups together with the peer. ``hosts`` are the addresses of this end and the peer, ``index`` is the GPU
-    of the pool. ``on_device``: payloads are tensors on the device. ``timeout_s`` bounds Gloo's operations; whoever uses
+    """Build groups together with the peer. ``hosts`` are the addresses of this end and the peer, ``memory`` is that of
+    the pool. ``on_device``: payloads are tensors on the device. ``timeout_s`` bounds Gloo's operations; whoever uses
     NCCL's groups bounds theirs. RuntimeError if the peer does not join in time. `Groups.connect` must follow."""
     if backend == "gloo":
         return GlooGroups(store, rank, hosts[0], timeout_s, on_device=on_device)
@@ -110,7 +114,8 @@ def create_groups(
         store.set("port", b"%d" % tcp.port)
     else:
         tcp = distributed.TCPStore(hosts[1], int(store.get("port")), is_master=False, timeout=timeout)
-    return Communicators(tcp, rank, index)
+    assert isinstance(memory, DeviceMemory)
+    return Communicators(tcp, rank, memory.index, memory.cuda or Cuda())
 
 
 class GlooGroups:
@@ -212,14 +217,15 @@ class Communicators:
     ``store`` is a c10d store that both ends share, for as long as they use it. Nothing is connected before `connect`.
     Whoever uses them bounds each operation, and ends it by `abort`. Payloads are gathered, sent and received on a
     stream each, so that none of them waits for the others, nor for the copies of received payloads, which use the
-    default stream."""
+    default stream. No other link uses these streams: a send whose peer has stopped holds its stream until the abort.
+    The links of a process share ``cuda``, which keeps the streams of a link that has ended for the next one."""
 
     fails_alone = False
 
-    def __init__(self, store: Any, rank: int, index: int, cuda: Cuda | None = None) -> None:
+    def __init__(self, store: Any, rank: int, index: int, cuda: Cuda) -> None:
         distributed: Any = torch.distributed
         set_defaults()
-        self._cuda = cuda or Cuda()
+        self._cuda = cuda
         self._rank, self._index, self._device = rank, index, self._cuda.init(index)
         self._aborted = False
         self._by_sender: list[Any] = []
@@ -227,6 +233,7 @@ class Communicators:
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = datetime.timedelta(seconds=_WATCHDOG_S)
             options.config.blocking = 0
+            options.config.max_ctas = _MAX_CTAS
             prefixed = distributed.PrefixStore(f"kv{sender}", store)
             self._by_sender.append(distributed.ProcessGroupNCCL(prefixed, rank, 2, options))
         self._gathering, self._sending, self._receiving = (self._cuda.stream(index) for _ in range(3))
@@ -254,22 +261,49 @@ class Communicators:
         """Enqueue a send. Does not wait for the peer."""
         self._check()
         with ends_if_poisoned(), self._cuda.on(self._sending):
-            self._by_sender[self._rank].send([gathered], 1 - self._rank, self._rank).wait()
+            self._exchange(self._rank, sent=gathered, received=self._empty(0))
             return self._end_of(gathered, self._sending)
 
     def recv(self, size: int) -> Operation:
         """Enqueue a receive. Does not wait for the peer."""
         self._check()
         with ends_if_poisoned(), self._cuda.on(self._receiving):
-            tensor = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._by_sender[1 - self._rank].recv([tensor], 1 - self._rank, 1 - self._rank).wait()
+            tensor = self._empty(size)
+            self._exchange(1 - self._rank, sent=self._empty(0), received=tensor)
             return self._end_of(tensor, self._receiving)
 
     def abort(self) -> None:
         """Abort both communicators without waiting. Operations in progress raise RuntimeError."""
         self._aborted = True
-        for group in self._by_sender:  # in threads: one abort may wait for the other's kernel
-            threading.Thread(target=_abort, args=(group,), name="kv-torch-abort", daemon=True).start()
+        # In threads: one abort may wait for the other's kernel.
+        aborts = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in self._by_sender]
+        for each in aborts:
+            each.start()
+        threading.Thread(target=self._return_streams, args=(aborts,), name="kv-torch-abort", daemon=True).start()
+
+    def _exchange(self, sender: int, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Enqueue a transfer between this rank and the other one on the current stream.
+
+        `ProcessGroupNCCL.send` and ``recv`` would use a stream of the group, which is one of torch's 32 and may be
+        another link's. An all-to-all that is not asynchronous uses the current one, and is for NCCL a send or a receive
+        where all but one of its parts are empty."""
+        sizes = [[0 if rank == self._rank else tensor.numel() for rank in range(2)] for tensor in (received, sent)]
+        options = torch.distributed.AllToAllOptions()
+        options.asyncOp = False
+        self._by_sender[sender].alltoall_base(received, sent, *sizes, options)
+
+    def _empty(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _return_streams(self, aborts: list[threading.Thread]) -> None:
+        """Give the streams back once nothing is left on them. An abort that never ends keeps them."""
+        for each in aborts:
+            each.join()
+        self._cuda.init(self._index)
+        for stream in (self._gathering, self._sending, self._receiving):
+            with ends_if_poisoned():
+                stream.synchronize()
+            self._cuda.give_back(stream, self._index)
 
     def _end_of(self, tensor: torch.Tensor, stream: Stream) -> Operation:
         """Wait until the GPU has passed what was enqueued on a stream, and return the tensor. RuntimeError if the

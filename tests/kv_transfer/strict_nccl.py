@@ -16,6 +16,7 @@ from tests.strict_cuda import CudaMisuse
 from tests.strict_streams import StrictStream, current_stream
 
 PEER_S = 10.0
+_DEFAULT_CTAS = 32
 
 
 class Wire:
@@ -87,24 +88,45 @@ class StrictGroup:
 
     def __init__(self, nccl: StrictNccl, wire: Wire, name: str, rank: int, options: Any) -> None:
         self._nccl, self.wire, self.name, self._rank, self.options = nccl, wire, name, rank, options
-        self._connected = False
+        self._internal: StrictStream | None = None  # from `eager_connect_single_device` on
         self._enqueued = 0
         self.calls: list[tuple[Any, ...]] = []
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Noted."""
-        self._connected = True
-        self.calls.append(("connect", self._stream().index))
+        """Noted. From here on the group has a stream of torch's."""
+        stream = self._stream()
+        self._internal = stream.cuda.torch_stream(stream.index)
+        self.calls.append(("connect", stream.index))
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> StrictGroup:
-        """Enqueue a send on the current stream."""
-        self._enqueue("send", tensors[0], peer, self.wire.send)
+        """Enqueue a send on the group's stream, for which the current one waits."""
+        self._on_internal("send", tensors[0], peer, self.wire.send)
         return self
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> StrictGroup:
-        """Enqueue a receive on the current stream."""
-        self._enqueue("recv", tensors[0], peer, self.wire.recv)
+        """Enqueue a receive on the group's stream, for which the current one waits."""
+        self._on_internal("recv", tensors[0], peer, self.wire.recv)
         return self
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        sent: torch.Tensor,
+        output_sizes: list[int],
+        sent_sizes: list[int],
+        options: Any,
+    ) -> None:
+        """Enqueue a send and a receive, of which one is empty, on the current stream."""
+        if options.asyncOp:
+            raise CudaMisuse("an asynchronous all-to-all runs on the group's stream")
+        if (sum(output_sizes), sum(sent_sizes)) != (output.numel(), sent.numel()):
+            raise CudaMisuse("split sizes that are not those of the tensors")
+        if output_sizes[self._rank] or sent_sizes[self._rank]:
+            raise CudaMisuse("a rank sends to itself")
+        peer = 1 - self._rank
+        for what, tensor, work in (("send", sent, self.wire.send), ("recv", output, self.wire.recv)):
+            if tensor.numel():
+                self._enqueue(what, tensor, peer, work, self._stream())
 
     def wait(self) -> None:
         """Only the stream waits."""
@@ -113,18 +135,28 @@ class StrictGroup:
         """End the operations, which look complete to their streams."""
         self.wire.abort()
 
-    def _enqueue(self, what: str, tensor: torch.Tensor, peer: int, work: Any) -> None:
-        if not self._connected:
+    def _on_internal(self, what: str, tensor: torch.Tensor, peer: int, work: Any) -> None:
+        if self._internal is None:
             raise CudaMisuse("the first operation connects, and its payload pays for it")
         if peer == self._rank:
             raise CudaMisuse("a rank sends to itself")
-        stream = self._stream()
+        current, internal = self._stream(), self._internal
+        before = current.length
+        internal.add(lambda: current.run(before))
+        self._enqueue(what, tensor, peer, work, internal)
+        end = internal.length
+        current.add(lambda: internal.run(end))
+
+    def _enqueue(self, what: str, tensor: torch.Tensor, peer: int, work: Any, stream: StrictStream) -> None:
+        if self._internal is None:
+            raise CudaMisuse("the first operation connects, and its payload pays for it")
         self.calls.append((what, tensor.numel(), peer, stream.index))
         self._enqueued += 1
         self._nccl.largest = max(self._nccl.largest, self._enqueued)
 
         def run() -> None:
-            work(tensor)
+            with stream.cuda.resident(getattr(self.options.config, "max_ctas", _DEFAULT_CTAS), PEER_S):
+                work(tensor)
             self._enqueued -= 1
 
         stream.add(run)

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +51,7 @@ def test_communicators_are_connected_before_any_payload_on_the_pools_gpu(strict_
     assert theirs.calls == [("connect", 3), ("recv", 1, 1 - rank, 3)]
     for group in groups:
         assert group.options.config.blocking == 0, "a blocking connection cannot be aborted"
+        assert group.options.config.max_ctas == 8
         assert group.options._timeout.total_seconds() == 3600.0, "the link is first to give up"
 
 
@@ -74,11 +75,9 @@ async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
     poison. While one payload is sent, the next one is enqueued behind it."""
     gpus = StrictGpus()
     source, target = GpuPool(gpus.process(), 256), GpuPool(gpus.process(), 256)
-    cudas = {id(pool.gpu): pool.gpu.cuda for pool in (source, target)}
 
-    def create(backend: str, store: Any, rank: int, *_: object, on_device: bool, index: int) -> Communicators:
-        pool = source if rank else target  # the sender connects
-        return communicators(rank, index, cudas[id(pool.gpu)])
+    def create(backend: str, store: Any, rank: int, *_: object, on_device: bool, memory: DeviceMemory) -> Communicators:
+        return communicators(rank, memory.index, memory.cuda)
 
     monkeypatch.setattr(torch_groups, "create_groups", create)
     monkeypatch.setattr(torch_dist, "DEVICE_MESSAGE_BYTES", 8 * LAYOUT.block_bytes)
@@ -100,6 +99,84 @@ async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
     async with asyncio.timeout(10):  # both ends abort their communicators
         while not all(group.wire.aborted for group in strict_nccl.made):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+class Link:
+    """Both ends of a connected link: ``near`` sends."""
+
+    def __init__(self, number: int, near: StrictCuda, far: StrictCuda) -> None:
+        self.near, self.far = communicators(1, 0, near, number), communicators(0, 0, far, number)
+        joining = threading.Thread(target=self.far.connect)
+        joining.start()
+        self.near.connect()
+        joining.join(10)
+
+    def carries(self) -> bool:
+        """Whether a payload arrives."""
+        payload = torch.arange(64, dtype=torch.uint8)
+        received: list[Any] = []
+        receiving = threading.Thread(target=lambda: received.append(self.far.recv(64)()))
+        receiving.start()
+        self.near.send(payload)()
+        receiving.join(10)
+        return torch.equal(received[0], payload)
+
+    def abort(self) -> None:
+        """End both."""
+        self.near.abort()
+        self.far.abort()
+
+
+@contextlib.contextmanager
+def stopped_peer(link: Link) -> Iterator[None]:
+    """A payload that nobody takes: a thread waits for its end."""
+
+    def send() -> None:
+        with pytest.raises(RuntimeError, match="aborted"):
+            link.near.send(torch.zeros(8, dtype=torch.uint8))()
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        yield
+    finally:
+        link.abort()
+        sending.join(10)
+
+
+def test_a_link_whose_peer_has_stopped_holds_back_no_other_one(strict_nccl: StrictNccl) -> None:
+    """Its send waits on a stream of its own. Of torch's streams, the 17th link would get those of the first."""
+    gpus = StrictGpus()
+    near, far = gpus.process(), gpus.process()
+    links = [Link(number, near, far) for number in range(18)]
+    with stopped_peer(links[0]):
+        assert all(link.carries() for link in links[1:])
+    for link in links[1:]:
+        link.abort()
+
+
+def test_links_that_wait_leave_multiprocessors_to_each_other(strict_nccl: StrictNccl) -> None:
+    """Of the quarter of a GPU that MPS gives to transfers."""
+    gpus = StrictGpus()
+    near, far = gpus.process(multiprocessors=33), gpus.process()
+    waiting, other = Link(0, near, far), Link(1, near, far)
+    with stopped_peer(waiting):
+        assert other.carries()
+    other.abort()
+
+
+def test_the_next_link_gets_the_streams_of_one_that_has_ended(strict_nccl: StrictNccl) -> None:
+    gpus = StrictGpus()
+    near, far = gpus.process(), gpus.process()
+    for number in range(4):
+        link = Link(number, near, far)
+        assert link.carries()
+        link.abort()
+        for thread in threading.enumerate():
+            if thread.name == "kv-torch-abort":
+                thread.join(10)
+    assert near.calls.count("a stream is created") == 12
+    assert len(near._streams[0]) == 3
 
 
 def test_ncclss_defaults_are_ours_unless_the_user_has_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +201,7 @@ class JoiningGroups:
     made: list[JoiningGroups]
 
     def __init__(self, *_: object, **named: object) -> None:
-        self.index, self.aborted, self.ended = named["index"], threading.Event(), threading.Event()
+        self.memory, self.aborted, self.ended = named["memory"], threading.Event(), threading.Event()
         JoiningGroups.made.append(self)
 
     def connect(self) -> None:
@@ -149,7 +226,7 @@ async def test_a_join_whose_peer_died_ends_at_its_own_limit(monkeypatch: pytest.
     async with asyncio.timeout(5):
         with pytest.raises(TransferTimeout, match=r"did not answer within 0\.6 s"):
             await here.connect(endpoint, 0.2)
-    assert JoiningGroups.made[0].index == 2
+    assert JoiningGroups.made[0].memory is memory
     await here.aclose()
     await there.aclose()
     for groups in JoiningGroups.made:
