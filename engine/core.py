@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,7 +54,7 @@ class Runner(Protocol):
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
         """Launch a step, up to its logits. The step before it has been sampled, and may still run. Calls ``hook`` as
-        layers are computed."""
+        layers are computed: in this call, or in another thread until `RunningStep.tokens` returns."""
         ...
 
 
@@ -83,14 +84,38 @@ class Outbox(Protocol):
         ...
 
 
+class LayerEvents:
+    """The events that a step sends before its end, maybe from another thread. They are kept back until `release`, which
+    comes after the events of the step before."""
+
+    def __init__(self, send: Callable[[KVEvent], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._kept: list[KVEvent] | None = []
+
+    def send(self, event: KVEvent) -> None:
+        """Send an event, or keep it."""
+        with self._lock:
+            if self._kept is None:
+                self._send(event)
+            else:
+                self._kept.append(event)
+
+    def release(self) -> None:
+        """Send what was kept, and from now on everything at once."""
+        with self._lock:
+            for event in self._kept or ():
+                self._send(event)
+            self._kept = None
+
+
 class EngineCore:
     """Applies commands to a scheduler, runs the steps that it plans, and sends all events to ``outbox``.
 
     With ``run_ahead`` the next step is scheduled and launched while the device computes the current one, so that the
     device need not wait for the host. The order of calls is then launch n + 1, tokens n, sample n + 1: nothing is
     waited for between the launches of n and n + 1, and what depends on token ids on the host (ends of requests,
-    penalties) depends on those of n when n + 1 is sampled. A step that tells of its layers is launched when no other
-    one is on its way, because telling waits for them.
+    penalties) depends on those of n when n + 1 is sampled. The layers of n + 1 are announced after the end of n.
 
     A request with structured outputs is submitted to the scheduler when ``structures`` have compiled them, in another
     thread, so that others need not wait for that.
@@ -110,7 +135,7 @@ class EngineCore:
         self._clock = clock
         self._outbox = outbox
         self._max_in_flight = 1 if run_ahead else 0  # steps that `step` leaves on their way
-        self._in_flight: deque[tuple[SchedulerOutput, RunningStep]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, RunningStep, LayerEvents]] = deque()
         self._load: Load | None = None
         self._structures = structures
         self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}
@@ -162,10 +187,11 @@ class EngineCore:
         max_left = 0
         if output is not None and output.seqs:
             max_left = self._max_in_flight
-            hook = self.scheduler.connector.layer_hook(output.seqs, self._outbox.send_kv)
-            if hook is not None:
-                self._finish(0)
-            self._in_flight.append((output, self._runner.launch(output.seqs, hook)))
+            layers = LayerEvents(self._outbox.send_kv)
+            if not self._in_flight:
+                layers.release()
+            hook = self.scheduler.connector.layer_hook(output.seqs, layers.send)
+            self._in_flight.append((output, self._runner.launch(output.seqs, hook), layers))
         if not self._in_flight:
             return False
         self._finish(max_left)
@@ -174,7 +200,8 @@ class EngineCore:
     def _finish(self, max_left: int) -> None:
         """Finish steps, oldest first, until at most ``max_left`` are on their way; all that are left are sampled."""
         while self._in_flight:
-            output, running = self._in_flight[0]
+            output, running, layers = self._in_flight[0]
+            layers.release()
             running.sample()
             if len(self._in_flight) <= max_left:
                 return

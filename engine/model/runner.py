@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from queue import SimpleQueue
 from typing import Protocol
 
 import numpy as np
@@ -23,25 +26,57 @@ from runtime.cuda import Cuda, Event, upload
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
+_POLL_S = 50e-6
 _LOGITS_BYTES = 8 * 2**20
 """Logits of a prompt that are in memory at a time, as float32: with what is made of them less than sampling a batch
 takes, for which a GPU keeps memory."""
 
 
-def _one_behind(done: Callable[[int], None], cuda: Cuda, index: int) -> Callable[[int], None]:
-    """Returns a function that takes the numbers of layers that have been launched on a GPU, and calls ``done`` when
-    they have been computed, which is long after. It waits for a group after the next group has been launched, so that
-    the GPU always has work."""
-    launched: deque[tuple[int, Event]] = deque()
+class LayerWatch:
+    """Calls hooks when GPU ``index`` has computed their layers, which is long after these were launched. It does so in
+    a thread of its own, so that the next layers and steps are launched meanwhile."""
 
-    def note(num_layers: int) -> None:
-        launched.append((num_layers, cuda.record(index)))
-        if len(launched) > 1:
-            before, event = launched.popleft()
-            event.synchronize()
-            done(before)
+    def __init__(self, cuda: Cuda, index: int) -> None:
+        self._cuda, self._index = cuda, index
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="engine-layers", daemon=True).start()
 
-    return note
+    def watch(self, hook: LayerHook) -> LayerHook:
+        """The hook with which to launch layers, so that ``hook`` is called when they have been computed."""
+
+        def launched(num_layers: int) -> None:
+            self._work.put(partial(self._announce, self._cuda.record(self._index), partial(hook.done, num_layers)))
+
+        return LayerHook(hook.after, launched)
+
+    def mark(self) -> Callable[[], None]:
+        """Returns a function that waits until hooks were called for all layers launched so far. It raises what a hook
+        has raised."""
+        passed = threading.Event()
+        self._work.put(passed.set)
+
+        def wait() -> None:
+            passed.wait()
+            if self._error is not None:
+                raise self._error
+
+        return wait
+
+    def _run(self) -> None:
+        self._cuda.init(self._index)
+        while True:
+            work = self._work.get()
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - it belongs to the thread that runs steps
+                self._error = self._error or error
+
+    @staticmethod
+    def _announce(event: Event, done: Callable[[], None]) -> None:
+        while not event.query():
+            time.sleep(_POLL_S)
+        done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +109,18 @@ PromptRows = tuple[list[tuple[PromptLogprobs, int]], list[torch.Tensor]]
 
 class LaunchedStep:
     """A step that has been launched, up to the ``logits`` of the parts ``wanted``, or to its end if there are none
-    (see `engine.core.RunningStep`). ``prompts``: what it adds to `ScheduledSeq.prompt_logprobs`."""
+    (see `engine.core.RunningStep`). ``prompts``: what it adds to `ScheduledSeq.prompt_logprobs`. ``announced`` waits
+    until its layers have been announced."""
 
     def __init__(
-        self, runner: ModelRunner, wanted: Sequence[ScheduledSeq], logits: torch.Tensor | None, prompts: PromptRows
+        self,
+        runner: ModelRunner,
+        wanted: Sequence[ScheduledSeq],
+        logits: torch.Tensor | None,
+        prompts: PromptRows,
+        announced: Callable[[], None] | None = None,
     ) -> None:
-        self._runner, self._wanted, self._logits = runner, wanted, logits
+        self._runner, self._wanted, self._logits, self._announced = runner, wanted, logits, announced
         self._prompts, self._prompt_tensors = prompts
         self._drawn: DrawnTokens | None = None
         self._copied = None if logits is not None else runner.copy(self._prompt_tensors)
@@ -101,6 +142,8 @@ class LaunchedStep:
         """The token of each request that gets one, by request id."""
         assert self._copied is not None, "sample() comes first"
         copies = self._copied()
+        if self._announced is not None:
+            self._announced()
         if self._prompts:
             own, ids, values = (copy.tolist() for copy in copies[:3])
             num_top = [prompt.num_top for prompt, count in self._prompts for _ in range(count)]
@@ -134,6 +177,7 @@ class ModelRunner:
         self._attention = attention
         self._pool = self.pool = pool
         self._device = pool.tensor.device
+        self._watch = None if cuda is None else LayerWatch(cuda, pool.tensor.device.index or 0)
         self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
 
     def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, SampledToken]:
@@ -155,8 +199,9 @@ class ModelRunner:
         if self._graphs is not None and not tells and self._graphs.fits(ordered):
             return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last), ([], []))
         step, wanted = self._step(ordered)
-        if hook is not None and self._cuda is not None:
-            hook = LayerHook(hook.after, _one_behind(hook.done, self._cuda, self._device.index or 0))
+        watch = self._watch
+        if hook is not None and watch is not None:
+            hook = watch.watch(hook)
         prompts: PromptRows = ([], [])
         if tells:  # the last layer computes all rows, too
             hidden = self._model.forward(replace(step, wanted=None, wanted_attention=None), self._pool, hook)
@@ -164,7 +209,8 @@ class ModelRunner:
             hidden = hidden if step.wanted is None else hidden[step.wanted]
         else:
             hidden = self._model.forward(step, self._pool, hook)
-        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None, prompts)
+        announced = None if hook is None or watch is None else watch.mark()
+        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None, prompts, announced)
 
     def _prompt_logprobs(self, seqs: Sequence[ScheduledSeq], hidden: torch.Tensor) -> PromptRows:
         """The logprobs that ``seqs``, whose rows ``hidden`` are, add to their prompts. Logits of a few rows at a time

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -46,6 +47,7 @@ class WorkerPipe:
         self._commands_fd = commands_fd
         self._events_fd = events_fd
         self._kv_events_fd = kv_events_fd
+        self._sending_kv = threading.Lock()  # the layers of a step on a GPU are announced by a thread
         self._frames: FrameReader[Command] = FrameReader(Command)  # type: ignore[arg-type]  # a union
         self._poll = select.poll()
         self._poll.register(commands_fd, select.POLLIN | select.POLLHUP)
@@ -82,8 +84,10 @@ class WorkerPipe:
         self._write(self._events_fd, events)
 
     def send_kv(self, *events: KVEvent) -> None:
-        """Send events to the KV thread. Blocks while the pipe is full. `ParentGone` if it is closed."""
-        self._write(self._kv_events_fd, events)
+        """Send events to the KV thread. Blocks while the pipe is full. `ParentGone` if it is closed. May be called by
+        any thread."""
+        with self._sending_kv:
+            self._write(self._kv_events_fd, events)
 
     @staticmethod
     def _write(fd: int, events: Sequence[EngineEvent | KVEvent]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from contract.engine import KVRole
+from contract.engine import Computed, EngineEvent, KVEvent, KVRole, Progress, Step
 from engine.core import EngineCore, RunningStep, Sampled
 from engine.model.runner import ModelRunner
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
@@ -65,11 +65,14 @@ class RecordedStep:
 
 
 class Telling(KVConnector):
-    """A connector that has layers told."""
+    """A connector that announces the first layer of each step, by the step's number."""
+
+    num_steps = 0
 
     def layer_hook(self, parts: Any, send: Any) -> LayerHook | None:
         """A hook."""
-        return LayerHook(frozenset({1}), lambda n: None)
+        number, self.num_steps = self.num_steps, self.num_steps + 1
+        return LayerHook(frozenset({1}), lambda n: send(Computed([Progress(f"step {number}", 0, [], n)])))
 
 
 def record(max_tokens: int, run_ahead: bool, connector: KVConnector | None = None) -> tuple[list[str], Outbox]:
@@ -94,7 +97,32 @@ def test_the_order_of_calls() -> None:
     now, _ = record(3, run_ahead=False)
     assert now == [f"{call} {n}" for n in range(3) for call in ("launch", "sample", "tokens")]
     telling, _ = record(3, run_ahead=True, connector=Telling(FakeClock()))
-    assert telling == now, "telling layers waits for them, and tokens must not wait for that"
+    assert telling == ahead, "announcing layers does not wait for them"
+
+
+def test_layers_are_announced_after_the_end_of_the_step_before() -> None:
+    """Although they are launched, and may have been computed, earlier."""
+
+    class Hasty(Recorder):
+        def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
+            assert hook is not None
+            hook.done(1)
+            return super().launch(seqs, hook)
+
+    class Listening(Outbox):
+        def send(self, *events: EngineEvent) -> None:
+            order.extend("end" for event in events if isinstance(event, Step))
+
+        def send_kv(self, *events: KVEvent) -> None:
+            order.extend(each.attempt_id for event in events if isinstance(event, Computed) for each in event.progress)
+
+    clock, order = FakeClock(), []  # type: tuple[FakeClock, list[str]]
+    scheduler = Scheduler(SchedulerConfig(64, 4, 64, 8, 32), clock, Telling(clock))
+    core = EngineCore(scheduler, Hasty(clock), clock, Listening(), True)
+    core.take(submit("a", KVRole.LOCAL, [1, 2, 3], 3))
+    while core.step():
+        pass
+    assert order == ["step 0", "end", "step 1", "end", "step 2", "end"]
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -132,9 +160,8 @@ def test_nothing_waits_for_a_gpu_between_two_launches(tmp_path: Path) -> None:
             cuda.calls.append("launch")
             return runner.launch(seqs, hook)
 
-    core, outbox = make_core(
-        Noting(), Scheduler(SchedulerConfig(16, 4, 128, BLOCK, 64), MonotonicClock()), run_ahead=True
-    )
+    scheduler = Scheduler(SchedulerConfig(16, 4, 128, BLOCK, 64), MonotonicClock(), Telling(FakeClock()))
+    core, outbox = make_core(Noting(), scheduler, run_ahead=True)
     core.take(submit("a", KVRole.LOCAL, range(40), 8))
     core.take(submit("b", KVRole.LOCAL, [7, 8, 9], 8))
     while core.step():
@@ -150,3 +177,6 @@ def test_nothing_waits_for_a_gpu_between_two_launches(tmp_path: Path) -> None:
             last = done == calls.count(waited)
             assert launched == done + (not last), "a step was waited for before the next one was launched"
     assert {name: len(tokens) for name, tokens in outbox.tokens.items()} == {"a": 8, "b": 8}
+    announced = [each.attempt_id for event in outbox.kv_events for each in event.progress]  # type: ignore[union-attr]
+    assert announced == [f"step {number}" for number in range(calls.count("launch"))]
+    assert "an event is waited for" not in calls
