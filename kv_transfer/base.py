@@ -34,6 +34,9 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 """The largest header of a message, for all transports."""
 
+DEVICE_MESSAGE_BYTES = 32 * 2**20
+"""Least size of messages between devices: smaller ones do not fill a fast link between two operations."""
+
 NOTHING = Payload(None, ())
 """The payload of a message that has only a header."""
 
@@ -89,8 +92,6 @@ class KVLink(ABC):
     """The name of the transport."""
     on_device = False
     """Whether payloads move from device memory to device memory. Such payloads are not hashed."""
-    least_message_bytes = 0
-    """The least size of messages that fills this link. The sender makes them as large where it has so many blocks."""
     reads_late = False
     """Whether the receiver may still read a payload after the sender has cut the link and reused the blocks. If so, a
     payload counts only with a correct checksum or, where nothing is hashed, with a `protocol.Confirm` of the sender."""
@@ -111,6 +112,12 @@ class KVLink(ABC):
         if isinstance(self.memory, DeviceMemory) and not self.on_device:
             return await staged(self.memory, regions)
         return Payload(self.memory, regions)
+
+    @property
+    def least_message_bytes(self) -> int:
+        """The least size of messages that fills this link. The sender makes them as large where it has so many
+        blocks."""
+        return DEVICE_MESSAGE_BYTES if self.on_device else 0
 
     @abstractmethod
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:

@@ -13,7 +13,6 @@ import xxhash
 
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import Region, pair_regions
-from runtime.poison import ends_if_poisoned
 
 if TYPE_CHECKING:
     import torch
@@ -172,9 +171,7 @@ class Fetch:
         """Begin to copy the whole payload from ``regions`` of memory on the same device, whose bytes ``view`` returns.
         `settled` waits for the copies."""
         if not self.cancelled and isinstance(self._memory, DeviceMemory):
-            for ours, theirs in pair_regions(self.regions, regions):
-                with ends_if_poisoned():
-                    self._memory.view(ours).copy_(view(theirs), non_blocking=True)
+            self._memory.gather((ours, view(theirs)) for ours, theirs in pair_regions(self.regions, regions))
             self.advance(self.size)
 
     @contextlib.contextmanager

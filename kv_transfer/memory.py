@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.cuda import Cuda
 
 _PAGE = 4096
+_WORD = 8  # bytes
 
 
 class HostMemory:
@@ -149,6 +150,21 @@ class DeviceMemory:
             with ends_if_poisoned():
                 target.copy_(source, non_blocking=True)
             start += region.size
+
+    def gather(self, pairs: Iterable[tuple[Region, torch.Tensor]]) -> None:
+        """Begin to copy tensors of the same device into the regions, all by a few kernels. See `settled`."""
+        import torch
+
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for region, source in pairs:
+            targets.append(self.view(region))
+            sources.append(source)
+        if all(each.nbytes % _WORD == each.data_ptr() % _WORD == 0 for each in (*targets, *sources)):
+            # A kernel moves an element of this size as fast as a byte.
+            targets, sources = ([each.view(torch.int64) for each in some] for some in (targets, sources))
+        with ends_if_poisoned():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def settled(self) -> Callable[[], bool]:
         """Return a function that tells whether the copies begun so far have ended."""

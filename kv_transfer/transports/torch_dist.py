@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
 IN_FLIGHT = 2
 """Payloads on their way in one direction of a link: sent and not received, or gathered."""
-DEVICE_MESSAGE_BYTES = 32 * 2**20
-"""Least size of messages between devices: smaller ones do not fill a fast link between two operations."""
-
 _QUEUED_FRAMES = 256
 _GRACE_S = 1.0
 _CLOSE_S = 1.0
@@ -243,7 +240,6 @@ class TorchDistLink(InboxLink):
     ) -> None:
         super().__init__("torch_dist", memory)
         self.on_device = on_device
-        self.least_message_bytes = DEVICE_MESSAGE_BYTES if on_device else 0
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
         self._groups: Groups | None = groups
         self._peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kv_transfer import base
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.transports import torch_dist, torch_groups
@@ -80,7 +81,7 @@ async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
         return communicators(rank, memory.index, memory.cuda)
 
     monkeypatch.setattr(torch_groups, "create_groups", create)
-    monkeypatch.setattr(torch_dist, "DEVICE_MESSAGE_BYTES", 8 * LAYOUT.block_bytes)
+    monkeypatch.setattr(base, "DEVICE_MESSAGE_BYTES", 8 * LAYOUT.block_bytes)
     sending, receiving = (
         TorchDistTransport(pool.gpu, SECRET, backend="nccl", timeout_s=10.0) for pool in (source, target)
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from kv_transfer import base
 from kv_transfer.base import KVTransport
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
@@ -23,7 +24,7 @@ from kv_transfer.transports.torch_groups import GlooGroups
 from kv_transfer.transports.unix_socket import CudaIpcTransport
 from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.kv_layout import KVLayout, probe_area
+from pdserve.core.kv_layout import KVLayout, Region, probe_area
 from tests.host_pool import inline
 from tests.kv_transfer.conftest import MakeEnds
 from tests.loopback import SECRET
@@ -112,6 +113,32 @@ async def test_blocks_and_layers_go_from_device_to_device(
     assert ends.receiver.refused == {}
 
 
+@pytest.mark.parametrize("kind", ["torch_dist", "cuda_ipc", "nixl"])
+async def test_messages_between_devices_fill_the_link(
+    make_ends: MakeEnds, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small `transfer.message_bytes` is."""
+    if kind == "nixl":
+        request.getfixturevalue("fake_nixl")
+    monkeypatch.setattr(base, "DEVICE_MESSAGE_BYTES", 16 * LAYOUT.block_bytes)
+    source, target = DevicePool("p", 64), DevicePool("d", 64)
+    sending, receiving = pair(kind, source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving, message_bytes=1)
+    ends.start("r", range(64), send=range(64))
+    assert (await ends.both("r")).proof.messages == 4
+
+
+@pytest.mark.parametrize("size", [64, 63])
+def test_copies_within_a_device_of_any_size(size: int) -> None:
+    source, target = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    memory = DeviceMemory([], target)
+    starts = [(0, 128), (128, 64), (64, 0)]
+    memory.gather((Region(ours, size), source[theirs : theirs + size]) for ours, theirs in starts)
+    for ours, theirs in starts:
+        assert torch.equal(target[ours : ours + size], source[theirs : theirs + size])
+    assert target.count_nonzero() <= 3 * size
+
+
 async def test_workers_on_different_gpus_do_not_meet() -> None:
     gpu = OneGpu()
     here, there = gpu.transport(DevicePool("p", 4), "GPU-1"), gpu.transport(DevicePool("d", 4), "GPU-2")
@@ -192,15 +219,18 @@ async def test_an_error_of_the_gpu_ends_the_process(
     sending, receiving = pair(kind, source, target)
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
     monkeypatch.setattr(os, "_exit", lambda _: ended.set())
-    whole = torch.Tensor.copy_
 
-    def broken(self: torch.Tensor, *arguments: object, **named: object) -> object:
-        if not is_broken:
-            return whole(self, *arguments, **named)  # type: ignore[arg-type]
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def breaking(whole: Any) -> Any:
+        def copy(*arguments: object, **named: object) -> object:
+            if not is_broken:
+                return whole(*arguments, **named)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        return copy
 
     is_broken = False
-    monkeypatch.setattr(torch.Tensor, "copy_", broken)
+    monkeypatch.setattr(torch.Tensor, "copy_", breaking(torch.Tensor.copy_))
+    monkeypatch.setattr(torch, "_foreach_copy_", breaking(torch._foreach_copy_))
     ends.start("r", [1], 0)
     is_broken = True
     ends.sending["r"].send_blocks(0, [2], last=True)
