@@ -179,6 +179,12 @@ class DeviceMemory:
 
         return passed
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that this process has begun. Blocks."""
+        if self.cuda is not None:
+            self.cuda.init(self.index)  # of this thread
+            self.cuda.synchronize(self.index)
+
     def close(self) -> None:
         """Release the memory. May be called twice."""
         self._data = None

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from contract.engine import Command, EnginePort, KVEvent, Progress, Reserved
 from kv_transfer.base import KVTransport
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
@@ -23,7 +24,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, WorkerLost, from_wire, to_wire
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
-from runtime.threads import LoopThread
+from runtime.threads import LoopThread, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +271,8 @@ class KVThread:
         await self._sender.aclose()
         await self._receiver.aclose()
         await asyncio.gather(*(transport.aclose() for transport in self._transports))
+        if isinstance(self._pool.memory, DeviceMemory):  # under MPS, an end in the middle of work disturbs others
+            await in_thread("kv-synchronize", self._pool.memory.synchronize)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             if not task.cancelling():  # else it is releasing resources

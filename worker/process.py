@@ -177,6 +177,9 @@ class WorkerProcess:
                 transfer_threads=cluster.mps_transfer_threads,
                 memory_mb=cluster.mps_memory_mb,
             )
+            # A queue of the device serves several streams in turn, and a send that waits for its peer would hold back
+            # others. Clients of MPS have 2 by default, and share a limited number.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if mps.is_on else "32")
             self.notes.append(f"MPS is {'on' if mps.is_on else 'off'} on {self._spec.node}: {mps.why}")
             log.info("%s", self.notes[-1])
 

@@ -281,6 +281,12 @@ class ModelRunner:
             token_ids[rows] = self.last.token_ids[last_rows]
         return token_ids
 
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all that was launched: under MPS, an end in its middle disturbs other
+        processes."""
+        if self._cuda is not None:
+            self._cuda.synchronize(self._device.index or 0)
+
     def warmup(self, max_tokens: int) -> None:
         """Run a prompt chunk and a decode once, so that no request waits for lazy initialisation. Overwrites the first
         blocks of the pool."""

@@ -152,6 +152,7 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
         pipe.send(built.ready)
         serve(pipe, core)
     connector.close()
+    built.runner.synchronize()
 
 
 if __name__ == "__main__":

@@ -147,10 +147,10 @@ class ClusterConfig(_Section):
     port_base: int | None = Field(None, ge=1024, le=65_000)
     """first port of gateway and workers: the registry's port, followed by four ports per worker; default: 20000 on a
     Ray that is joined, free ports on a Ray of its own"""
-    mps: Annotated[Literal["auto", "off"], Off] = "auto"
+    mps: Annotated[Literal["auto", "off"], Off] = "off"
     """on GPUs, CUDA's Multi-Process Service, with which transfers and steps run on a GPU at the same time. auto: a
-    daemon per node if nvidia-cuda-mps-control is there, or the one that runs already; off: they take turns
-    (docs/gpu.md)"""
+    daemon per node if nvidia-cuda-mps-control is there, or the one that runs already; off: they take turns, unless a
+    daemon runs already (docs/gpu.md)"""
     mps_transfer_threads: int = Field(25, ge=1, le=100)
     """with MPS, the percentage of a GPU's multiprocessors that transfers may use"""
     mps_memory_mb: Positive | None = None

@@ -59,12 +59,14 @@ def test_tokens(tmp_path: Path, transport: str, taken: str, gpus: dict[str, int]
         cluster.wait_idle()
 
 
+@pytest.mark.parametrize("mps", ["off", "auto"])
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
-def test_a_killed_worker_costs_no_request(tmp_path: Path, name: str) -> None:
+def test_a_killed_worker_costs_no_request(tmp_path: Path, name: str, mps: str) -> None:
     """The worker is started again at once, as Ray would."""
     model = save_random_model(tmp_path, "gqa")
     settings = {
         "model": {"path": str(model), "dtype": "float32"},
+        "cluster": {"mps": mps},
         "engine": {"num_blocks": 256, "max_num_batched_tokens": 64},
         "router": {"patience_s": 120.0},
     }

@@ -312,7 +312,7 @@ def test_the_limit_of_memory_is_read() -> None:
 
 
 def test_the_setting() -> None:
-    assert PdserveConfig().cluster.mps == "auto"
+    assert PdserveConfig().cluster.mps == "off"
     assert PdserveConfig.parse({"cluster": {"mps": "off"}}).cluster.mps == "off"
     assert PdserveConfig.parse({"cluster": {"mps": False}}).cluster.mps == "off"  # as YAML reads off
-    assert list(check_mps(DoctorReport(PdserveConfig(), "cuda"))) == []
+    assert list(check_mps(DoctorReport(PdserveConfig.parse({"cluster": {"mps": "auto"}}), "cuda"))) == []
