@@ -24,6 +24,7 @@ from runtime.cuda import Cuda, Graph
 
 log = logging.getLogger(__name__)
 
+_ROWS = 64  # of block tables; doubled when more requests are in a step
 _HEADER = 5  # rows of the inputs before the block tables: token ids, positions, slots, contexts, rows of last tokens
 
 
@@ -32,6 +33,50 @@ def ladder(max_seqs: int) -> list[int]:
     padding and few graphs."""
     rungs = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32), *range(256, max_seqs, 64)]
     return [n for n in rungs if n < max_seqs] + [max_seqs]
+
+
+class BlockTables:
+    """The block tables of requests, of up to ``max_blocks`` blocks, as rows of an array that is kept from step to step:
+    a step writes only what is new."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._array = np.zeros((_ROWS, max_blocks), dtype=np.int32)
+        self._free = list(range(_ROWS))
+        self._rows: dict[str, tuple[int, Sequence[int]]] = {}  # row and table, by attempt id
+        self._lengths = [0] * _ROWS
+
+    def of(self, seqs: Sequence[ScheduledSeq]) -> np.ndarray:
+        """A copy of the tables of ``seqs``: ``[len(seqs), max_blocks]``, int32. What follows a table is 0 or blocks of
+        the request that the step does not read."""
+        rows: list[int] = []
+        for seq in seqs:
+            row, known = self._rows.get(seq.attempt_id, (-1, ()))
+            block_ids = seq.block_ids
+            if known is not block_ids:  # a table only grows; a request that was preempted gets another one
+                row = self._restart(row, seqs)
+                self._rows[seq.attempt_id] = row, block_ids
+            if self._lengths[row] < len(block_ids):
+                self._array[row, self._lengths[row] : len(block_ids)] = block_ids[self._lengths[row] :]
+                self._lengths[row] = len(block_ids)
+            rows.append(row)
+        tables: np.ndarray = self._array[rows]
+        return tables
+
+    def _restart(self, row: int, seqs: Sequence[ScheduledSeq]) -> int:
+        """An empty row: ``row``, or if that is -1, one that no request of the step ``seqs`` has."""
+        if row < 0:
+            if not self._free:
+                present = {seq.attempt_id for seq in seqs}
+                for attempt_id in self._rows.keys() - present:
+                    self._free.append(self._rows.pop(attempt_id)[0])
+            if not self._free:
+                self._free += range(len(self._array), 2 * len(self._array))
+                self._lengths += [0] * len(self._array)
+                self._array = np.concatenate((self._array, np.zeros_like(self._array)))
+            row = self._free.pop()
+        self._lengths[row] = 0
+        self._array[row] = 0
+        return row
 
 
 class DecodeGraphs:
@@ -47,6 +92,7 @@ class DecodeGraphs:
         self.sizes = ladder(max_seqs)
         self._model = model
         self._attention = attention
+        self._tables = BlockTables(max_blocks)
         self._pool = pool
         self._max_blocks = max_blocks
         self._device = pool.tensor.device
@@ -120,13 +166,16 @@ class DecodeGraphs:
         inputs[:, len(seqs) :] = 0
         inputs[2, len(seqs) :] = NO_SLOT
         inputs[_HEADER - 1, len(seqs) :] = -1
-        for column, seq in enumerate(seqs):
-            used = seq.start // block_size + 1
-            slot = seq.block_ids[used - 1] * block_size + seq.start % block_size
-            token_id = seq.token_ids[0]
-            last_row = last_rows[seq.attempt_id] if token_id == PENDING else -1
-            inputs[:_HEADER, column] = (token_id, seq.start, slot, seq.start + 1, last_row)
-            inputs[_HEADER : _HEADER + used, column] = seq.block_ids[:used]
-            inputs[_HEADER + used :, column] = 0
+        used, tables = len(seqs), self._tables.of(seqs)[:, :blocks]
+        positions = np.array([seq.start for seq in seqs], dtype=np.int32)
+        inputs[0, :used] = token_ids = [seq.token_ids[0] for seq in seqs]
+        inputs[1, :used] = positions
+        inputs[2, :used] = tables[np.arange(used), positions // block_size] * block_size + positions % block_size
+        inputs[3, :used] = positions + 1
+        inputs[4, :used] = [
+            last_rows[seq.attempt_id] if token_id == PENDING else -1
+            for seq, token_id in zip(seqs, token_ids, strict=True)
+        ]
+        inputs[_HEADER:, :used] = tables.T
         # PyTorch keeps the pinned memory alive until the copy is done.
         self._inputs[: host.numel()].copy_(host.view(-1), non_blocking=True)

@@ -11,6 +11,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -258,7 +259,7 @@ class ModelRunner:
             if seq.sample:
                 rows[seq.attempt_id] = end - 1
                 wanted[seq.attempt_id] = seq
-                lasts[seq.attempt_id] = replace(seq, token_ids=seq.token_ids[-1:], start=seq.end - 1)
+                lasts[seq.attempt_id] = msgspec.structs.replace(seq, token_ids=seq.token_ids[-1:], start=seq.end - 1)
         ordered = self._attention.order(list(lasts.values()))
         step = replace(
             step,

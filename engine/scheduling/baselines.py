@@ -115,7 +115,8 @@ class WholePrompts(Scheduler):
             wanted = self._to_compute(seq)
         else:
             return None
-        return seq if self._budget(batch).offer(wanted, first=True) < wanted else None
+        budget = self._budget([each.num_uncomputed_tokens for each in batch])
+        return seq if budget.offer(wanted, first=True) < wanted else None
 
 
 class StaticWholePrompts(StaticBatching, WholePrompts):

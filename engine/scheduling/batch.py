@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.scheduling.sequence import PromptLogprobs, TokenHistory
 from pdserve.core.sampling import SamplingParams, TokenLogprobs
 
@@ -12,8 +14,7 @@ PENDING = -1
 """In place of a token id: the token that the step before this one samples for the request, which is not known yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSeq:
+class ScheduledSeq(msgspec.Struct, frozen=True, eq=False):
     """One request's part of a step.
 
     ``token_ids`` are the tokens to compute, at positions ``start`` to ``start + len(token_ids) - 1``. The KV of the

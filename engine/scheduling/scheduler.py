@@ -268,7 +268,8 @@ class Scheduler:
         """Whether `schedule` would return a step that computes anything. While a step is in flight, one that might
         preempt has to wait."""
         batch = self._ready()
-        if self._in_flight and self._missing_blocks(batch) > self.blocks.free_blocks:
+        free = self.blocks.free_blocks
+        if self._in_flight and len(batch) > free and self._missing_blocks(batch) > free:  # each lacks one at most
             return False
         if batch and self._can_run(batch):
             return True
@@ -284,17 +285,20 @@ class Scheduler:
         parts: list[tuple[Sequence, int]] = []  # requests, and how many of their tokens
         preempted: list[str] = []
         batch = self._ready()
-        budget = self._budget(batch)
-        for seq in batch:
+        every = [seq.num_uncomputed_tokens for seq in batch]
+        budget = self._budget(every)
+        block_size = self.config.block_size
+        for seq, wanted in zip(batch, every, strict=True):
             if len(parts) == max_num_seqs:
                 break  # received KV is always accepted, so more requests may run than fit into a step
             if seq.status is not EngineStatus.RUNNING:
                 continue  # preempted in this loop
-            wanted = seq.num_uncomputed_tokens
             num_tokens = budget.offer(wanted, first=not parts)
             if num_tokens < wanted:
                 num_tokens = self._cut(seq, num_tokens)
-            if num_tokens and self._grow(seq, seq.num_scheduled_tokens + num_tokens, preempted):
+            end = seq.num_computed_tokens + seq.num_running_tokens + num_tokens
+            fits = end <= len(seq.block_ids) * block_size
+            if num_tokens and (fits or self._grow(seq, end, preempted)):
                 parts.append((seq, num_tokens))
                 budget.spend(num_tokens, wanted)
         # A preempted request must not get back the blocks that were just freed.
@@ -329,7 +333,7 @@ class Scheduler:
         started_s = max(output.started_s, self._updated_s)
         self._updated_s = sampled_s
         step = Step(sampled_s, started_s)
-        any_ended = False
+        any_ended, block_size = False, self.config.block_size
         for part, seq in zip(output.seqs, seqs, strict=True):
             num_tokens = len(part.token_ids)
             seq.num_running_steps -= 1
@@ -347,23 +351,23 @@ class Scheduler:
             if part.sample:
                 token = sampled[part.attempt_id]
                 reason = seq.append(token.token_id)
-                if not seq.error:
-                    step.tokens.append(
-                        TokenOut(
-                            part.attempt_id,
-                            token.token_id,
-                            reason.value if reason else "",
-                            seq.first_scheduled_s,
-                            token.logprobs,
-                            seq.num_cached_tokens if seq.num_output_tokens == 1 else 0,
-                            () if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs.values),
-                        )
+                if seq.history is not None and self._reject_mismatch(seq):
+                    any_ended = True
+                    continue
+                step.tokens.append(
+                    TokenOut(
+                        part.attempt_id,
+                        token.token_id,
+                        "" if reason is None else reason.value,
+                        seq.first_scheduled_s,
+                        token.logprobs,
+                        seq.num_cached_tokens if len(seq.token_ids) == seq.num_prompt_tokens + 1 else 0,
+                        () if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs.values),
                     )
-                    seq.prompt_logprobs = None
-            if self._reject_mismatch(seq):
-                any_ended = True
-                continue
-            self._publish(seq)
+                )
+                seq.prompt_logprobs = None
+            if seq.num_computed_tokens >= (seq.num_published_blocks + 1) * block_size:
+                self._publish(seq)
             if seq.pinned:
                 self.connector.computed(seq)
             if reason is not None:
@@ -555,8 +559,9 @@ class Scheduler:
             raise AssertionError(f"schedule() was called while {MAX_IN_FLIGHT} steps are in flight")
         return self._clock.now()
 
-    def _budget(self, batch: list[Sequence]) -> TokenBudget:
-        num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in batch[: self.config.max_num_seqs])
+    def _budget(self, wanted: list[int]) -> TokenBudget:
+        """That of a step whose running requests want so many tokens."""
+        num_decodes = wanted[: self.config.max_num_seqs].count(1)
         return TokenBudget(self._token_budget, num_decodes, self.config.chunk_tokens)
 
     def _to_compute(self, head: Sequence) -> int:
@@ -565,7 +570,7 @@ class Scheduler:
     def _publish(self, seq: Sequence) -> None:
         """Cache the blocks that are full of computed tokens. Nothing may write to them any more."""
         num_full = seq.num_computed_tokens // self.config.block_size
-        if seq.prefix is None or num_full <= seq.num_published_blocks:
+        if num_full <= seq.num_published_blocks or seq.prefix is None:
             return
         digests = seq.prefix.first(num_full, seq.token_ids)
         for index in range(seq.num_published_blocks, num_full):
@@ -575,8 +580,6 @@ class Scheduler:
     def _grow(self, seq: Sequence, num_tokens: int, preempted: list[str]) -> bool:
         """Grow the blocks of ``seq`` to ``num_tokens`` tokens, and preempt lower requests if necessary. Returns False
         if ``seq`` must wait, as it does for steps in flight."""
-        if num_tokens <= len(seq.block_ids) * self.config.block_size:
-            return True
         while not self.blocks.allocate(seq.arrival, num_tokens):
             if self._in_flight:
                 return False
@@ -608,9 +611,9 @@ class Scheduler:
 
     @staticmethod
     def _take(seq: Sequence, num_tokens: int) -> ScheduledSeq:
-        start = seq.num_scheduled_tokens
+        start = seq.num_computed_tokens + seq.num_running_tokens
         end, num_known = start + num_tokens, len(seq.token_ids)
-        sample = end == seq.num_tokens
+        sample = end == num_known + seq.num_pending_tokens
         token_ids = seq.token_ids[start:end]
         if end > num_known:
             token_ids.append(PENDING)

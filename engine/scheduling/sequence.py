@@ -156,13 +156,14 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Known and pending tokens whose KV no step has computed or computes: 1 while it decodes, more while it
         prefills."""
-        return self.num_tokens - self.num_scheduled_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens - self.num_running_tokens
 
     @property
     def can_go_on(self) -> bool:
         """Whether a step may compute it before the steps in flight are known: not if they sample its last token by
         length."""
-        return not self.num_pending_tokens or self.remaining_tokens > 0
+        pending = self.num_pending_tokens
+        return not pending or self.max_tokens > len(self.token_ids) - self.num_prompt_tokens + pending
 
     @property
     def computes_prompt(self) -> bool:
@@ -173,11 +174,6 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far, including the token 1 that came with received KV."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Tokens still wanted: ``max_tokens`` minus the outputs so far, pending ones included."""
-        return self.max_tokens - self.num_output_tokens - self.num_pending_tokens
 
     def transition(self, to: EngineStatus) -> None:
         """Change the status to ``to``. AssertionError if the table forbids it."""
@@ -190,4 +186,4 @@ class Sequence:
             self.history.append(token_id)
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_output_tokens >= self.max_tokens else None
+        return FinishReason.LENGTH if len(self.token_ids) >= self.num_prompt_tokens + self.max_tokens else None
