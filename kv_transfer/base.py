@@ -19,7 +19,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kv_transfer.fetch import Fetch, Payload, staged
 from kv_transfer.memory import DeviceMemory, Memory
@@ -91,7 +91,8 @@ class KVLink(ABC):
     transport: str
     """The name of the transport."""
     on_device = False
-    """Whether payloads move from device memory to device memory. Such payloads are not hashed."""
+    """Whether payloads move from device memory to device memory. Such payloads are hashed only with
+    `transfer.checksum: device`."""
     reads_late = False
     """Whether the receiver may still read a payload after the sender has cut the link and reused the blocks. If so, a
     payload counts only with a correct checksum or, where nothing is hashed, with a `protocol.Confirm` of the sender."""
@@ -102,9 +103,9 @@ class KVLink(ABC):
         """Called by `aclose`."""
         self._pending_peer: PendingPeer | None = None
 
-    def hashes(self, configured: bool) -> bool:
+    def hashes(self, configured: bool | Literal["device"]) -> bool:
         """Whether payloads are hashed on this link, where `transfer.checksum` is ``configured``. Both ends agree."""
-        return (configured or self.reads_late) and not self.on_device
+        return configured == "device" if self.on_device else bool(configured) or self.reads_late
 
     async def payload(self, regions: Sequence[Region]) -> Payload:
         """A payload of regions of the memory, copied to the host if it lies on a device and the link is not

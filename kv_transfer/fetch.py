@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from contract.kv import checksum
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import Region, pair_regions
 
@@ -49,6 +50,19 @@ class Payload:
             self._parts = [memory.view(region) for region in self.regions] if isinstance(memory, HostMemory) else ()
         return self._parts
 
+    async def checksum(self, trailer: bytes) -> int:
+        """The checksum of the payload, followed by ``trailer``. ValueError if the memory is closed."""
+        if isinstance(self.memory, DeviceMemory):
+            return await _device_checksum(self.memory, self.regions, trailer)
+        return checksum(self.parts, trailer)
+
+
+async def _device_checksum(memory: DeviceMemory, regions: Sequence[Region], trailer: bytes) -> int:
+    """The checksum of regions on a device, which computes it, and of ``trailer``."""
+    digest = memory.digest(regions)
+    await settled(memory)
+    return xxhash.xxh3_64_intdigest(digest() + trailer)
+
 
 async def staged(memory: DeviceMemory, regions: Sequence[Region]) -> Payload:
     """A payload of regions on a device, copied to the host. ValueError if the memory is closed."""
@@ -74,7 +88,8 @@ class Fetch:
     copies bytes that were staged on the host to the device. After `cancel`, no further write begins; after `at_rest`,
     nothing writes the regions.
 
-    ``digest`` is the hash of the bytes moved so far, if ``hashed``; ``digest_s`` is the time for hashing, in seconds.
+    ``hashed``: bytes that come by way of the host are hashed while they move; ``digest_s`` is the time for that, in
+    seconds.
     ``on_progress`` is called after each move.
     """
 
@@ -89,7 +104,7 @@ class Fetch:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.regions, self.cancelled, self.digest_s = regions, False, 0.0
-        self.digest = xxhash.xxh3_64() if hashed else None
+        self._digest = xxhash.xxh3_64() if hashed and not (on_device and isinstance(memory, DeviceMemory)) else None
         self._memory, self._move, self._on_progress = memory, move, on_progress
         self._staged: memoryview | None = None
         self._parts: list[memoryview] = []  # of host memory, still to be filled, in reverse order
@@ -115,6 +130,14 @@ class Fetch:
                 if self._staged is not None:
                     self._memory.copy(self.regions, self._staged, to_device=True)
                 await settled(self._memory)
+
+    async def checksum(self, trailer: bytes) -> int:
+        """The checksum of the bytes that were moved, all of them, and of ``trailer``. Requires ``hashed``."""
+        if self._digest is None:
+            assert isinstance(self._memory, DeviceMemory), "nothing was hashed"
+            return await _device_checksum(self._memory, self.regions, trailer)
+        self._digest.update(trailer)
+        return self._digest.intdigest()
 
     def cancel(self) -> None:
         """Begin no further write. May be called twice, or after the end."""
@@ -145,9 +168,9 @@ class Fetch:
             if part.nbytes > num_bytes:
                 filled = part[:num_bytes]
                 self._parts.append(part[num_bytes:])
-            if self.digest is not None:
+            if self._digest is not None:
                 start_s = time.perf_counter()
-                self.digest.update(filled)
+                self._digest.update(filled)
                 self.digest_s += time.perf_counter() - start_s
             num_bytes -= filled.nbytes
 
@@ -157,7 +180,7 @@ class Fetch:
             return
         if data.nbytes > self.left:
             raise ValueError(f"{data.nbytes} bytes for the last {self.left} of {self.size}")
-        most = data.nbytes if self.digest is None else PIECE_BYTES
+        most = data.nbytes if self._digest is None else PIECE_BYTES
         while data.nbytes:
             target = self._parts[-1]
             if target.nbytes > (size := min(most, data.nbytes)):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _PAGE = 4096
 _WORD = 8  # bytes
+_ROW_WORDS = 2**12
+_MIX = 0x2545F4914F6CDD1D  # odd
 
 
 class HostMemory:
@@ -103,6 +105,7 @@ class DeviceMemory:
         self.size = data.nbytes
         self.address = data.data_ptr()
         self._data: torch.Tensor | None = data
+        self._weights: torch.Tensor | None = None  # of `digest`
 
     @classmethod
     def create(cls, size: int, device: str, cuda: Cuda | None = None) -> DeviceMemory:
@@ -166,6 +169,32 @@ class DeviceMemory:
         with ends_if_poisoned():
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
+    def digest(self, regions: Sequence[Region]) -> Callable[[], bytes]:
+        """Begin to hash the bytes of the regions, at most 128 MiB, as one sequence, on the device. Returns what reads
+        the hash, of 8 bytes, once that is `settled`.
+
+        The bytes are words of a matrix, whose rows are summed with odd weights modulo 2**64, mixed, and summed in the
+        same way. So a change of one row always changes the hash, and another one does with a probability of 1 in 2**64
+        or so. It is no protection against who would forge bytes."""
+        import torch
+
+        with ends_if_poisoned():
+            whole = torch.cat([self.view(region) for region in regions] or [self._open[:0]])
+            rows = -(-whole.nbytes // (_WORD * _ROW_WORDS)) or 1
+            padded = torch.zeros(rows * _ROW_WORDS * _WORD, dtype=torch.uint8, device=whole.device)
+            padded[: whole.nbytes] = whole
+            if self._weights is None:
+                self._weights = torch.from_numpy(_weights()).to(whole.device)
+            sums = (padded.view(torch.int64).view(rows, _ROW_WORDS) * self._weights).sum(dim=1)
+            sums = (sums ^ (sums >> 32)) * _MIX
+            total = ((sums ^ (sums >> 29)) * self._weights[:rows]).sum()
+
+        def read() -> bytes:
+            with ends_if_poisoned():
+                return int(total).to_bytes(8, "little", signed=True)
+
+        return read
+
     def settled(self) -> Callable[[], bool]:
         """Return a function that tells whether the copies begun so far have ended."""
         if self.cuda is None:
@@ -194,6 +223,14 @@ class DeviceMemory:
         if self._data is None:
             raise ValueError("the memory is closed")
         return self._data
+
+
+def _weights() -> np.ndarray:
+    """Odd numbers, ``[_ROW_WORDS]``, int64: those of SplitMix64, so that all versions of all libraries agree."""
+    state = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state ^ (state >> np.uint64(31))) | np.uint64(1)).view(np.int64)
 
 
 def _torch_cuda() -> Cuda:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -26,12 +27,14 @@ from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 class ReceiveLink:
     """The link to one sender. ``checksum`` is the setting `transfer.checksum`."""
 
-    def __init__(self, link: KVLink, pool: Pool, checksum: bool, clock: Clock) -> None:
+    def __init__(self, link: KVLink, pool: Pool, checksum: bool | Literal["device"], clock: Clock) -> None:
         self.link, self._clock = link, clock
         self.sender_id = ""
         """The worker id of the sender, from its `Hello` on."""
         self.checksums = link.hashes(checksum)
         """Whether payloads are hashed."""
+        self.verified = ("device-64 verified" if link.on_device else "xxh3-64 verified") if self.checksums else "off"
+        """What `TransferProof.checksum` says."""
         self.confirms = link.reads_late and not self.checksums
         """Whether a transfer counts only once its sender has confirmed it (`protocol.Confirm`)."""
         self.ceiling_gbs = 0.0
@@ -238,7 +241,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             blocks_received=num_blocks - self._num_skipped,
             blocks_skipped=self._num_skipped,
             messages=self._messages,
-            checksum="xxh3-64 verified" if self.source.checksums else "off",
+            checksum=self.source.verified,
             export_ms=self._export_us / 1e3,
             wire_ms=(self._run.busy_s - self._import_s) * 1e3,
             import_ms=self._import_s * 1e3,

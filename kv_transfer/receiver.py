@@ -269,10 +269,8 @@ class KVReceiver:
             fetched_s = self._clock.now()
             if transfer.is_over:
                 return  # it has ended, and another request may use its blocks
-            if fetch.digest is not None:
-                fetch.digest.update(header.trailer)
-                if fetch.digest.intdigest() != header.checksum:
-                    raise transfer.reject(header, size)
+            if link.checksums and await fetch.checksum(header.trailer) != header.checksum:
+                raise transfer.reject(header, size)
             await fetch.commit()
             if fetch.cancelled:
                 return

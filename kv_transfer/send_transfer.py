@@ -21,7 +21,6 @@ from contract.kv import (
     Open,
     Rated,
     Refused,
-    checksum,
     decode,
     peer_error,
 )
@@ -364,7 +363,7 @@ class SendLink:
             started_s = self._clock.now()
             regions = self._pool.regions(part.block_ids, part.layers, self._shard) if part.block_ids else []
             payload = await self._link.payload(regions)
-            digest = checksum(payload.parts, trailer) if self._checksums else 0
+            digest = await payload.checksum(trailer) if self._checksums else 0
             transfer.export_s += self._clock.now() - started_s
             header = Blocks(
                 nonce=transfer.nonce,

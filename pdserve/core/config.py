@@ -245,13 +245,13 @@ class TransferConfig(_Section):
     while the next one is computed; none: all at the end"""
     layer_groups: int = Field(8, ge=2, le=256)
     """layer groups per chunk for overlap: layer (at most one per layer)"""
-    checksum: bool = True
-    """xxh3-64 checksum of every message, verified before its blocks count as received; in host memory, nixl always uses
-    checksums"""
+    checksum: bool | Literal["device"] = True
+    """checksum of every message, verified before its blocks count as received: xxh3-64 of bytes in host memory, where
+    nixl always uses one; device: between GPUs, too, by a hash that these compute"""
     message_bytes: int = Field(4 * 2**20, ge=4096, le=64 * 2**20)
-    """target size of one message; blocks are coalesced up to it; over NCCL at least 32 MiB"""
+    """target size of one message; blocks are coalesced up to it; between GPUs at least 32 MiB"""
     max_inflight_bytes: int = Field(16 * 2**20, ge=4096)
-    """most unacknowledged bytes to one worker; over NCCL at least 128 MiB"""
+    """most unacknowledged bytes to one worker; between GPUs at least 128 MiB"""
     on_kv_failure: KVFailurePolicy = "retry"
     """what to do if a request's KV transfer fails. retry: another hand-off, if possible from the same prefill worker,
     which sends its blocks again without computing them; recompute: one worker computes the prompt and the output so far

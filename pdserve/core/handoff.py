@@ -81,7 +81,7 @@ class TransferProof(msgspec.Struct, frozen=True):
     blocks_received: int
     blocks_skipped: int
     messages: int
-    checksum: str  # "xxh3-64 verified" or "off"
+    checksum: str  # "xxh3-64 verified", "device-64 verified" (by the GPUs) or "off"
     export_ms: float
     wire_ms: float
     import_ms: float

@@ -46,7 +46,7 @@ def test_tokens(tmp_path: Path, transport: str, taken: str, gpus: dict[str, int]
     settings = {
         "model": {"path": str(model), "dtype": "float32"},
         "engine": {"num_blocks": 64, "max_num_batched_tokens": 64},
-        "transfer": {"transport": transport, "overlap": overlap},
+        "transfer": {"transport": transport, "overlap": overlap, "checksum": "device"},
     }
     with local_cluster(settings, device="cuda", gpus=gpus) as cluster, Client(cluster.target) as client:
         for _ in range(3):
@@ -54,7 +54,8 @@ def test_tokens(tmp_path: Path, transport: str, taken: str, gpus: dict[str, int]
             assert list(result.token_ids) == greedy_tokens(model, PROMPT, 8)
             assert result.transport == taken
             assert result.kv_bytes == result.kv_bytes_expected > 0
-            assert result.transfer.checksum == ("off" if taken in ("cuda_ipc", "torch_dist") else "xxh3-64 verified")
+            hashed = "device-64" if taken in ("cuda_ipc", "torch_dist") else "xxh3-64"
+            assert result.transfer.checksum == f"{hashed} verified"
         assert result.transfer.ceiling_gbs > 0
         cluster.wait_idle()
 
@@ -67,6 +68,7 @@ def test_a_killed_worker_costs_no_request(tmp_path: Path, name: str, mps: str) -
     settings = {
         "model": {"path": str(model), "dtype": "float32"},
         "cluster": {"mps": mps},
+        "transfer": {"checksum": "device"},
         "engine": {"num_blocks": 256, "max_num_batched_tokens": 64},
         "router": {"patience_s": 120.0},
     }

@@ -22,7 +22,7 @@ from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from kv_transfer.transports.torch_groups import GlooGroups
 from kv_transfer.transports.unix_socket import CudaIpcTransport
-from pdserve.core.errors import PeerLost, TransferRefused
+from pdserve.core.errors import PeerLost, TransferError, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, Region, probe_area
 from tests.host_pool import inline
@@ -126,6 +126,61 @@ async def test_messages_between_devices_fill_the_link(
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving, message_bytes=1)
     ends.start("r", range(64), send=range(64))
     assert (await ends.both("r")).proof.messages == 4
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "cuda_ipc", "nixl"])
+@pytest.mark.parametrize("times", [1, 99])
+async def test_a_byte_that_changes_on_its_way_between_devices_is_noticed(
+    make_ends: MakeEnds, kind: str, times: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `transfer.checksum: device`. The message is sent again, and if that does not help, the hand-off fails."""
+    if kind == "nixl":
+        request.getfixturevalue("fake_nixl")
+    source, target = DevicePool("p", 64), DevicePool("d", 64)
+    sending, receiving = pair(kind, source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving, checksum="device")
+    whole, left = DeviceMemory.digest, times
+
+    def digest(memory: DeviceMemory, regions: Sequence[Region]) -> Any:
+        nonlocal left
+        if memory is target.device_memory and left and regions:
+            left -= 1
+            memory.view(regions[-1])[-1] += 1
+        return whole(memory, regions)
+
+    monkeypatch.setattr(DeviceMemory, "digest", digest)
+    ends.start("r", range(8), send=range(8, 16))
+    if times == 1:
+        received = await ends.both("r")
+        assert target.bytes_of(range(8)) == source.bytes_of(range(8, 16))
+        assert received.proof.checksum == "device-64 verified"
+        assert received.proof.kv_bytes_retried > 0
+        return
+    with pytest.raises(TransferError):
+        await ends.both("r")
+
+
+def test_the_hash_of_a_device_depends_on_all_bytes_and_their_order_alone() -> None:
+    size = 3 * 2**17 + 5
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    memory = DeviceMemory([], data)
+
+    def digest(*regions: tuple[int, int]) -> bytes:
+        return memory.digest([Region(*each) for each in regions])()
+
+    before = digest((0, size))
+    assert len(before) == 8
+    assert digest((0, 7), (7, 2**17), (7 + 2**17, size - 7 - 2**17)) == before
+    assert digest((7, 2**17), (0, 7), (7 + 2**17, size - 7 - 2**17)) != before
+    for position in (0, 1, 2**15 - 1, 2**15, 2**17, size - 1):
+        for change in (1, 128):
+            data[position] += change
+            assert digest((0, size)) != before
+            data[position] -= change
+    assert digest((0, size)) == before
+    data[:16], data[2**15 : 2**15 + 16] = data[2**15 : 2**15 + 16].clone(), data[:16].clone()
+    assert digest((0, size)) != before
+    assert digest() == digest((5, 0))
 
 
 @pytest.mark.parametrize("size", [64, 63])

@@ -98,7 +98,8 @@ def soak(options: Options) -> Findings:
     names = [f"{role}-{number}" for number in range(pairs) for role in ("prefill", "decode")]
     gpus = {name: number % max(1, options.num_gpus) for number, name in enumerate(names)}
     model, findings = "dummy:135m" if options.on_gpu else "tiny", Findings()
-    with cluster_of(options, model, {"engine": {"num_blocks": 256}}, prefill=pairs, decode=pairs, gpus=gpus) as cluster:
+    sections: dict[str, Any] = {"engine": {"num_blocks": 256}, "transfer": {"checksum": "device"}}
+    with cluster_of(options, model, sections, prefill=pairs, decode=pairs, gpus=gpus) as cluster:
         sent, memory = asyncio.run(_under_load(cluster, seconds, options))
         left = leaked_blocks(cluster.wait_idle())
         transports = {link.transport for worker in cluster.inside().workers for link in worker.links}
