@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -54,7 +53,8 @@ class Runner(Protocol):
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
         """Launch a step, up to its logits. The step before it has been sampled, and may still run. Calls ``hook`` as
-        layers are computed: in this call, or in another thread until `RunningStep.tokens` returns."""
+        layers are computed: in this call, or in another thread between `RunningStep.sample` and the end of
+        `RunningStep.tokens`."""
         ...
 
 
@@ -85,28 +85,25 @@ class Outbox(Protocol):
 
 
 class LayerEvents:
-    """The events that a step sends before its end, maybe from another thread. They are kept back until `release`, which
-    comes after the events of the step before."""
+    """The events that a step sends before its end. They are kept back until `release`, which comes after the events of
+    the step before."""
 
     def __init__(self, send: Callable[[KVEvent], None]) -> None:
         self._send = send
-        self._lock = threading.Lock()
         self._kept: list[KVEvent] | None = []
 
     def send(self, event: KVEvent) -> None:
         """Send an event, or keep it."""
-        with self._lock:
-            if self._kept is None:
-                self._send(event)
-            else:
-                self._kept.append(event)
+        if self._kept is None:
+            self._send(event)
+        else:
+            self._kept.append(event)
 
     def release(self) -> None:
         """Send what was kept, and from now on everything at once."""
-        with self._lock:
-            for event in self._kept or ():
-                self._send(event)
-            self._kept = None
+        for event in self._kept or ():
+            self._send(event)
+        self._kept = None
 
 
 class EngineCore:

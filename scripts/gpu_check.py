@@ -1,6 +1,6 @@
 """The first hour on a machine with a GPU: docs/gpu.md says how to run and read it. Needs no Ray.
 
-python scripts/gpu_check.py [--list] [--quick] [--only STEP,STEP] [--from STEP] [--device cpu]
+python scripts/gpu_check.py [--list] [--quick] [--only STEP,STEP] [--from STEP] [--device cpu] [--stop]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the tables of limits, ports, keys and metrics in the documents from the code, for `make reference`.
+"""Write the tables of limits, ports, keys, metrics and GPU results in the documents, for `make reference`.
 
 A table lies between ``<!--reference: KIND ARGUMENT...-->`` and ``<!--end-->``; KIND is one of `KINDS`. Limits and
 ports are constants whose docstrings begin with ``Limit:`` or ``Port:``. The first paragraph is shown; ``Then:``
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contract.scaling import ScalingReport
+from experiments.benchmarks.first_hour.archive import results_rows
 from gateway.load_meter import GatewayLoad
 from gateway.metrics import Metrics, scaling_metrics, service_metrics
 from ops.cli.config import documented_defaults
@@ -22,7 +24,7 @@ from ops.launch.ports import DEFAULT_BASE, PORTS_PER_WORKER, first_port
 from pdserve.core.config import PdserveConfig, descriptions
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = tuple(ROOT / "docs" / name for name in ("limits.md", "operations.md", "security.md"))
+DOCUMENTS = tuple(ROOT / "docs" / name for name in ("gpu-results.md", "limits.md", "operations.md", "security.md"))
 CONFIGURATION = ROOT / "docs" / "reference.md"
 """Lists the keys of the configuration on the site alone; in the repository `pdserve config` does."""
 _REGION = re.compile(r"(<!--reference: (\w+)((?: \S+)*)-->\n).*?(?=<!--end-->)", re.DOTALL)
@@ -103,6 +105,14 @@ def metrics(pattern: str) -> Iterator[tuple[str, ...]]:
         yield f"`{name}{{{own}}}`" if own else f"`{name}`", what
 
 
+def gpu(report: str) -> Iterator[tuple[str, ...]]:
+    """The results of the first hour whose report is this file (`experiments.benchmarks.first_hour.archive`), if there
+    is one."""
+    yield "what", "found"
+    path = ROOT / report
+    yield from results_rows(json.loads(path.read_text())) if path.exists() else [("any GPU", "nothing has run")]
+
+
 def _shown(name: str, value: Any) -> str:
     name = name.lower()
     if "bytes" in name:
@@ -114,7 +124,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 KINDS: dict[str, Callable[..., Iterator[tuple[str, ...]]]] = {
-    each.__name__: each for each in (limits, ports, keys, metrics)
+    each.__name__: each for each in (limits, ports, keys, metrics, gpu)
 }
 
 

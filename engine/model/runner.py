@@ -34,50 +34,54 @@ takes, for which a GPU keeps memory."""
 
 
 class LayerWatch:
-    """Calls hooks when GPU ``index`` has computed their layers, which is long after these were launched. It does so in
-    a thread of its own, so that the next layers and steps are launched meanwhile."""
+    """Calls the hooks of steps when GPU ``index`` has computed their layers, which is long after these were launched.
+    It does so in a thread of its own, so that the next layers and steps are launched meanwhile."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
         self._cuda, self._index = cuda, index
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._error: BaseException | None = None
         threading.Thread(target=self._run, name="engine-layers", daemon=True).start()
 
-    def watch(self, hook: LayerHook) -> LayerHook:
-        """The hook with which to launch layers, so that ``hook`` is called when they have been computed."""
-
-        def launched(num_layers: int) -> None:
-            self._work.put(partial(self._announce, self._cuda.record(self._index), partial(hook.done, num_layers)))
-
-        return LayerHook(hook.after, launched)
-
-    def mark(self) -> Callable[[], None]:
-        """Returns a function that waits until hooks were called for all layers launched so far. It raises what a hook
-        has raised."""
-        passed = threading.Event()
-        self._work.put(passed.set)
-
-        def wait() -> None:
-            passed.wait()
-            if self._error is not None:
-                raise self._error
-
-        return wait
+    def watch(self, hook: LayerHook) -> WatchedLayers:
+        """Call ``hook`` for the layers of the next step."""
+        return WatchedLayers(hook, partial(self._cuda.record, self._index), self._work.put)
 
     def _run(self) -> None:
         self._cuda.init(self._index)
         while True:
-            work = self._work.get()
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - it belongs to the thread that runs steps
-                self._error = self._error or error
+            self._work.get()()
 
-    @staticmethod
-    def _announce(event: Event, done: Callable[[], None]) -> None:
-        while not event.query():
-            time.sleep(_POLL_S)
-        done()
+
+class WatchedLayers:
+    """The layers of one step, which is to be launched with ``hook``. ``record`` notes a place in the GPU's work, and
+    ``add`` gives work to the thread."""
+
+    def __init__(self, hook: LayerHook, record: Callable[[], Event], add: Callable[[Callable[[], None]], None]) -> None:
+        self.hook = LayerHook(hook.after, lambda number: add(partial(self._announce, record(), number)))
+        self.sampled = threading.Event()
+        """Nothing is announced before this is set."""
+        self._done, self._add = hook.done, add
+        self._all_announced = threading.Event()
+        self._error: BaseException | None = None
+
+    def launched(self) -> None:
+        """Note that all of them have been launched."""
+        self._add(self._all_announced.set)
+
+    def wait(self) -> None:
+        """Wait until all of them were announced. Raises what that has raised."""
+        self._all_announced.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _announce(self, computed: Event, number: int) -> None:
+        try:
+            while not computed.query():
+                time.sleep(_POLL_S)
+            self.sampled.wait()
+            self._done(number)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
+            self._error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +114,8 @@ PromptRows = tuple[list[tuple[PromptLogprobs, int]], list[torch.Tensor]]
 
 class LaunchedStep:
     """A step that has been launched, up to the ``logits`` of the parts ``wanted``, or to its end if there are none
-    (see `engine.core.RunningStep`). ``prompts``: what it adds to `ScheduledSeq.prompt_logprobs`. ``announced`` waits
-    until its layers have been announced."""
+    (see `engine.core.RunningStep`). ``prompts``: what it adds to `ScheduledSeq.prompt_logprobs`. ``layers``: those
+    that are announced."""
 
     def __init__(
         self,
@@ -119,9 +123,9 @@ class LaunchedStep:
         wanted: Sequence[ScheduledSeq],
         logits: torch.Tensor | None,
         prompts: PromptRows,
-        announced: Callable[[], None] | None = None,
+        layers: WatchedLayers | None = None,
     ) -> None:
-        self._runner, self._wanted, self._logits, self._announced = runner, wanted, logits, announced
+        self._runner, self._wanted, self._logits, self._layers = runner, wanted, logits, layers
         self._prompts, self._prompt_tensors = prompts
         self._drawn: DrawnTokens | None = None
         self._copied = None if logits is not None else runner.copy(self._prompt_tensors)
@@ -129,6 +133,8 @@ class LaunchedStep:
     @torch.inference_mode()
     def sample(self) -> None:
         """Launch the sampling of the tokens, and their copy to the host."""
+        if self._layers is not None:
+            self._layers.sampled.set()
         if self._logits is None:
             return
         wanted = self._wanted
@@ -143,8 +149,8 @@ class LaunchedStep:
         """The token of each request that gets one, by request id."""
         assert self._copied is not None, "sample() comes first"
         copies = self._copied()
-        if self._announced is not None:
-            self._announced()
+        if self._layers is not None:
+            self._layers.wait()
         if self._prompts:
             own, ids, values = (copy.tolist() for copy in copies[:3])
             num_top = [prompt.num_top for prompt, count in self._prompts for _ in range(count)]
@@ -200,9 +206,10 @@ class ModelRunner:
         if self._graphs is not None and not tells and self._graphs.fits(ordered):
             return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last), ([], []))
         step, wanted = self._step(ordered)
-        watch = self._watch
-        if hook is not None and watch is not None:
-            hook = watch.watch(hook)
+        layers = None
+        if hook is not None and self._watch is not None:
+            layers = self._watch.watch(hook)
+            hook = layers.hook
         prompts: PromptRows = ([], [])
         if tells:  # the last layer computes all rows, too
             hidden = self._model.forward(replace(step, wanted=None, wanted_attention=None), self._pool, hook)
@@ -210,8 +217,9 @@ class ModelRunner:
             hidden = hidden if step.wanted is None else hidden[step.wanted]
         else:
             hidden = self._model.forward(step, self._pool, hook)
-        announced = None if hook is None or watch is None else watch.mark()
-        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None, prompts, announced)
+        if layers is not None:
+            layers.launched()
+        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None, prompts, layers)
 
     def _prompt_logprobs(self, seqs: Sequence[ScheduledSeq], hidden: torch.Tensor) -> PromptRows:
         """The logprobs that ``seqs``, whose rows ``hidden`` are, add to their prompts. Logits of a few rows at a time

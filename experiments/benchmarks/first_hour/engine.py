@@ -50,8 +50,9 @@ def environment(options: Options) -> Findings:
         return findings
     import torch
 
-    asked = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=30, check=False)
-    findings.figures["nvidia-smi"] = asked.stdout.splitlines()
+    for query in (["-q"], ["topo", "-m"]):
+        asked = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=False)
+        findings.figures[" ".join(("nvidia-smi", *query))] = asked.stdout.splitlines()
     if torch.distributed.is_nccl_available():
         findings.figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     if torch.cuda.device_count() > 1:

@@ -25,12 +25,12 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.cuda.conftest import INTERPRETED
 from tests.engine.cuda.test_decoder import BASE, make_engine
-from tests.engine.cuda.test_kernels import NUM_BLOCKS, Shape, make_pool
+from tests.engine.cuda.test_kernels import NUM_BLOCKS, PRODUCTION, Shape, make_pool
 from tests.engine.harness import GREEDY
 from tests.engine.strict_flashinfer import StrictWrapper
 from tests.random_models import save_random
 
-SHAPES = [Shape(8, 2, 64, 16), Shape(6, 2, 128, 64, window=40), Shape(4, 1, 64, 16, window=1, softcap=3.0)]
+SHAPES = [Shape(8, 2, 64, 16), Shape(6, 2, 128, 64, window=40), Shape(4, 1, 64, 16, window=1, softcap=3.0), PRODUCTION]
 
 
 @pytest.fixture

@@ -67,17 +67,17 @@ def make_pool(shape: Shape, dtype: str, device: torch.device) -> KVPool:
 
 
 def reference(query: torch.Tensor, kv: LayerKV, blocks: list[int], position: int, shape: Shape) -> torch.Tensor:
-    """What ``query`` (``[heads, head_dim]``) at ``position`` makes of its context, in float64 on the CPU."""
+    """What ``query`` (``[heads, head_dim]``) at ``position`` makes of its context, in float64, on the CPU."""
     first = 0 if shape.window is None else max(0, position + 1 - shape.window)
     group = query.shape[0] // kv.k.shape[1]
     keys, values = (
-        part[blocks].double().cpu().transpose(0, 1).flatten(1, 2)[:, first : position + 1].repeat_interleave(group, 0)
+        part[blocks].double().transpose(0, 1).flatten(1, 2)[:, first : position + 1].repeat_interleave(group, 0)
         for part in (kv.k, kv.v)
     )
-    scores = torch.einsum("hd,hcd->hc", query.double().cpu(), keys) * query.shape[1] ** -0.5
+    scores = torch.einsum("hd,hcd->hc", query.double(), keys) * query.shape[1] ** -0.5
     if shape.softcap is not None:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
-    return torch.einsum("hc,hcd->hd", scores.softmax(-1), values)
+    return torch.einsum("hc,hcd->hd", scores.softmax(-1), values).cpu()
 
 
 def scattered(shape: Shape, *tokens: int) -> list[list[int]]:
@@ -92,6 +92,37 @@ def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.de
     """Contexts around tiles, windows and blocks; chunks that start anywhere."""
     spans = [(0, 1), (16, 1), (63, 1), (64, 1), (101, 1), (0, 37), (5, 3), (64, 34), (101, 70)]
     check_step(shape, dtype, make_pool(shape, dtype, device), scattered(shape, *map(sum, spans)), spans)
+
+
+PRODUCTION = Shape(32, 8, 128, 64)
+"""Of `dummy:8b`."""
+STEPS = [(2, 200)] if INTERPRETED else [(batch, context) for batch in (1, 16, 64) for context in (2048, 8192, 32768)]
+
+
+@pytest.mark.parametrize(("batch", "context"), STEPS)
+def test_steps_of_the_sizes_of_production(batch: int, context: int, device: torch.device) -> None:
+    """Decodes at long contexts, and a chunk at the end of one, so that all pipelined loops take several turns."""
+    dtype, chunk, size = "float16" if INTERPRETED else "bfloat16", min(512, context), PRODUCTION.block_size
+    layout = KVLayout.uniform("m", dtype, size, 1, PRODUCTION.kv_heads, PRODUCTION.head_dim)
+    each = layout.blocks_for(context)
+    numbers = layout.block_bytes // 2
+    if device.type == "cuda" and 4 * (batch + 1) * each * layout.block_bytes > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"{batch} contexts of {context} tokens do not fit onto this GPU")
+    num_blocks = (batch + 1) * each
+    flat = torch.randn(num_blocks * numbers, device=device).to(TORCH_DTYPES[dtype])
+    pool, free = KVPool(layout, num_blocks, flat, {}), random.Random(2).sample(range(num_blocks), num_blocks)
+    seqs = [
+        ScheduledSeq(str(i), [0], context - 1, [free.pop() for _ in range(each)], True, GREEDY) for i in range(batch)
+    ]
+    seqs.append(ScheduledSeq("chunk", [0] * chunk, context - chunk, free, True, GREEDY))
+    query = torch.randn(batch + chunk, PRODUCTION.heads, PRODUCTION.head_dim, device=device).to(TORCH_DTYPES[dtype])
+    [kv] = pool.layers
+    out = CUDAAttention(pool).plan(seqs).attend(query, kv, None, PRODUCTION.head_dim**-0.5)
+    rows = {0: context - 1, batch - 1: context - 1, batch: context - chunk, batch + chunk - 1: context - 1}
+    for row, position in rows.items():
+        expected = reference(query[row], kv, list(seqs[min(row, batch)].block_ids), position, PRODUCTION)
+        found = out[row].view(PRODUCTION.heads, -1).double().cpu()
+        torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def test_a_pool_of_more_than_2_to_the_31_numbers(device: torch.device) -> None:

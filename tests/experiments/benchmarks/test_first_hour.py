@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from checkpoints.source import resolve_model
+from experiments.benchmarks.first_hour.archive import results_rows
 from experiments.benchmarks.first_hour.engine import Comparison, judge_benchmark
 from experiments.benchmarks.first_hour.engine import judge as compare
 from experiments.benchmarks.first_hour.run import STEPS, judge, main
@@ -162,17 +164,20 @@ def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees no GPU" in said["error"]
 
 
-def test_a_failure_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With ``--stop`` it does not. ``--from`` goes on where it stopped."""
     steps = [msgspec.structs.replace(step("environment"), quick_s=0.01), step("sanitizer")]
     command = ["--device", "cpu", "--quick", "--folder", str(tmp_path)]
-    assert main(command, steps) == 1
+    assert main([*command, "--stop"], steps) == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["stopped"] == "stopped after environment: environment did not answer within 0.01 s"
     assert list(report["steps"]) == ["environment"]
-    assert main([*command, "--keep-going"], steps) == 1
+    assert main(command, steps) == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [each["verdict"] for each in report["steps"].values()] == ["failed", "skipped"]
     assert main([*command, "--from", "sanitizer"], steps) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [each["verdict"] for each in report["steps"].values()] == ["failed", "skipped"]
 
 
 def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +214,16 @@ def test_the_script_runs_on_cpus(tmp_path: Path, chosen: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["counts"] == {"passed": len(chosen), "below goal": 0, "failed": 0, "skipped": 0}
+    [path] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = set(archive.getnames())
+        sent = json.load(archive.extractfile("first-hour/report.json"))  # type: ignore[arg-type]
+    assert {f"first-hour/{name}.{kind}" for name in chosen for kind in ("json", "log")} <= names
+    assert sent == report
+    rows = dict(results_rows(sent))
+    assert rows[f"`environment`: {step('environment').shows}"].startswith("passed in ")
+    assert f"torch {report['versions']['torch']}" in rows["versions"]
+    assert rows["commit"].startswith(report["commit"])
     if "choices" in chosen:
         assert report["steps"]["links"]["figures"]["hand-offs, GB/s"] > 0
         assert report["steps"]["sampling"]["figures"]["sampled / greedy, step of 32"] > 0
