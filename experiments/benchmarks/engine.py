@@ -44,7 +44,8 @@ def engine(
     bound = () if cuda else (core,)
     costs = [asyncio.run(process_costs(model, shape, bound, device, prompt_tokens)) for _ in range(starts)]
     rounds, cases = (1, QUICK_CASES) if quick else (rounds, CUDA_CASES if cuda else CPU_CASES)
-    ours = BareEngine(model, device, num_blocks=blocks_of(cases), dtype="bfloat16")
+    most = max(case.batch + case.beside for case in cases)
+    ours = BareEngine(model, device, num_blocks=blocks_of(cases), dtype="bfloat16", max_num_seqs=most)
     ceilings = Ceilings(torch.device(device), sizes=QUICK_SIZES if quick and not cuda else None)
     sides: dict[str, Any] = {
         "ms": ours,

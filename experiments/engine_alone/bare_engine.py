@@ -14,12 +14,14 @@ import torch
 from contract.engine import Ready
 from engine.process.build import build_engine
 from engine.scheduling.batch import ScheduledSeq
+from engine.scheduling.sequence import PromptLogprobs
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
 from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
 from pdserve.core.config import EngineConfig
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from runtime import memory_file
+from runtime.cuda import Cuda
 
 BLOCK_SIZE = DEFAULT_BLOCK_SIZE
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -56,6 +58,7 @@ class BareEngine:
         finally:
             os.close(fd)
         self._runner = built.runner
+        self._cuda = None if device == "cpu" else Cuda()
         self.ready: Ready = built.ready
         self.chunk = built.scheduler_config.max_num_batched_tokens
 
@@ -67,20 +70,41 @@ class BareEngine:
         return statistics.median(self.steps_s(case, steps, warm))
 
     def steps_s(self, case: StepCase, steps: int, warm: int = 0, sampling: SamplingParams = _GREEDY) -> list[float]:
-        """Seconds of each of ``steps`` steps of a case, after ``warm`` others. Requests that decode have one more token
-        in their context with each step."""
+        """Seconds of each of ``steps`` steps of a case, after ``warm`` others; on a GPU of decode steps their mean.
+        Requests that decode have one more token in their context with each step."""
+        if self._cuda is not None and case.kind == "decode":
+            return [self._decode_on_gpu_s(self._cuda, case, steps, warm, sampling)]
         grows = case.kind == "decode"
         tables = block_tables(case.batch + case.beside, case.context + max(case.tokens, warm + steps))
         times = []
         for step in range(warm + steps):
-            start = case.context + step * grows
             tokens = [1] * case.beside + [case.tokens] * case.batch
-            parts = [
-                ScheduledSeq(str(i), self._random(count), start, table, True, sampling)
-                for i, (count, table) in enumerate(zip(tokens, tables, strict=True))
-            ]
+            parts = self._parts(tokens, case.context + step * grows, tables, sampling)
             times.append(timeit.timeit(partial(self._runner.execute, parts), number=1))
         return times[warm:]
+
+    def _decode_on_gpu_s(self, cuda: Cuda, case: StepCase, steps: int, warm: int, sampling: SamplingParams) -> float:
+        """Seconds of a decode step by the GPU's clock. It is given all steps at once, as by an engine that runs ahead,
+        so that nothing waits for the host."""
+        tables = block_tables(case.batch, case.context + warm + steps)
+        planned = [self._parts([1] * case.batch, case.context + step, tables, sampling) for step in range(warm + steps)]
+        for parts in planned[:warm]:
+            self._runner.execute(parts)
+        began, running = cuda.record(0, timed=True), []
+        for parts in planned[warm:]:
+            running.append(self._runner.launch(parts))
+            running[-1].sample()
+        ended = cuda.record(0, timed=True)
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3 / steps
+
+    def _parts(
+        self, tokens: Sequence[int], start: int, tables: Sequence[list[int]], sampling: SamplingParams
+    ) -> list[ScheduledSeq]:
+        return [
+            ScheduledSeq(str(i), self._random(count), start, table, True, sampling)
+            for i, (count, table) in enumerate(zip(tokens, tables, strict=True))
+        ]
 
     def generate(self, prompt: Sequence[int], tokens: int, *, cached: bool = True) -> tuple[list[int], list[float]]:
         """The greedy continuation of ``prompt``, and the seconds that each of its tokens took: the first the prefill
@@ -98,6 +122,14 @@ class BareEngine:
             times.append(time.perf_counter() - started_s)
             ids.append(drawn["one"].token_id)
         return ids[len(prompt) :], times
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """The log-probability of each token of ``prompt`` after the first, in steps of ``chunk``."""
+        [table], told = block_tables(1, len(prompt)), PromptLogprobs(prompt, 0)
+        for start in range(0, len(prompt), self.chunk):
+            part = list(prompt[start : start + self.chunk])
+            self._runner.execute([ScheduledSeq("one", part, start, table, False, _GREEDY, prompt_logprobs=told)])
+        return [each.logprob for each in told.values]
 
     def _random(self, tokens: int) -> list[int]:
         drawn: list[int] = torch.randint(0, min(_TOKEN_IDS, self.ready.vocab_size), (tokens,)).tolist()

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from contract.engine import Step
 from engine.spec import EngineSpec
 from experiments.benchmarks.engine_process import running_engine
 from experiments.benchmarks.first_hour.step import Findings, Options, last_line
+from experiments.child_process import ROOT
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.workloads.conversation import random_tokens
 from ops.doctor.node_report import report_node
@@ -33,6 +35,8 @@ SAMPLING_GOAL = 1.15
 """Most time of a step that samples, relative to a greedy one."""
 BUDGET_GOAL = 0.95
 """Least prefill rate at the default token budget, relative to the best budget."""
+PERPLEXITY_GOAL = 0.01
+"""Most difference of perplexities in bfloat16, relative to transformers'."""
 _VARIABLES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "UCX_")
 _BUSY_BYTES = 2**30
 
@@ -74,6 +78,36 @@ def environment(options: Options) -> Findings:
         if (used := device.total_bytes - device.free_bytes) > _BUSY_BYTES:
             findings.notes.append(f"GPU {index} has {used / 2**30:.1f} GiB in use already: figures will be off")
     findings.require(torch.ones(1024, device="cuda").sum().item() == 1024.0, "the GPU adds wrongly")
+    return findings
+
+
+def checkpoints(options: Options) -> Findings:
+    """The log-probability of each token of a text, beside transformers' in the same type."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from experiments.engine_alone.bare_engine import BareEngine, blocks_for
+
+    folders = options.checkpoints if options.on_gpu else (str(ROOT / "models" / "tiny"),)
+    if not folders:
+        return Findings(skipped="--checkpoint names no folder")
+    findings = Findings()
+    for folder in folders:
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][: 2048 if options.on_gpu else 256]
+        ours = BareEngine(folder, options.device, num_blocks=blocks_for(1, len(ids)), dtype="bfloat16")
+        told = torch.tensor(ours.prompt_logprobs(ids))
+        del ours
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(options.device).eval()
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids], device=options.device)).logits[0, :-1].float().cpu()
+        del model
+        expected = logits.log_softmax(dim=1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        name, ratio = Path(folder).name, float((expected.mean() - told.mean()).exp())
+        findings.figures[f"{name}: perplexity"] = round(float((-told.mean()).exp()), 4)
+        findings.figures[f"{name}: of transformers'"] = round(ratio, 5)
+        findings.figures[f"{name}: largest difference"] = round(float((told - expected).abs().max()), 4)
+        findings.require(abs(ratio - 1) < PERPLEXITY_GOAL, f"{name}: the perplexity is {ratio:.4f} of transformers'")
     return findings
 
 

@@ -65,6 +65,10 @@ STEPS = (
         20 * _MINUTE, 15 * _MINUTE,
     ),
     Step(
+        "checkpoints", "log-probabilities of real checkpoints are those of transformers",
+        engine.checkpoints, 30 * _MINUTE, 10 * _MINUTE,
+    ),
+    Step(
         "handoff", "1P1D on one device: equal tokens, all bytes",
         tests((_PAIRS, "-m", "cuda and not cuda2", "-k", "tokens"), (_TOKENS, "-k", "same_tokens and gqa")),
         15 * _MINUTE, 10 * _MINUTE,
@@ -77,6 +81,10 @@ STEPS = (
         "loss", "killed workers cost no request",
         tests((_PAIRS, "-m", "cuda and not cuda2", "-k", "killed"), (_TOKENS, "-k", "resume and gqa")),
         20 * _MINUTE, 10 * _MINUTE,
+    ),
+    Step(
+        "handoff-model", "the tokens of a large model after a hand-off are those without one",
+        service.handoff, 15 * _MINUTE, 10 * _MINUTE,
     ),
     Step("engine", "shares of the roofline", engine.benchmark, 30 * _MINUTE, 10 * _MINUTE),
     Step("bench", "what disaggregation adds, with and without MPS", service.bench, 30 * _MINUTE, 15 * _MINUTE),
@@ -117,7 +125,8 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
         return _NO_GPU
     folder = Path(chosen.folder or f"out/first-hour-{_now()[:19].replace(':', '')}").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    options = Options(chosen.device, num_gpus, gpu_bytes, chosen.quick, str(folder), chosen.soak_s)
+    checkpoints = tuple(str(Path(each).absolute()) for each in chosen.checkpoint)
+    options = Options(chosen.device, num_gpus, gpu_bytes, chosen.quick, str(folder), chosen.soak_s, checkpoints)
     first = next(number for number, step in enumerate(steps) if chosen.first in ("", step.name))
     selected = [step for step in steps[first:] if step.name in chosen.only or not chosen.only]
     results: dict[str, dict[str, Any]] = {}
@@ -190,6 +199,9 @@ def _parse(arguments: Sequence[str] | None, steps: Sequence[Step]) -> argparse.N
     parser.add_argument("--quick", action="store_true", help="small sizes: does everything run?")
     parser.add_argument("--stop", action="store_true", help="end after a failure")
     parser.add_argument("--soak-s", type=float, default=0.0, help="length of the soak in seconds (at most 2,400)")
+    parser.add_argument(
+        "--checkpoint", action="append", default=[], metavar="FOLDER", help="compare this model with transformers, too"
+    )
     parser.add_argument("--list", action="store_true", help="list the steps")
     parser.add_argument("--folder", help="of logs, results and archive (default: a new one in out/)")
     chosen = parser.parse_args(arguments)

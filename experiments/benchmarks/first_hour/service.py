@@ -33,6 +33,7 @@ EXPOSED_GOAL = 0.03
 RATE_GOAL = 0.80
 GPUS = "GPUs"
 SLACK_BYTES = 64 * 2**20
+_LOGPROB_TOLERANCE = 0.1  # of bfloat16, whose sums depend on the sizes of steps
 _VOCABULARY = 300  # of the smallest model
 
 
@@ -41,6 +42,38 @@ def cluster_of(options: Options, model: str, sections: Mapping[str, Mapping[str,
     cluster = {"start_timeout_s": 600.0, **sections.get("cluster", {})}
     roles["gpus"] = roles.get("gpus") if options.on_gpu else None
     return local_cluster({"model": {"path": model}, **sections, "cluster": cluster}, device=options.device, **roles)
+
+
+# --- hand-offs -------------------------------------------------------------------------------------------------------
+
+
+def handoff(options: Options) -> Findings:
+    """Prompts in bfloat16, disaggregated and colocated: all bytes arrive, as the hash of the device says, token 1 has
+    the same log-probability within a tolerance, and tokens differ only where two were as likely."""
+    lengths, outputs = ((512, 2048, 8192), 16) if options.on_gpu else ((64, 200), 8)
+    model = {"path": options.model, "dtype": "bfloat16" if options.on_gpu else "auto"}
+    sections: dict[str, Any] = {"model": model, "transfer": {"checksum": "device"}}
+    sections |= {} if options.on_gpu else {"engine": {"num_blocks": 64}}
+    findings = Findings()
+    with cluster_of(options, options.model, sections) as cluster, Client(cluster.target) as client:
+        for length in lengths[: 2 if options.quick else None]:
+            prompt = random_tokens(f"hand-off {length}", length, _VOCABULARY)
+            sent: dict[str, Any] = {"max_tokens": outputs, "ignore_eos": True, "logprobs": 2}
+            pd, whole = (client.generate(prompt, mode=mode, salt=mode, **sent).result() for mode in ("pd", "colocated"))
+            name = f"{length} tokens"
+            findings.require(pd.kv_bytes == pd.kv_bytes_expected > 0, f"{name}: {pd.kv_bytes} bytes of KV moved")
+            findings.require("verified" in pd.transfer.checksum, f"{name}: checksum {pd.transfer.checksum}")
+            apart = abs((pd.tokens[0].logprob or 0.0) - (whole.tokens[0].logprob or 0.0))
+            findings.figures[f"{name}: difference of log-probabilities"] = round(apart, 4)
+            findings.require(apart < _LOGPROB_TOLERANCE, f"{name}: log-probabilities of token 1 differ by {apart:.3f}")
+            for number, (ours, theirs) in enumerate(zip(pd.tokens, whole.tokens, strict=True)):
+                if ours.token_id != theirs.token_id:
+                    first, second = (each.logprob for each in theirs.top_logprobs[:2])
+                    findings.figures[f"{name}: margin where token {number + 1} differs"] = round(first - second, 4)
+                    close = first - second < _LOGPROB_TOLERANCE
+                    findings.require(close, f"{name}: token {number + 1} differs, by a margin of {first - second:.3f}")
+                    break
+    return findings
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

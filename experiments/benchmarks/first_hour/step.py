@@ -28,7 +28,8 @@ class Verdict(StrEnum):
 
 class Options(msgspec.Struct, frozen=True):
     """Of a run. ``device`` is ``cuda`` or ``cpu``, ``num_gpus`` those that torch sees, ``gpu_bytes`` the memory of the
-    first one. ``quick``: small sizes. ``folder`` is for files. ``soak_s`` is the length of a soak (0: the default)."""
+    first one. ``quick``: small sizes. ``folder`` is for files. ``soak_s`` is the length of a soak (0: the default).
+    ``checkpoints`` are folders of models."""
 
     device: str
     num_gpus: int
@@ -36,6 +37,7 @@ class Options(msgspec.Struct, frozen=True):
     quick: bool
     folder: str
     soak_s: float = 0.0
+    checkpoints: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> bool:

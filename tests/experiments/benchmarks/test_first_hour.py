@@ -194,7 +194,18 @@ def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     [
         pytest.param(["environment"], id="short"),
         pytest.param(
-            ["environment", "handoff", "bench", "budgets", "sampling", "choices", "loss", "links"],
+            [
+                "environment",
+                "checkpoints",
+                "handoff",
+                "handoff-model",
+                "bench",
+                "budgets",
+                "sampling",
+                "choices",
+                "loss",
+                "links",
+            ],
             id="long",
             marks=pytest.mark.soak,
         ),
