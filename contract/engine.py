@@ -101,6 +101,13 @@ class Ping(Message, frozen=True):
     """Ask for a `Pong`, which the engine sends between steps."""
 
 
+class PoolMemory(Message, frozen=True):
+    """Answers `WantsPool`: ``share`` opens memory of the worker on the engine's GPU (`runtime.cuda.Cuda.open`); empty:
+    the engine allocates the pool itself."""
+
+    share: list[Any]
+
+
 # --- events: engine → worker -----------------------------------------------------------------------------------------
 
 
@@ -122,6 +129,12 @@ class Ready(Message, frozen=True):
     load_s: float
     eos_token_ids: list[int]
     notes: list[str] = []  # noqa: RUF012 - each message gets a copy
+
+
+class WantsPool(Message, frozen=True):
+    """Before `Ready`, of an engine on a GPU: its pool takes ``num_bytes``. Answered by `PoolMemory`."""
+
+    num_bytes: int
 
 
 class Failed(Message, frozen=True):
@@ -244,7 +257,8 @@ class Computed(Message, frozen=True):
 
 CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
 Command = CoreCommand | Ping
-EngineEvent = Ready | Failed | Rejected | Finished | Step | Pong | Load | CacheChanged
+AnyCommand = Command | PoolMemory
+EngineEvent = WantsPool | Ready | Failed | Rejected | Finished | Step | Pong | Load | CacheChanged
 KVEvent = Reserved | Computed
 
 M = TypeVar("M", bound=Message)

@@ -106,6 +106,9 @@ class DeviceMemory:
         self.address = data.data_ptr()
         self._data: torch.Tensor | None = data
         self._weights: torch.Tensor | None = None  # of `digest`
+        self.imported = False
+        """Whether another process has allocated it. NIXL cannot register such memory: CUDA's handles for other
+        processes, and RDMA, are documented for the process that has allocated."""
 
     @classmethod
     def create(cls, size: int, device: str, cuda: Cuda | None = None) -> DeviceMemory:
@@ -124,9 +127,15 @@ class DeviceMemory:
         at: int = handle[0] if index is None else index
         try:
             cuda.init(at)  # opening memory does not, and crashes without
-            return cls(handle, cuda.open(handle, at), cuda, at)
+            opened = cls(handle, cuda.open(handle, at), cuda, at)
+            opened.imported = True
+            return opened
         except (RuntimeError, TypeError, ValueError) as error:
             raise TransferRefused(f"the peer's GPU memory cannot be opened: {error}") from None
+
+    def again(self) -> DeviceMemory:
+        """The same memory, which stays when the result is closed. ValueError if it is closed."""
+        return DeviceMemory(self.handle, self._open, self.cuda, self.index)
 
     def view(self, region: Region) -> torch.Tensor:
         """The bytes of a region, without a copy. ValueError if the memory is closed."""

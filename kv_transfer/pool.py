@@ -35,16 +35,25 @@ class Pool:
 
     @classmethod
     def open(
-        cls, layout: KVLayout, num_blocks: int, handle: Mapping[str, Any], memory_fd: int, cuda: Cuda | None = None
+        cls,
+        layout: KVLayout,
+        num_blocks: int,
+        handle: Mapping[str, Any],
+        memory_fd: int,
+        memory: DeviceMemory | None = None,
+        cuda: Cuda | None = None,
     ) -> Pool:
         """Open an engine's pool. ``handle`` comes from `contract.engine.Ready`; ``memory_fd`` is the memory file of a
-        pool on the host, and the caller closes it. ``cuda`` opens a pool on a GPU (default: torch). TransferRefused if
-        the memory cannot be opened, ValueError if its size does not match the layout."""
+        pool on the host, and the caller closes it. ``memory`` is what this process gave to the engine for a pool on a
+        GPU, if it did; else ``cuda`` opens the engine's (default: torch). TransferRefused if the memory cannot be
+        opened, ValueError if its size does not match the layout."""
         expected = layout.block_bytes * num_blocks
         if handle["bytes"] != expected:
             raise ValueError(f"the pool has {handle['bytes']} bytes, its layout needs {expected}")
         if handle["kind"] == "memfd":
             return cls(layout, num_blocks, HostMemory(memory_fd))
+        if memory is not None and memory.handle == list(handle["share"]):
+            return cls(layout, num_blocks, memory.again())
         return cls(layout, num_blocks, DeviceMemory.open(handle["share"], cuda=cuda))
 
     def regions(

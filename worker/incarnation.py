@@ -7,12 +7,13 @@ from __future__ import annotations
 import logging
 import os
 from itertools import islice
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from contract.engine import EnginePort, Ready
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from kv_transfer.factory import create_transport, offered_transports
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.chance import SYSTEM
@@ -31,6 +32,9 @@ from worker.kv import KVThread
 from worker.request_table import EngineResources
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from runtime.cuda import Cuda
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +85,29 @@ class CachedBlocks:
         return BlockUpdate(position, self.ends, added, removed)
 
 
+class PoolMemory:
+    """The memory of a worker's KV pool on a GPU. The worker allocates it, because NIXL can register only memory of its
+    own process, and keeps it for the next engine if one dies: CUDA's allocator would not free memory that a dead
+    process had open. ``cuda`` allocates (default: torch)."""
+
+    def __init__(self, cuda: Cuda | None = None) -> None:
+        self._cuda = cuda
+        self.allocated: DeviceMemory | None = None
+        """None before the first `share`, and if it does not fit."""
+
+    def share(self, num_bytes: int) -> list[Any]:
+        """A handle of at least ``num_bytes``, which only one engine uses at a time. Empty if they do not fit."""
+        if self.allocated is None or self.allocated.size < num_bytes:
+            import torch  # which a worker without a GPU does without
+
+            self.allocated = None  # first, so that there is room
+            try:
+                self.allocated = DeviceMemory.create(num_bytes, "cuda", self._cuda)
+            except torch.OutOfMemoryError:
+                return []  # the engine will say so
+        return self.allocated.handle
+
+
 class Incarnation:
     """Created by `start` and ended by `stop`. ``load`` is the load that the engine reported last,
     ``cached_blocks`` what is in its prefix cache."""
@@ -106,9 +133,16 @@ class Incarnation:
         self.cached_blocks = CachedBlocks()
 
     @classmethod
-    async def start(cls, spec: WorkerSpec, secret: ServiceSecret, clock: Clock, tls: PlaneTls | None = None) -> Self:
-        """Start an engine, and KV ends for peers that know the service's ``secret`` and have its ``tls``. Raises
-        PdserveError if that fails; nothing is left running then."""
+    async def start(
+        cls,
+        spec: WorkerSpec,
+        secret: ServiceSecret,
+        clock: Clock,
+        tls: PlaneTls | None = None,
+        memory: PoolMemory | None = None,
+    ) -> Self:
+        """Start an engine, whose pool on a GPU is in ``memory``, and KV ends for peers that know the service's
+        ``secret`` and have its ``tls``. Raises PdserveError if that fails; nothing is left running then."""
         transfer = spec.config.transfer
         # A configured transport that cannot work is an error before the model is loaded.
         shape = Shape.of(transfer)
@@ -125,12 +159,13 @@ class Incarnation:
         if transfer.interface is not None and interface.device:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.device}")
         engine = EngineClient(spec.engine_module)
-        ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
+        memory = memory or PoolMemory()
+        ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s, memory.share)
         epoch = SYSTEM.randbytes(16).hex()
         kv: KVThread | None = None
         pool: Pool | None = None
         try:
-            pool = Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.memory_fd)
+            pool = Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.memory_fd, memory.allocated)
             kv = KVThread(
                 pool,
                 [create_transport(name, pool.memory, secret, tls=tls, shape=shape) for name in names],

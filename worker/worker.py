@@ -41,7 +41,7 @@ from runtime.plane_tls import PlaneTls, plane_tls
 from runtime.secret import ServiceSecret
 from worker.cores import shared_cores
 from worker.heartbeat import Heartbeat, registry_wire
-from worker.incarnation import Incarnation
+from worker.incarnation import Incarnation, PoolMemory
 from worker.links import LinkKeeper
 from worker.ports import WorkerPorts
 from worker.request_table import Handler, RequestTable, ServedRequest
@@ -60,6 +60,7 @@ class ServicePorts:
     def __init__(self, spec: WorkerSpec, secret: ServiceSecret, clock: Clock) -> None:
         self._spec, self._secret, self._clock = spec, secret, clock
         self._tls: PlaneTls | None = None
+        self._memory = PoolMemory()
 
     async def listen(self, server: ControlServer) -> None:
         """See `WorkerPorts`."""
@@ -76,7 +77,7 @@ class ServicePorts:
 
     async def start(self) -> Incarnation:
         """See `WorkerPorts`."""
-        return await Incarnation.start(self._spec, self._secret, self._clock, self._tls)
+        return await Incarnation.start(self._spec, self._secret, self._clock, self._tls, self._memory)
 
 
 class Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,17 +81,26 @@ class KVPool:
         return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size})
 
     @classmethod
-    def on_cuda(cls, layout: KVLayout, num_blocks: int, cuda: Cuda, index: int) -> KVPool:
-        """Create a pool on GPU ``index``, shared by CUDA IPC. `ConfigError` if it does not fit."""
+    def on_cuda(
+        cls,
+        layout: KVLayout,
+        num_blocks: int,
+        cuda: Cuda,
+        index: int,
+        memory: Callable[[int], list[Any]] = lambda num_bytes: [],
+    ) -> KVPool:
+        """Create a pool on GPU ``index``, in memory of another process that ``memory`` returns a handle of, by its
+        bytes; if that is empty, in memory of this one. `ConfigError` if it does not fit."""
         size = layout.block_bytes * num_blocks
-        dtype = TORCH_DTYPES[layout.dtype]
+        whole_bytes = sum(probe_area(size))
+        share = memory(whole_bytes)
         try:
-            whole = cuda.zeros(sum(probe_area(size)), index)
+            whole = cuda.open(share, index) if share else cuda.zeros(whole_bytes, index)
         except torch.OutOfMemoryError:
             raise _does_not_fit(size, "the GPU has too little free memory") from None
-        share = cuda.share(whole)
-        flat = whole[:size].view(dtype)
-        return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})
+        flat = whole[:size].view(TORCH_DTYPES[layout.dtype])
+        handle = {"kind": "cuda_ipc", "bytes": size, "share": share or cuda.share(whole)}
+        return cls(layout, num_blocks, flat, handle)
 
     def read(self, block: int) -> bytes:
         """A copy of a block, after all steps launched so far. It waits for them."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -53,9 +54,11 @@ def build_engine(
     cuda: Cuda | None = None,
     cuda_parts: Callable[[EngineSpec], CudaParts] = triton_parts,
     woken: Callable[[], None] = lambda: None,
+    pool_memory: Callable[[int], list[Any]] = lambda num_bytes: [],
 ) -> BuiltEngine:
-    """Load the model, create the pool and warm up. On CPUs the pool is in the memory file ``memory_fd``. ``cuda`` is
-    how GPUs are reached (default: torch). ``woken`` is called, in another thread, when a structure has been compiled.
+    """Load the model, create the pool and warm up. On CPUs the pool is in the memory file ``memory_fd``; on GPUs in
+    memory of the worker, which ``pool_memory`` asks for (`contract.engine.WantsPool`). ``cuda`` is how GPUs are reached
+    (default: torch). ``woken`` is called, in another thread, when a structure has been compiled.
 
     Raises `ModelError` for a faulty model, and `ConfigError` with the dotted key for settings that do not fit the model
     or the device.
@@ -89,7 +92,7 @@ def build_engine(
     max_context = spec.max_model_len or shape.max_position_embeddings
     if on_gpu:
         parts = cuda_parts(spec)
-        build = CudaBuild(spec, cuda, _GPU, parts)
+        build = CudaBuild(spec, cuda, _GPU, parts, pool_memory)
         model = Decoder(weights, max_context, parts.layer_type, long_rope)
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
         num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))

@@ -12,14 +12,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
-from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, encode_frame
+from contract.engine import (
+    AnyCommand,
+    EngineEvent,
+    Failed,
+    FrameReader,
+    KVEvent,
+    M,
+    PoolMemory,
+    Ready,
+    WantsPool,
+    encode_frame,
+)
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core.errors import LaunchError, from_wire
 from runtime import memory_file
 from runtime.mps import engine_environment
+from runtime.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +79,21 @@ class EngineClient:
         """Exit status of the engine (negative: the signal that ended it), or None while it runs."""
         return None if self._process is None else self._process.poll()
 
-    async def start(self, spec: EngineSpec, timeout_s: float) -> Ready:
-        """Spawn the engine and wait until it is ready.
+    async def start(
+        self, spec: EngineSpec, timeout_s: float, pool_memory: Callable[[int], list[Any]] = lambda num_bytes: []
+    ) -> Ready:
+        """Spawn the engine and wait until it is ready. An engine on a GPU gets the memory of its pool from
+        ``pool_memory``, by its bytes (`contract.engine.PoolMemory`).
 
         Raises the engine's own error (`ModelError`, `ConfigError`, …), or `LaunchError` if it dies or takes longer than
         ``timeout_s``. The process has ended then.
         """
         try:
             self._spawn(spec)
-            first = await asyncio.wait_for(self._events.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                while isinstance(first := await self._events.get(), WantsPool):
+                    share = await in_thread("engine-pool", partial(pool_memory, first.num_bytes))
+                    self.send(PoolMemory(share))
         except TimeoutError:
             await self.stop(0.0)
             raise LaunchError(f"the engine was not ready within {timeout_s:g} s (model {spec.model})") from None
@@ -114,7 +133,7 @@ class EngineClient:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def send(self, command: Command) -> None:
+    def send(self, command: AnyCommand) -> None:
         """Send a command to the engine, from any thread. Never blocks: what does not fit into the pipe is sent later.
         Ignored before `start` and after the end of the engine (see `events`)."""
         if self._loop is None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -78,8 +79,11 @@ class CudaBuild:
     """Builds the engine of ``spec`` on GPU ``index``, which `Cuda.init` has made the current one.
     ``max_context`` of its methods is the longest sequence that the model and the configuration allow."""
 
-    def __init__(self, spec: EngineSpec, cuda: Cuda, index: int, parts: CudaParts) -> None:
+    def __init__(
+        self, spec: EngineSpec, cuda: Cuda, index: int, parts: CudaParts, pool_memory: Callable[[int], list[Any]]
+    ) -> None:
         self._spec, self._cuda, self._index, self._parts = spec, cuda, index, parts
+        self._pool_memory = pool_memory
 
     def pool_bytes(self, model: Decoder, layout: KVLayout, max_context: int) -> int:
         """The pool's default size. Runs the largest steps over a pool of one block, whose content does not matter."""
@@ -99,7 +103,7 @@ class CudaBuild:
 
     def runner(self, model: Decoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
         """The pool and its runner, warmed up, with its graphs recorded."""
-        pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index)
+        pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index, self._pool_memory)
         attention = self._parts.attention(pool, model)
         graphs = None
         if self._spec.cuda_graphs and not self._recordable(model):

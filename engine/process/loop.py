@@ -15,9 +15,20 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from contract.engine import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, encode_frame
+from contract.engine import (
+    AnyCommand,
+    EngineEvent,
+    Failed,
+    FrameReader,
+    KVEvent,
+    Ping,
+    Pong,
+    PoolMemory,
+    WantsPool,
+    encode_frame,
+)
 from engine.core import EngineCore, Outbox, Runner
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
@@ -42,19 +53,19 @@ class WorkerPipe:
     """The engine's end of the three pipes. Commands also come from the engine's own threads (`put`)."""
 
     def __init__(self, commands_fd: int, events_fd: int, kv_events_fd: int) -> None:
-        self._own_commands: deque[Command] = deque()
+        self._own_commands: deque[AnyCommand] = deque()
         self._woken_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._commands_fd = commands_fd
         self._events_fd = events_fd
         self._kv_events_fd = kv_events_fd
         self._sending_kv = threading.Lock()  # the layers of a step on a GPU are announced by a thread
-        self._frames: FrameReader[Command] = FrameReader(Command)  # type: ignore[arg-type]  # a union
+        self._frames: FrameReader[AnyCommand] = FrameReader(AnyCommand)  # type: ignore[arg-type]  # a union
         self._poll = select.poll()
         self._poll.register(commands_fd, select.POLLIN | select.POLLHUP)
         self._poll.register(self._woken_fd, select.POLLIN)
         os.set_blocking(commands_fd, False)
 
-    def put(self, command: Command) -> None:
+    def put(self, command: AnyCommand) -> None:
         """Add a command. May be called by any thread."""
         self._own_commands.append(command)
         self.wake()
@@ -63,10 +74,10 @@ class WorkerPipe:
         """End a wait for commands. May be called by any thread."""
         os.eventfd_write(self._woken_fd, 1)
 
-    def receive(self, wait: bool) -> list[Command]:
+    def receive(self, wait: bool) -> list[AnyCommand]:
         """Return the commands that have arrived; with ``wait``, at least one, or none after `wake`. `ParentGone`
         at the end of the pipe."""
-        commands: list[Command] = []
+        commands: list[AnyCommand] = []
         while True:
             ready = [fd for fd, _ in self._poll.poll(None if wait and not commands else 0)]
             if self._woken_fd in ready:
@@ -106,7 +117,7 @@ def serve(pipe: WorkerPipe, core: EngineCore) -> NoReturn:
         for command in pipe.receive(wait=not busy):
             if isinstance(command, Ping):
                 pipe.send(Pong())
-            else:
+            elif not isinstance(command, PoolMemory):  # which comes before the engine is ready
                 core.take(command)
         busy = core.step()
 
@@ -142,7 +153,13 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
     # After binding: torch counts the cores when it is imported.
     from engine.process.build import build_engine, make_connector
 
-    built = build_engine(spec, memory_fd, woken=pipe.wake)
+    def pool_memory(num_bytes: int) -> list[Any]:
+        pipe.send(WantsPool(num_bytes))
+        [answer] = pipe.receive(wait=True)
+        assert isinstance(answer, PoolMemory), "the worker sends nothing else before the engine is ready"
+        return answer.share
+
+    built = build_engine(spec, memory_fd, woken=pipe.wake, pool_memory=pool_memory)
     clock = MonotonicClock()
     connector = make_connector(spec, built.runner.pool, clock, pipe.put)
     scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)

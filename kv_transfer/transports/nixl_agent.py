@@ -56,6 +56,8 @@ class NixlAgent:
             self._kind, self._device = ("VRAM", memory.index) if isinstance(memory, DeviceMemory) else ("DRAM", 0)
             self._memory = memory
             self._registration = None
+            if isinstance(memory, DeviceMemory) and memory.imported:
+                raise ConfigError("transfer.transport: nixl cannot be used: the engine has allocated its pool itself")
             if memory is not None:
                 places = [(memory.address, memory.size, self._device, "")]
                 self._registration = self._agent.register_memory(places, self._kind)

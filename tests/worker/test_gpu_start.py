@@ -23,13 +23,17 @@ from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler
 from engine.spec import EngineSpec
 from kv_transfer.factory import choose, create_transport, offered_transports
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
+from kv_transfer.transports.nixl_agent import NixlAgent
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError
 from runtime.cuda import Cuda
 from tests.engine.harness import make_core, submit
+from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.loopback import SECRET
 from tests.strict_cuda import StrictGpus
+from worker.incarnation import PoolMemory
 
 TINY = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 MIB = 2**20
@@ -58,14 +62,22 @@ class Graphs:
 
 
 class Engine:
-    """An engine process on ``gpus``."""
+    """An engine process on ``gpus``, and its worker process, which gives it the memory of its pool."""
 
     def __init__(self, gpus: StrictGpus, share: float = 0.5, **spec: object) -> None:
-        self.cuda = gpus.process()
+        self.cuda, self.worker = gpus.process(), gpus.process()
+        self.memory = PoolMemory(self.worker)
         self.graphs = Graphs()
         fields: dict[str, object] = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "dtype": "float32"}
         self.spec = EngineSpec(TINY, device="cuda", device_share=share, **(fields | spec))  # type: ignore[arg-type]
-        self.built: BuiltEngine = build_engine(self.spec, -1, self.cuda, lambda spec: self._parts())
+        self.built: BuiltEngine = build_engine(
+            self.spec, -1, self.cuda, lambda spec: self._parts(), pool_memory=self.memory.share
+        )
+
+    def open_pool(self) -> Pool:
+        """What the worker opens."""
+        ready = self.built.ready
+        return Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, -1, self.memory.allocated, self.worker)
 
     def _parts(self) -> CudaParts:
         cuda = self.cuda
@@ -95,12 +107,8 @@ async def test_two_workers_on_one_gpu_start_and_meet() -> None:
     assert prefill.graphs.captured
     assert prefill.cuda.calls[0] == "init"
     assert prefill.built.ready.device == "strict GPU"
-    # The worker processes open the pools; neither has used CUDA before.
-    workers = [gpus.process(), gpus.process()]
-    pools = []
-    for engine, cuda in zip((prefill, decode), workers, strict=True):
-        ready = engine.built.ready
-        pools.append(Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, -1, cuda))
+    pools = [engine.open_pool() for engine in (prefill, decode)]
+    assert not any(pool.memory.imported for pool in pools if isinstance(pool.memory, DeviceMemory))
     # A prompt is computed in chunks, and layers are told while the next ones are computed.
     assert _compute_prompt(prefill) > 2
     sent = _block(pools[0], 0)
@@ -130,7 +138,10 @@ async def test_two_workers_on_one_gpu_start_and_meet() -> None:
         pool.close()
     del there, here, pool, pools
     gc.collect()
-    del prefill, decode, engine, ready
+    memories = [prefill.memory, decode.memory]  # the worker processes outlive their engines
+    del prefill, decode
+    gc.collect()
+    memories.clear()
     gc.collect()
     gpus.check()
 
@@ -149,6 +160,32 @@ def _compute_prompt(engine: Engine) -> int:
     while core.step():
         pass
     return len(outbox.kv_events)
+
+
+def test_the_next_engine_gets_the_memory_of_one_that_has_died() -> None:
+    """CUDA would not free what a dead process had open."""
+    gpus = StrictGpus(total_bytes=GPU_BYTES * 2)
+    first = Engine(gpus)
+    allocations = first.worker.calls.count("memory is allocated")
+    pool, handle = first.open_pool(), first.built.ready.pool_handle
+    pool.close()
+    memory, worker = first.memory, first.worker
+    second = Engine.__new__(Engine)
+    second.cuda, second.worker, second.memory, second.graphs = gpus.process(), worker, memory, Graphs()
+    second.built = build_engine(first.spec, -1, second.cuda, lambda spec: second._parts(), pool_memory=memory.share)
+    assert second.built.ready.pool_handle == handle
+    assert worker.calls.count("memory is allocated") == allocations == 1
+    assert second.open_pool().num_blocks == second.built.ready.num_blocks
+
+
+def test_nixl_registers_a_pool_where_it_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNetwork().install(monkeypatch)
+    engine = Engine(StrictGpus(total_bytes=GPU_BYTES * 2))
+    pool = engine.open_pool()
+    NixlAgent(pool.memory).close()
+    imported = DeviceMemory.open(engine.built.ready.pool_handle["share"], cuda=engine.cuda)
+    with pytest.raises(ConfigError, match=r"transfer\.transport: nixl .* the engine has allocated its pool itself"):
+        NixlAgent(imported)
 
 
 def test_engines_that_start_together_get_equal_pools() -> None:
