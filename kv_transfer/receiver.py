@@ -72,7 +72,7 @@ class KVReceiver:
         self._worker_id, self._epoch, self._config = worker_id, epoch, config
         self._transports = tuple(transports)
         self._transfers: dict[str, ReceiveTransfer] = {}  # by nonce: those that have not ended
-        self._links: dict[str, ReceiveLink] = {}  # by sender id: the newest
+        self._links: list[ReceiveLink] = []  # whose senders have introduced themselves, the newest last
         self._refused: Counter[str] = Counter()
         self._tasks = Tasks()
 
@@ -129,7 +129,7 @@ class KVReceiver:
             partial=partial,
         )
         self._transfers[transfer.nonce] = transfer
-        link = self._links.get(sender_id)
+        link = self._link_from(sender_id)
         self._tasks.spawn(self._await_link(transfer) if link is None else link.tell(transfer.announcement))
         return transfer
 
@@ -186,25 +186,33 @@ class KVReceiver:
         except TimeoutError:
             _log.warning("a KV peer did not introduce itself within %g s", introduction_s)
             return False
-        self._links[link.sender_id] = link
+        self._links.append(link)
         for transfer in self._transfers.values():
             if transfer.sender_id == link.sender_id and transfer.source is None:
                 self._tasks.spawn(link.tell(transfer.announcement))
         return True
 
+    def _link_from(self, sender_id: str) -> ReceiveLink | None:
+        """The newest link from a sender, which may have another one that it has given up."""
+        return next((link for link in reversed(self._links) if link.sender_id == sender_id), None)
+
     def _on_lost(self, link: ReceiveLink, error: PdserveError) -> None:
-        """Fail the transfers of a link that has ended: those that came over it, and those announced over it."""
-        is_newest = self._links.get(link.sender_id) is link
-        if is_newest:
-            del self._links[link.sender_id]
+        """Fail the transfers of a link that has ended: those that came over it, and those announced over it, unless its
+        sender has another link, over which they are announced again."""
+        is_newest = self._link_from(link.sender_id) is link
+        if link in self._links:
+            self._links.remove(link)
+        other = self._link_from(link.sender_id)
         for transfer in list(self._transfers.values()):
             unheard = transfer.source is None and is_newest and transfer.sender_id == link.sender_id
-            if unheard or transfer.source is link:
+            if unheard and other is not None:
+                self._tasks.spawn(other.tell(transfer.announcement))
+            elif unheard or transfer.source is link:
                 self._lose(transfer, PeerLost(f"the sender of {transfer.attempt_id} was lost: {error}"))
 
     async def _await_link(self, transfer: ReceiveTransfer) -> None:
         await asyncio.sleep(LINK_TIMEOUT_S)
-        if transfer.sender_id not in self._links:
+        if self._link_from(transfer.sender_id) is None:
             transfer.end(PeerLost(f"there is no KV link from {transfer.sender_id}"))
 
     # --- messages ----------------------------------------------------------------------------------------------------

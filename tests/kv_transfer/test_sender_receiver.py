@@ -24,8 +24,9 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
-from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds, until
+from tests.kv_transfer.conftest import LAYOUT, Ends, MakeEnds, sender_of, until
 from tests.kv_transfer.status import Status, status_of
+from tests.loopback import create_transport
 from tests.virtual_time import IN_VIRTUAL_TIME, LoopClock
 
 pytestmark = IN_VIRTUAL_TIME
@@ -167,7 +168,7 @@ async def test_a_receiver_that_is_silent_after_its_announcement_is_given_up(make
     ends.push("r", 2)
     ends.announce("r", [3, 4])
     await until(lambda: status_of(ends.receiving["r"]) is Status.WAITING)
-    (source,) = ends.receiver._links.values()
+    (source,) = ends.receiver._links
 
     async def say_nothing(header: object) -> None:
         await asyncio.sleep(30)
@@ -194,6 +195,22 @@ async def test_a_sender_that_makes_no_link_in_time_is_lost(
     ends.sending["early"].send_blocks(0, [1, 2], last=True)
     await ends.both("early")
     ends.check_nothing_left()
+
+
+async def test_a_link_that_its_sender_gives_up_does_not_hide_another_one(make_ends: MakeEnds) -> None:
+    """Whichever of them is the newest: what was announced over it is announced again."""
+    ends = await linked(make_ends, lease_s=30.0)
+    transport = create_transport("loopback", ends.source.memory)
+    given_up = sender_of(ends.source, transport, checksum=True, connect_timeout_s=5.0)
+    await given_up.connect(ends.peer)
+    ends.start("r", [1, 2], send=[3, 4])
+    await given_up.aclose()
+    async with asyncio.timeout(5):
+        await ends.both("r")
+    ends.check_moved([3, 4], [1, 2])
+    ends.start("later", [5], send=[6])
+    await ends.both("later")
+    await transport.aclose()
 
 
 # --- the owner of a transfer -----------------------------------------------------------------------------------------
