@@ -13,17 +13,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpoints.shape import ModelShape
 from engine.kernels.cuda_flashinfer import FlashInferPrefill
 from engine.kernels.cuda_paged_attention import attend_chunks, attend_decodes, tile_rows
 from engine.model.attention import Attention, AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
+from pdserve.core.errors import ConfigError
+from pdserve.core.sampling import SamplingParams
 
 NO_SLOT = -1  # slot of a row of padding: its keys and values are not written
 _NO_WINDOW = 2**30
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
 _PROCESSORS_OF_INTERPRETER = 4
+_CHECKED_BLOCKS, _CHECKED_ROWS = 8, 200
+_CHECK_TOLERANCES = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Results are averages of numbers around 1, which such a type rounds to 1e-3 (float16) or 8e-3 (bfloat16); products of
+float32 may be in TF32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,38 @@ class CUDAAttention(Attention):
         # PyTorch keeps the pinned memory alive until the copy is done.
         parts = torch.split(host.to(self.device, non_blocking=True), sizes)
         return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def check_attention(pool: KVPool, shape: ModelShape, chunks: FlashInferPrefill | None) -> None:
+    """Compare what computes attention here on random numbers in the first blocks of ``pool``, which are zeros after it:
+    ``chunks``, our kernel for chunks, and the last row of a chunk with our kernel for decodes. `ConfigError` if two
+    differ."""
+    device, dtype = pool.tensor.device, pool.tensor.dtype
+    blocks = min(_CHECKED_BLOCKS, pool.num_blocks)
+    tokens = blocks * pool.layout.block_size - 1  # the last block is not full
+    rows = min(tokens, _CHECKED_ROWS)
+    draw, table = torch.Generator(device).manual_seed(0), list(range(blocks))
+    pool.tensor[:blocks].normal_(generator=draw)
+    query = torch.empty(rows, shape.num_heads, pool.head_dim, device=device, dtype=dtype).normal_(generator=draw)
+    chunk = ScheduledSeq("check", [0] * rows, tokens - rows, table, False, SamplingParams())
+    decode = ScheduledSeq("check", [0], tokens - 1, table, False, SamplingParams())
+    ours, theirs = (CUDAAttention(pool, shape.attention_softcap, each) for each in (None, chunks))
+    for window in set(shape.layer_windows):
+        for layer in (pool.layers[0], pool.layers[-1]):
+            expected = ours.plan([chunk]).attend(query, layer, window, shape.attention_scale)
+            last = ours.plan([decode]).attend(query[-1:], layer, window, shape.attention_scale)
+            found = {"our kernels of decodes and of prompts": (last, expected[-1:])}
+            if chunks is not None:
+                other = theirs.plan([chunk]).attend(query, layer, window, shape.attention_scale)
+                found["FlashInfer and our kernel of prompts"] = other, expected
+            for what, (one, another) in found.items():
+                apart = float((one.float() - another.float()).abs().max())
+                if not apart < _CHECK_TOLERANCES[dtype]:  # nor if it is not a number
+                    raise ConfigError(
+                        f"engine.prefill_attention: {what} differ by {apart:.3g} on this GPU (window {window}), so its "
+                        "tokens would be wrong; please report this"
+                    )
+    pool.tensor[:blocks].zero_()
 
 
 def _processors(device: torch.device) -> int:

@@ -48,13 +48,15 @@ class CudaParts:
     draw_rows: DrawRows | None = None
     notes: Callable[[], list[str]] = list
     """Messages for the user once all has been built."""
+    check: Callable[[KVPool, Decoder], None] = lambda pool, model: None
+    """Whether the attention is right on this GPU; `ConfigError` if not. Uses the pool."""
 
 
 def triton_parts(spec: EngineSpec) -> CudaParts:
     """The parts made of Triton kernels, and the kernels for prompts that ``spec`` and the model allow. `ConfigError` if
     Triton is missing."""
     try:  # imported here because engines on CPUs do without Triton
-        from engine.kernels.cuda_attention import CUDAAttention
+        from engine.kernels.cuda_attention import CUDAAttention, check_attention
         from engine.kernels.cuda_flashinfer import PrefillAttention
         from engine.kernels.cuda_graphs import DecodeGraphs
         from engine.kernels.cuda_layer import CUDALayer
@@ -72,7 +74,10 @@ def triton_parts(spec: EngineSpec) -> CudaParts:
         shape = model.shape
         return CUDAAttention(pool, shape.attention_softcap, prefill.planner(pool, model))
 
-    return CudaParts(CUDALayer, attention, graphs, draw_rows, prefill.notes)
+    def check(pool: KVPool, model: Decoder) -> None:
+        check_attention(pool, model.shape, prefill.planner(pool, model))
+
+    return CudaParts(CUDALayer, attention, graphs, draw_rows, prefill.notes, check)
 
 
 class CudaBuild:
@@ -104,6 +109,7 @@ class CudaBuild:
     def runner(self, model: Decoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
         """The pool and its runner, warmed up, with its graphs recorded."""
         pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index, self._pool_memory)
+        self._parts.check(pool, model)
         attention = self._parts.attention(pool, model)
         graphs = None
         if self._spec.cuda_graphs and not self._recordable(model):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from engine.kernels import cuda_flashinfer
-from engine.kernels.cuda_attention import CUDAAttention
+from engine.kernels import cuda_attention, cuda_flashinfer
+from engine.kernels.cuda_attention import CUDAAttention, check_attention
 from engine.kernels.cuda_flashinfer import (
     FlashInferPrefill,
     MakeWrapper,
@@ -18,6 +20,7 @@ from engine.kernels.cuda_flashinfer import (
     make_wrappers,
     obstacle,
 )
+from engine.kernels.cuda_paged_attention import attend_decodes
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
 from engine.scheduling.batch import ScheduledSeq
@@ -68,6 +71,44 @@ def test_a_mixed_step_is_that_of_our_kernels(shape: Shape, device: torch.device,
             assert step.tiles is None
             torch.testing.assert_close(step.attend(query, kv, window, scale), expected, atol=4e-3, rtol=4e-3)
     assert theirs.plan(seqs[:1]).chunks is None, "decodes stay with our kernels"
+
+
+@pytest.mark.parametrize("broken", ["", "FlashInfer", "decodes"])
+def test_kernels_that_disagree_on_a_gpu_keep_an_engine_from_starting(
+    device: torch.device, wrapper: MakeWrapper, broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_random(tmp_path, BASE | {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2}, seed=1)
+    model_shape = make_engine(tmp_path, device, 16)[0]._model.shape
+    layout = KVLayout.uniform("m", "float16", 16, 2, model_shape.num_kv_heads, 64)
+    flat = torch.zeros(NUM_BLOCKS * layout.block_bytes // 2, dtype=torch.float16, device=device)
+    pool = KVPool(layout, NUM_BLOCKS, flat, {})
+
+    def wrong() -> Any:
+        made = wrapper()
+        whole = made.run
+
+        def run(*arguments: Any, out: torch.Tensor) -> None:
+            whole(*arguments, out=out)
+            out[-1, 0, 5] += 0.1
+
+        made.run = run
+        return made
+
+    if broken == "decodes":
+
+        def halved(*arguments: Any) -> None:
+            attend_decodes(*arguments)
+            arguments[8].mul_(0.5)
+
+        monkeypatch.setattr(cuda_attention, "attend_decodes", halved)
+    make = wrong if broken == "FlashInfer" else wrapper
+    chunks = FlashInferPrefill(
+        make, pool, model_shape.num_heads, model_shape.layer_windows, model_shape.attention_scale, None
+    )
+    expected = pytest.raises(ConfigError, match=f"{broken} .* differ by ") if broken else contextlib.nullcontext()
+    with expected:
+        check_attention(pool, model_shape, chunks)
+        assert not pool.tensor.any()
 
 
 def test_the_choice_is_tried_and_told(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
