@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -246,6 +245,7 @@ class SendLink:
         self._checksums = link.hashes(config.checksum)
         self._max_inflight_bytes = max(config.max_inflight_bytes, _INFLIGHT_MESSAGES * link.least_message_bytes)
         self._inflight_bytes = 0
+        self._num_answers = 0  # to messages, which the receiver reads in order
         self._transfers: dict[str, SendTransfer] = {}  # by nonce: what the receiver has announced, and has not ended
         self._turns: deque[SendTransfer] = deque()
         self._resending: deque[tuple[SendTransfer, Part]] = deque()  # resends bypass the in-flight limit
@@ -301,19 +301,27 @@ class SendLink:
         await self._link.aclose()
 
     async def settle(self, transfer: SendTransfer) -> None:
-        """Wait until nothing reads the blocks of a failed transfer, here or at the receiver. If that takes longer than
-        `_SETTLE_S`, cut the link, which fails all its transfers."""
+        """Wait until nothing reads the blocks of a failed transfer, here or at the receiver, which reads what was sent
+        before them, too. If it has answered nothing for `_SETTLE_S`, cut the link, which fails all its transfers."""
         if not transfer.has_sent:
             return
         if self.alive:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SETTLE_S):
-                    await transfer.idle.wait()
-                    await self._link.drained()
-                    return
+            settled = asyncio.create_task(self._settled(transfer))
+            try:
+                answers = -1
+                while answers != self._num_answers:
+                    answers = self._num_answers
+                    if (await asyncio.wait((settled,), timeout=_SETTLE_S))[0]:
+                        return
+            finally:
+                settled.cancel()
             _log.warning("%s still reads blocks of %s; its KV link is cut", self.peer.worker_id, transfer.attempt_id)
         self._link.cut(f"{self.peer.worker_id} still read blocks of a failed transfer")
         await transfer.idle.wait()
+
+    async def _settled(self, transfer: SendTransfer) -> None:
+        await transfer.idle.wait()
+        await self._link.drained()
 
     def _control(self, header: Header) -> None:
         self._controls.append(header)
@@ -403,6 +411,7 @@ class SendLink:
                 continue
             if not isinstance(answer, Ack | Refused | Abort):
                 raise TransferRefused(f"a {type(answer).__name__} was not expected")
+            self._num_answers += isinstance(answer, Ack | Refused)
             if isinstance(answer, Refused) and not answer.nonce:
                 raise TransferRefused(answer.message)
             if (transfer := self._transfers.get(answer.nonce)) is not None:  # else it has ended

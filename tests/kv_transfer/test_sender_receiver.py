@@ -213,6 +213,31 @@ async def test_a_link_that_its_sender_gives_up_does_not_hide_another_one(make_en
     await transport.aclose()
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_link_is_cut_for_a_failed_hand_off_only_if_its_receiver_reads_nothing(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """A slow receiver may have others' blocks to read before those of the failed one."""
+    ends = await linked(make_ends, lease_s=30.0)
+    ends.start("failed", [1, 2])
+    ends.sending["failed"].send_blocks(0, [1])
+    ends.start("other", range(3, 13))
+    await until(lambda: status_of(ends.receiving["failed"]) is Status.TRANSFERRING)
+    monkeypatch.setattr(ends.sender._links["d"]._link, "drained", lambda: asyncio.sleep(2.0))
+    aborting = asyncio.create_task(ends.sending["failed"].abort())
+    for slot in range(10):
+        await asyncio.sleep(0.3)
+        if goes_on:
+            ends.sending["other"].send_blocks(slot, [20 + slot], last=slot == 9)
+    await aborting
+    if goes_on:
+        await ends.both("other")
+        ends.check_moved(range(20, 30), range(3, 13))
+    else:
+        with pytest.raises(PeerLost, match="still read blocks of a failed transfer"):
+            await ends.sending["other"].wait()
+
+
 # --- the owner of a transfer -----------------------------------------------------------------------------------------
 
 
