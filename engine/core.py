@@ -24,12 +24,15 @@ from contract.engine import (
     SetTokenBudget,
     Submit,
 )
-from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq, StepTooLarge
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.scheduling.structures import Matcher, Structures
 from pdserve.core.clock import Clock
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import CapacityExceeded, InvalidRequest
 from pdserve.core.prefix_digests import block_hash, pack
+
+CALM_STEPS = 32
+"""Steps after which they may be twice as large again, when one had run out of memory."""
 
 Sampled = Mapping[str, SampledToken]
 """The next token of each part of a step with ``sample``, by request id."""
@@ -40,7 +43,7 @@ class RunningStep(Protocol):
 
     def sample(self) -> None:
         """Launch the sampling of its tokens. Call it when the tokens of the step before have been applied to the
-        scheduler, because penalties need them. A second call has no effect."""
+        scheduler, because penalties need them. A second call has no effect. `StepTooLarge` as from `Runner.launch`."""
         ...
 
     def tokens(self) -> Sampled:
@@ -54,7 +57,7 @@ class Runner(Protocol):
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
         """Launch a step, up to its logits. The step before it has been sampled, and may still run. Calls ``hook`` as
         layers are computed: in this call, or in another thread between `RunningStep.sample` and the end of
-        `RunningStep.tokens`."""
+        `RunningStep.tokens`. `StepTooLarge` if the device lacks memory."""
         ...
 
 
@@ -133,6 +136,7 @@ class EngineCore:
         self._outbox = outbox
         self._max_in_flight = 1 if run_ahead else 0  # steps that `step` leaves on their way
         self._in_flight: deque[tuple[SchedulerOutput, RunningStep, LayerEvents]] = deque()
+        self._num_calm = 0  # steps since one was too large
         self._load: Load | None = None
         self._structures = structures
         self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}
@@ -188,22 +192,52 @@ class EngineCore:
             if not self._in_flight:
                 layers.release()
             hook = self.scheduler.connector.layer_hook(output.seqs, layers.send)
-            self._in_flight.append((output, self._runner.launch(output.seqs, hook), layers))
+            try:
+                self._in_flight.append((output, self._runner.launch(output.seqs, hook), layers))
+            except StepTooLarge as error:
+                self._give_up(output, error)
         if not self._in_flight:
-            return False
+            return output is not None and bool(output.seqs)
         self._finish(max_left)
         return True
+
+    def _give_up(self, output: SchedulerOutput, error: StepTooLarge) -> None:
+        """Undo a step for which memory lacks. The next ones have half its tokens, and more again after a while. The
+        requests of a step that cannot be smaller fail."""
+        scheduler = self.scheduler
+        num_tokens = sum(len(seq.token_ids) for seq in output.seqs)
+        smallest = num_tokens == 1 or num_tokens > scheduler.max_step_tokens
+        what = f"a step of {num_tokens} token{'s' * (num_tokens > 1)}"
+        failure = CapacityExceeded(f"the device lacks memory for {what} ({error}); lower engine.kv_memory_mb")
+        scheduler.cancel(output, failure if smallest else None)
+        scheduler.max_step_tokens = max(1, min(num_tokens, scheduler.max_step_tokens) // 2)
+        self._num_calm = 0
+        self.report()
+
+    def _relax(self) -> None:
+        """Let steps be larger again, some time after one was too large."""
+        scheduler, most = self.scheduler, self.scheduler.config.max_num_batched_tokens
+        if scheduler.max_step_tokens < most:
+            self._num_calm += 1
+            if self._num_calm >= CALM_STEPS:
+                scheduler.max_step_tokens, self._num_calm = min(most, 2 * scheduler.max_step_tokens), 0
 
     def _finish(self, max_left: int) -> None:
         """Finish steps, oldest first, until at most ``max_left`` are on their way; all that are left are sampled."""
         while self._in_flight:
             output, running, layers = self._in_flight[0]
             layers.release()
-            running.sample()
+            try:
+                running.sample()
+            except StepTooLarge as error:  # nothing was launched after it
+                self._in_flight.popleft()
+                self._give_up(output, error)
+                return
             if len(self._in_flight) <= max_left:
                 return
             sampled = running.tokens()
             self._in_flight.popleft()
+            self._relax()
             step = self.scheduler.update(output, sampled, self._clock.now())
             if step.tokens:
                 self._outbox.send(step)

@@ -104,6 +104,10 @@ class Cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(index)
 
+    def free_cached(self) -> None:
+        """Give memory that is cached, but not in use, back to the GPU."""
+        torch.cuda.empty_cache()
+
     def zeros(self, num_bytes: int, index: int) -> torch.Tensor:
         """Allocate ``num_bytes`` zeros (uint8). torch's OutOfMemoryError if there is no room."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", index))

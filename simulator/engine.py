@@ -12,7 +12,7 @@ import msgspec
 from contract.engine import Command, EngineEvent, KVEvent, KVReady, Ping, Pong, Ready, Submit
 from engine.core import ComputedStep, EngineCore
 from engine.offload import BlockStore, MemoryStore, OffloadConnector
-from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq, StepTooLarge
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kv_transfer.memory import HostMemory
@@ -23,6 +23,8 @@ from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES, VOCAB_SIZE, Ch
 from simulator.network import Process
 
 KILLED = -9
+TIGHT_SHARE = 0.3
+"""So many of the steps that may run out of memory do."""
 
 
 class Violation(AssertionError):
@@ -46,6 +48,7 @@ class WorldEngine:
         run_ahead: bool,
         layer_groups: int,
         step_s: tuple[float, float],
+        tight_tokens: int | None = None,
     ) -> None:
         self.process = Process(worker.network, f"{worker.name}/engine", worker.host)
         worker.children.append(self.process)
@@ -58,7 +61,7 @@ class WorldEngine:
         self._inbox: list[Command] = []
         self._wake = asyncio.Event()
         clock = self.process.clock
-        self.runner = _Runner(layout, memory, config.num_blocks)
+        self.runner = _Runner(layout, memory, config.num_blocks, chance, tight_tokens)
         connector = KVConnector(clock, layout, layer_groups)
         self._cold: OffloadConnector | None = None
         if store is not None:
@@ -281,7 +284,10 @@ class _Runner:
 
     A full block is checked again when it was written since, or is another one."""
 
-    def __init__(self, layout: KVLayout, memory: HostMemory, num_blocks: int) -> None:
+    def __init__(
+        self, layout: KVLayout, memory: HostMemory, num_blocks: int, chance: random.Random, tight_tokens: int | None
+    ) -> None:
+        self._chance, self._tight_tokens = chance, tight_tokens
         self._size, self._block_bytes = layout.block_size, layout.block_bytes
         self._pool = memory.view(Region(0, num_blocks * layout.block_bytes))
         self._written = [0] * num_blocks  # when each block was written, counted in writes
@@ -302,6 +308,9 @@ class _Runner:
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
         """See `engine.core.Runner`."""
+        size, most = sum(len(seq.token_ids) for seq in seqs), self._tight_tokens
+        if most is not None and size > most and self._chance.random() < TIGHT_SHARE:
+            raise StepTooLarge("the device of the world")
         known = [self._known[seq.attempt_id] for seq in seqs]
         for seq, each in zip(seqs, known, strict=True):
             self._extend(each.chain, seq)

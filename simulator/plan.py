@@ -172,6 +172,8 @@ class Plan:
             settings = replace(settings, bytes_per_s=FAST_BYTES_PER_S)
         if draw.random() < 0.5:
             config["transfer"]["connect_timeout_s"] = 1.0
+        if draw.random() < 0.1:
+            settings = replace(settings, tight_tokens=draw.choice([8, 16]))
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:

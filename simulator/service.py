@@ -88,6 +88,8 @@ class WorkerSettings:
     """So many blocks that the prefix cache forgets are kept. An engine finds those of the one before."""
     cold_fail_share: float = 0.0
     """See `FailingStore`."""
+    tight_tokens: int | None = None
+    """Steps of more tokens than this may run out of memory."""
 
 
 class WorldWorker:
@@ -196,6 +198,7 @@ class WorldWorker:
             run_ahead=settings.run_ahead,
             layer_groups=config.transfer.layer_groups if config.transfer.overlap == "layer" else 0,
             step_s=settings.step_s,
+            tight_tokens=settings.tight_tokens,
         )
         self.engines.append(engine)
         engine.process.on_death += [mapped.close, lambda: self._engine_died(engine)]

@@ -233,6 +233,9 @@ class StrictCuda(Cuda):
         """Play a computation that needs ``num_bytes`` besides what is held."""
         self._peaks[index] = max(self._peaks.get(index, 0), self._held(index) + num_bytes)
 
+    def free_cached(self) -> None:
+        self.calls.append("cached memory is freed")
+
     def zeros(self, num_bytes: int, index: int) -> torch.Tensor:
         self.use(index, "memory is allocated", synchronises=True)
         if num_bytes > self._gpus.total_bytes - self._held(index):

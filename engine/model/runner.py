@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
 from engine.model.sampler import DrawnTokens, draw_tokens, logprobs_of, read_logprobs
 from engine.model.token_draw import DrawRows
-from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq, StepTooLarge
 from engine.scheduling.sequence import PromptLogprobs
 from pdserve.core.sampling import SamplingParams
 from runtime.cuda import Cuda, Event, upload
@@ -28,6 +28,8 @@ from runtime.cuda import Cuda, Event, upload
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
 _POLL_S = 50e-6
+_MAX_REASON_CHARS = 200
+T = TypeVar("T")
 _LOGITS_BYTES = 8 * 2**20
 """Logits of a prompt that are in memory at a time, as float32: with what is made of them less than sampling a batch
 takes, for which a GPU keeps memory."""
@@ -67,6 +69,11 @@ class WatchedLayers:
     def launched(self) -> None:
         """Note that all of them have been launched."""
         self._add(self._all_announced.set)
+
+    def drop(self) -> None:
+        """Announce none of them: the step is given up."""
+        self._done = lambda num_layers: None
+        self.sampled.set()
 
     def wait(self) -> None:
         """Wait until all of them were announced. Raises what that has raised."""
@@ -133,10 +140,13 @@ class LaunchedStep:
     @torch.inference_mode()
     def sample(self) -> None:
         """Launch the sampling of the tokens, and their copy to the host."""
+        if self._logits is not None:
+            self._runner.within_memory(self._sample, self._layers)
         if self._layers is not None:
             self._layers.sampled.set()
-        if self._logits is None:
-            return
+
+    def _sample(self) -> None:
+        assert self._logits is not None
         wanted = self._wanted
         positions = [seq.end for seq in wanted]
         params, histories = [s.params for s in wanted], [s.history for s in wanted]
@@ -201,15 +211,34 @@ class ModelRunner:
         called when the keys and values of a group of layers can be read; a step that runs as a recorded graph does not
         call it.
         """
+        layers = None
+        if hook is not None and self._watch is not None:
+            layers = self._watch.watch(hook)
+            hook = layers.hook
+        return self.within_memory(partial(self._launch, seqs, hook, layers), layers)
+
+    def within_memory(self, work: Callable[[], T], layers: WatchedLayers | None) -> T:
+        """The result of ``work``. `StepTooLarge` if the GPU has too little memory for it; ``layers`` are not announced
+        then."""
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            why = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+        # Not within the handler, because its error keeps the frames of the step, and with them its tensors.
+        if layers is not None:
+            layers.drop()
+        if self._cuda is not None:
+            self._cuda.free_cached()
+        raise StepTooLarge(why)
+
+    def _launch(
+        self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None, layers: WatchedLayers | None
+    ) -> LaunchedStep:
         ordered = self._attention.order(seqs)
         tells = any(s.prompt_logprobs is not None and s.prompt_logprobs.missing(s.start, s.end)[0] for s in ordered)
         if self._graphs is not None and not tells and self._graphs.fits(ordered):
             return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last), ([], []))
         step, wanted = self._step(ordered)
-        layers = None
-        if hook is not None and self._watch is not None:
-            layers = self._watch.watch(hook)
-            hook = layers.hook
         prompts: PromptRows = ([], [])
         if tells:  # the last layer computes all rows, too
             hidden = self._model.forward(replace(step, wanted=None, wanted_attention=None), self._pool, hook)

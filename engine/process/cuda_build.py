@@ -16,7 +16,7 @@ from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.layers import groups_natively
 from engine.model.runner import ModelRunner, RecordedSteps
 from engine.model.token_draw import DrawRows
-from engine.scheduling.batch import ScheduledSeq
+from engine.scheduling.batch import ScheduledSeq, StepTooLarge
 from engine.spec import EngineSpec
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
@@ -142,10 +142,16 @@ class CudaBuild:
         if prompt_tokens:
             table = [0] * layout.blocks_for(prompt_tokens)
             seqs.append(ScheduledSeq("prompt", [0] * prompt_tokens, 0, table, True, _COSTLY))
-        with torch.inference_mode():
-            runner.execute(seqs)  # compiles and loads kernels, which is not what is measured
-            self._cuda.reset_peak(self._index)
-            runner.execute(seqs)
+        try:
+            with torch.inference_mode():
+                runner.execute(seqs)  # compiles and loads kernels, which is not what is measured
+                self._cuda.reset_peak(self._index)
+                runner.execute(seqs)
+        except StepTooLarge as error:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens: the GPU lacks memory for a step of {prompt_tokens} prompt tokens and "
+                f"{decodes} decodes ({error}); lower it or engine.max_num_seqs"
+            ) from None
         return self._cuda.memory(self._index).peak
 
 

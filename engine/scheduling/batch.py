@@ -14,6 +14,10 @@ PENDING = -1
 """In place of a token id: the token that the step before this one samples for the request, which is not known yet."""
 
 
+class StepTooLarge(Exception):
+    """The device has too little memory for a step. It has computed nothing that counts."""
+
+
 class ScheduledSeq(msgspec.Struct, frozen=True, eq=False):
     """One request's part of a step.
 

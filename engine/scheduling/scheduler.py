@@ -146,6 +146,8 @@ class Scheduler:
         self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
         self._token_budget = config.max_num_batched_tokens
+        self.max_step_tokens = config.max_num_batched_tokens
+        """A lower limit than the budget, for a while, because a larger step has run out of memory."""
         self._watermark = max(1, config.num_blocks // WATERMARK_DIVISOR)
         self._seqs: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()  # highest rank first, as the next two
@@ -336,15 +338,10 @@ class Scheduler:
         any_ended, block_size = False, self.config.block_size
         for part, seq in zip(output.seqs, seqs, strict=True):
             num_tokens = len(part.token_ids)
-            seq.num_running_steps -= 1
-            seq.num_running_tokens -= num_tokens
-            seq.num_pending_tokens -= part.sample
+            any_ended |= self._take_back(part, seq)
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = started_s
             if seq.status is not EngineStatus.RUNNING:  # it has ended meanwhile
-                if not seq.num_running_steps and self._seqs.get(seq.attempt_id) is not seq:
-                    self._free(seq)
-                    any_ended = True
                 continue
             seq.num_computed_tokens += num_tokens
             reason = None
@@ -377,6 +374,21 @@ class Scheduler:
             self._running = [seq for seq in self._running if seq.status is EngineStatus.RUNNING]
             self._reserve()
         return step
+
+    def cancel(self, output: SchedulerOutput, error: PdserveError | None = None) -> None:
+        """Undo the newest step in flight, of which nothing counts. Its requests go on in other steps, unless an
+        ``error`` ends them. AssertionError if the newest step is not ``output``."""
+        newest, seqs = self._in_flight.pop()
+        if newest is not output:
+            raise AssertionError("cancel() was called for another step than the newest in flight")
+        ended = [self._take_back(part, seq) for part, seq in zip(output.seqs, seqs, strict=True)]
+        if error is not None:
+            for seq in seqs:
+                if seq.status is EngineStatus.RUNNING:
+                    self.reject(seq.attempt_id, error)
+                    self.abort(seq.attempt_id)
+        if any(ended):
+            self._reserve()
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
@@ -562,7 +574,7 @@ class Scheduler:
     def _budget(self, wanted: list[int]) -> TokenBudget:
         """That of a step whose running requests want so many tokens."""
         num_decodes = wanted[: self.config.max_num_seqs].count(1)
-        return TokenBudget(self._token_budget, num_decodes, self.config.chunk_tokens)
+        return TokenBudget(min(self._token_budget, self.max_step_tokens), num_decodes, self.config.chunk_tokens)
 
     def _to_compute(self, head: Sequence) -> int:
         return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
@@ -622,6 +634,17 @@ class Scheduler:
         seq.num_pending_tokens += sample
         prompt = seq.prompt_logprobs
         return ScheduledSeq(seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history, prompt)
+
+    def _take_back(self, part: ScheduledSeq, seq: Sequence) -> bool:
+        """Undo `_take`. Returns whether blocks were freed, because the request has ended meanwhile."""
+        seq.num_running_steps -= 1
+        seq.num_running_tokens -= len(part.token_ids)
+        seq.num_pending_tokens -= part.sample
+        ended = seq.status is not EngineStatus.RUNNING
+        if ended and not seq.num_running_steps and self._seqs.get(seq.attempt_id) is not seq:
+            self._free(seq)
+            return True
+        return False
 
     def _reject_mismatch(self, seq: Sequence) -> bool:
         """Whether the output of ``seq`` cannot go on; then it is dropped."""

@@ -215,12 +215,22 @@ def test_the_pool_is_what_the_rest_leaves() -> None:
     assert default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib, limit_bytes=100 * gib) == plain
 
 
-def test_a_gpu_that_is_too_small_or_missing_is_an_error_of_the_configuration() -> None:
+def test_a_gpu_that_is_too_small_or_missing_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_memory_mb: 0\.0 MiB are less than one block"):
         Engine(StrictGpus(total_bytes=CONTEXT_BYTES), share=1.0)
     with pytest.raises(
         ConfigError, match=r"engine\.kv_memory_mb: a KV pool of .* does not fit: the GPU has too little"
     ):
         Engine(StrictGpus(total_bytes=16 * MIB), num_blocks=10_000)
+    with monkeypatch.context() as patched:
+
+        def full(*_: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        patched.setattr(Decoder, "logits", full)
+        with pytest.raises(
+            ConfigError, match=r"engine\.max_num_batched_tokens: the GPU lacks memory for a step of 32 "
+        ):
+            Engine(StrictGpus(total_bytes=GPU_BYTES))
     with pytest.raises(ConfigError, match="torch finds no GPU"):
         Engine(StrictGpus(num_gpus=0))
