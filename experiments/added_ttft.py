@@ -70,6 +70,8 @@ _PLACE = ("workers", "transport", "overlap")
 class AddedTtftOptions(PairOptions):
     """Options of `AddedTtft`."""
 
+    of_service = frozenset({"model", "transports", "overlaps", "widths", "first_tokens"})
+
     prompt_lens: tuple[PositiveInt, ...] = option(
         (128, 512, 1024, 2048), description="prompt lengths in tokens", quick=[128, 512]
     )
@@ -137,9 +139,7 @@ class AddedTtft(ModeMatrix):
         places = list(itertools.product(options.transports, options.overlaps))
         if attached is not None:
             most, places = Room.of(attached).tokens, [("+".join(sorted(linked_transports(attached))), "as-configured")]
-            lengths = [length for length in lengths if length + PAIR_TOKENS <= most]
-            if not lengths:
-                raise InvalidRequest(f"--prompt-lens: none fits the {most} tokens of the service")
+            lengths = options.fitting(lengths, most - PAIR_TOKENS, "--prompt-lens")
         loaded = options.load_prompt_lens or sorted({_nearest(lengths), max(lengths)})
         loaded = [length for length in loaded if length + options.load_output_len <= most]
         if options.rates and options.slo == "auto" and (missing := [each for each in loaded if each not in lengths]):

@@ -53,6 +53,7 @@ _POOL_SHARE = 0.7  # arrivals, as a share of what the paged pool serves
 class BatchingOptions(Options):
     """Options of `Batching`."""
 
+    of_service = frozenset()
     decode_batches: tuple[int, ...] = option(
         (1, 2, 4, 8, 16, 32, 64),
         description="batch sizes of decode steps",

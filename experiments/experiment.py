@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self, Unpack
 
@@ -43,6 +43,8 @@ class Options(BaseModel):
     """Options of an experiment; each becomes an option of its command. Lists are written with commas."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    of_service: ClassVar[frozenset[str]] = frozenset({"model"})
+    """The options that a running service (``--target``) does not take: it keeps its settings."""
 
     model: str = Field("dummy:135m", description="model of the services that are started (as model.path)")
     seed: int = Field(0, description="seed of prompts, arrivals and resampling")
@@ -75,6 +77,15 @@ class Options(BaseModel):
             option = "--" + str(first["loc"][0] if first["loc"] else "options").replace("_", "-")
             what = first["msg"].removeprefix("Value error, ")
             raise InvalidRequest(f"{option}: {what} (got {first['input']!r})") from None
+
+    def fitting(self, lengths: Sequence[int], room: int, flag: str) -> list[int]:
+        """Those of the prompt ``lengths`` that fit a running service, which has room for so many tokens. Defaults that
+        do not fit are left out. InvalidRequest if one was chosen that does not, or if none does."""
+        fit, name = [length for length in lengths if length <= room], flag.lstrip("-").replace("-", "_")
+        usual = (type(self).model_fields[name].default, tuple(type(self).quick_default(name) or ()))
+        if not fit or (len(fit) < len(lengths) and tuple(lengths) not in usual):
+            raise InvalidRequest(f"{flag}: prompts of {max(lengths)} tokens do not fit, the service takes up to {room}")
+        return fit
 
     @classmethod
     def quick_default(cls, name: str) -> Any:

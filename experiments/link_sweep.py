@@ -70,6 +70,8 @@ NAMED_LINKS = (
 class LinkSweepOptions(PairOptions):
     """Options of `LinkSweep`."""
 
+    of_service = frozenset({"model", "gbps", "round_trips_ms", "round_trip_gbps", "overlaps", "chunk_tokens"})
+
     gbps: tuple[float, ...] = option(
         (0.05, 0.1, 0.2, 0.5, 2.0, 10.0),
         description="rates of the link, in 10^9 bits per second",

@@ -129,7 +129,10 @@ def new_folder(
         _planned(experiment, deployment)
     config, settings = service.get("config"), dict(service.get("settings") or {})
     where = {"target": service.get("target"), "config": None if config is None else str(config), "settings": settings}
-    return RunFolder.create(root, experiment.name, {**experiment.options.model_dump(mode="json"), **where})
+    # What a running service does not take would be no fact about the run.
+    hidden = experiment.options_type.of_service if where["target"] else frozenset()
+    options = experiment.options.model_dump(mode="json", exclude=set(hidden))
+    return RunFolder.create(root, experiment.name, {**options, **where})
 
 
 def _deployment(experiment: Experiment, report: Callable[[str], None], **service: Unpack[Service]) -> Deployment:

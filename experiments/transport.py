@@ -123,9 +123,7 @@ class Transport(Experiment):
         transports = sorted({link.transport for worker in attached.workers for link in worker.links})
         if not transports:
             raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-        fit = [length for length in self.options.prompt_lens if length + 2 <= attached.context_length]
-        if not fit:
-            raise InvalidRequest(f"--prompt-lens: none fits the service's context of {attached.context_length}")
+        fit = self.options.fitting(self.options.prompt_lens, attached.context_length - 2, "--prompt-lens")
         shared = {"where": SERVICE, "transport": "+".join(transports)}
         return [
             Cell(f"{length} tokens", {**shared, "prompt_len": length}, work=self.options.requests) for length in fit

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -34,6 +35,8 @@ from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.request import counted
 
 app = typer.Typer()
+
+_KEEPS = "--{}: the running service of --target keeps its settings; leave one of the two out"
 
 Given = dict[str, Any]
 """Options that a command got; None: not given."""
@@ -85,9 +88,7 @@ def _add(
             raise InvalidRequest(f"--{clash[0].replace('_', '-')}: a resumed run keeps its options; leave it out")
         settings = [key for key in ("config", "set") if kept[key]]
         if common["target"] is not None and settings:
-            raise InvalidRequest(
-                f"--{settings[0]}: the running service of --target keeps its settings; leave one of the two out"
-            )
+            raise InvalidRequest(_KEEPS.format(settings[0]))
         run(common, given, access_of(common))
 
     command.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
@@ -109,6 +110,12 @@ def _run_one(
 ) -> None:
     """Begin a run, or go on with one, whose options ``choose`` makes of those that were given."""
     if common["resume"] is None:
+        refused = [key for key in kind.options_type.of_service if given.get(key)]
+        if common["target"] is not None and refused:
+            raise InvalidRequest(_KEEPS.format(min(refused).replace("_", "-")))
+        if common["target"] is None and os.environ.get("PDSERVE_TARGET"):
+            note = "PDSERVE_TARGET is set, and an experiment measures a running service only with --target"
+            print_note(stderr_console(), note)
         experiment, service = kind(choose(given, common["quick"])), {key: common[key] for key in ("target", "config")}
         settings = settings_of(common["set_"])
         folder = new_folder(experiment, common["output"], access=access, settings=settings, **service)

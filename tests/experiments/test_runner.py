@@ -262,13 +262,29 @@ def test_a_running_service_keeps_its_settings(tmp_path: Path, pdserve: Any) -> N
             ran = pdserve("experiment", *command, "--target", "localhost:1", "--output", str(tmp_path), option, value)
             assert ran.code == 2
             assert f"{option}: the running service of --target keeps its settings" in ran.err
+    for option, value in (("--model", "tiny"), ("--transports", "shm,tcp"), ("--widths", "mha")):
+        ran = pdserve("experiment", "added-ttft", "--target", "localhost:1", "--output", str(tmp_path), option, value)
+        assert ran.code == 2
+        assert f"{option}: the running service of --target keeps its settings" in ran.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_service_that_only_the_environment_names_is_not_measured_without_a_word(
+    tmp_path: Path, pdserve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_TARGET", "localhost:1")
+    ran = pdserve("experiment", "primer", "--output", str(tmp_path), "--model", "missing/model")
+    assert "PDSERVE_TARGET is set, and an experiment measures a running service only with --target" in ran.err
 
 
 def test_an_error_says_how_to_go_on(tmp_path: Path, pdserve: Any) -> None:
     with local_cluster({}) as cluster:
-        cells = ("--prompt-lens", "16,100000", "--rates", "", "--widths", "", "--pairs", "1", "--pairs-s", "0")
-        ran = pdserve("experiment", "added-ttft", *cells, "--target", cluster.target, "--output", str(tmp_path))
+        given = ("--target", cluster.target, "--output", str(tmp_path))
+        ran = pdserve("experiment", "added-ttft", "--prompt-lens", "16,100000", *given)
+        assert ran.code == 2
+        assert "--prompt-lens: prompts of 100000 tokens do not fit, the service takes up to " in ran.err
+        cells = ("--prompt-lens", "16", "--rates", "", "--widths", "", "--pairs", "1", "--pairs-s", "0")
+        ran = pdserve("experiment", "added-ttft", *cells, *given)
         assert ran.code == 0
     (folder,) = (tmp_path / "added-ttft").iterdir()
     ran = pdserve("experiment", "added-ttft", "--resume", str(folder))
