@@ -172,6 +172,8 @@ class DeviceMemory:
         for region, source in pairs:
             targets.append(self.view(region))
             sources.append(source)
+        if not targets:
+            return
         if all(each.nbytes % _WORD == each.data_ptr() % _WORD == 0 for each in (*targets, *sources)):
             # A kernel moves an element of this size as fast as a byte.
             targets, sources = ([each.view(torch.int64) for each in some] for some in (targets, sources))

@@ -194,7 +194,7 @@ class ModelRunner:
         self._attention = attention
         self._pool = self.pool = pool
         self._device = pool.tensor.device
-        self._watch = None if cuda is None else LayerWatch(cuda, pool.tensor.device.index or 0)
+        self._watch: LayerWatch | None = None  # from the first step on that has layers announced
         self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
 
     def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, SampledToken]:
@@ -212,7 +212,8 @@ class ModelRunner:
         call it.
         """
         layers = None
-        if hook is not None and self._watch is not None:
+        if hook is not None and self._cuda is not None:
+            self._watch = self._watch or LayerWatch(self._cuda, self._device.index or 0)
             layers = self._watch.watch(hook)
             hook = layers.hook
         return self.within_memory(partial(self._launch, seqs, hook, layers), layers)

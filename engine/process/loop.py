@@ -132,6 +132,8 @@ def main(make_core: MakeCore = EngineCore) -> NoReturn:
     status = 0
     try:
         _run(pipe, EngineSpec.from_json(spec_json), int(memory_fd), make_core)
+    except ParentGone:
+        pass
     except Exception as error:  # the worker needs to know of any error
         kind, message = to_wire(error)
         with contextlib.suppress(ParentGone):
