@@ -33,6 +33,7 @@ class EngineSpec:
     batching: Literal["continuous", "static"] = "continuous"
     prefix_caching: bool = True
     device_share: float = 1.0  # the share of a GPU's memory that the engine may use by default
+    links_bytes: int = 0  # GPU memory that the worker's links take, which the default pool leaves
     cuda_graphs: bool = True  # run decode steps on GPUs as recorded graphs
     run_ahead: bool | None = None  # launch each step before the one before is done; by default on GPUs
     # what computes prompts' attention on GPUs (`engine.kernels.cuda_flashinfer`)

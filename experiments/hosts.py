@@ -229,7 +229,8 @@ class NamespaceDeployment(Deployment):
             for name, command in commands.items()
         ]
         target = self.reached(target_here(config.gateway, port))
-        deadline_s = time.monotonic() + config.cluster.start_timeout_s
+        limit_s = config.cluster.start_limit_s("cpu")
+        deadline_s = time.monotonic() + limit_s
         with Client(target) as client:
             while not (client.ready(1.0) and any(worker.links for worker in client.status().workers)):
                 for name, process in zip(commands, processes, strict=True):
@@ -238,7 +239,7 @@ class NamespaceDeployment(Deployment):
                 if time.monotonic() > deadline_s:
                     raise LaunchError(
                         "the service on hosts made of namespaces was not ready within "
-                        f"{config.cluster.start_timeout_s:g} s"
+                        f"{config.cluster.start_limit_s('cpu'):g} s"
                     )
                 time.sleep(0.05)
         return target

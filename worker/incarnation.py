@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+NCCL_LINK_BYTES = (2 * 2 * 32 + 2 * 8 * 4) * 2**20
+"""GPU memory of a link by NCCL: two payloads of 32 MiB on their way in each direction, and the buffers of two
+communicators with 8 channels (4 MiB each, an estimate)."""
 
 
 class CachedBlocks:
@@ -160,7 +163,8 @@ class Incarnation:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.device}")
         engine = EngineClient(spec.engine_module)
         memory = memory or PoolMemory()
-        ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s, memory.share)
+        limit_s = spec.config.cluster.start_limit_s(spec.device)
+        ready = await engine.start(_engine_spec(spec, "torch_dist" in names), limit_s, memory.share)
         epoch = SYSTEM.randbytes(16).hex()
         kv: KVThread | None = None
         pool: Pool | None = None
@@ -211,8 +215,9 @@ class Incarnation:
             await self.engine.stop(STOP_TIMEOUT_S)
 
 
-def _engine_spec(spec: WorkerSpec) -> EngineSpec:
-    config, transfer = spec.config.engine, spec.config.transfer
+def _engine_spec(spec: WorkerSpec, joins_groups: bool) -> EngineSpec:
+    config, transfer, cluster = spec.config.engine, spec.config.transfer, spec.config.cluster
+    num_peers = cluster.prefill + cluster.decode - 1 if joins_groups and spec.device != "cpu" else 0
     return EngineSpec(
         model=spec.config.model.path,
         dtype=spec.config.model.dtype,
@@ -228,6 +233,7 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         batching=config.batching,
         prefix_caching=config.prefix_caching,
         device_share=spec.device_share,
+        links_bytes=num_peers * NCCL_LINK_BYTES,
         cuda_graphs=config.cuda_graphs,
         run_ahead=config.run_ahead,
         prefill_attention=config.prefill_attention,

@@ -149,7 +149,7 @@ class WorkerProcess:
         leave_engine_cores(spec)
         self._spec = spec
         self._mps: MpsMembership | None = None
-        self._start_timeout_s = spec.config.cluster.start_timeout_s
+        self._start_timeout_s = spec.config.cluster.start_limit_s(spec.device)
         self._worker = WorkerThread(
             spec, handlers, secret, on_end=lambda: os._exit(1), restarted=restarted, prepare=self._join_mps
         )

@@ -97,7 +97,9 @@ class CudaBuild:
         largest = self._peak(model, layout, min(self._spec.max_num_batched_tokens, max_context)) - held
         decodes = self._peak(model, layout, 0) - held if self._recordable(model) else 0
         limit = memory_limit(os.environ, self._index)
-        size = default_pool_bytes(figures.total, self._spec.device_share, held, largest, decodes, limit)
+        size = default_pool_bytes(
+            figures.total, self._spec.device_share, held, largest, decodes, limit, self._spec.links_bytes
+        )
         log.info(
             "of %.0f MiB x %.2f: %.0f MiB weights, %.0f MiB for a step, %.0f MiB for graphs, %.0f MiB KV pool",
             figures.total / 2**20,
@@ -156,7 +158,13 @@ class CudaBuild:
 
 
 def default_pool_bytes(
-    total_bytes: int, share: float, held: int, step: int, graphs: int = 0, limit_bytes: int | None = None
+    total_bytes: int,
+    share: float,
+    held: int,
+    step: int,
+    graphs: int = 0,
+    limit_bytes: int | None = None,
+    links_bytes: int = 0,
 ) -> int:
     """Bytes for the pool of an engine that has the share ``share`` (0 to 1) of a GPU with ``total_bytes``, and may
     allocate at most ``limit_bytes``; 0 if nothing is left. No figure depends on the moment, so two engines that start
@@ -164,9 +172,9 @@ def default_pool_bytes(
 
     The engine's other bytes: ``held``, weights and tables; ``step``, the largest step's activations, logits and
     sampling, at its peak; ``graphs``, the same for the largest decode step, whose memory recorded graphs keep (0: no
-    graphs).
+    graphs). ``links_bytes`` are those of the worker's links.
     """
-    mine = total_bytes * share - _PROCESSES * CONTEXT_BYTES
+    mine = total_bytes * share - _PROCESSES * CONTEXT_BYTES - links_bytes
     if limit_bytes is not None:
         mine = min(mine, limit_bytes - CONTEXT_BYTES)
     return max(0, int(mine * _USABLE) - held - step - (graphs + _GRAPH_BYTES if graphs else 0))

@@ -328,7 +328,7 @@ class Service:
                 placed = [member for member in added if member not in waiting]
                 if placed:
                     report(f"{_names(placed)}: starting")
-                notes = members.wait_ready(placed, self.config.cluster.start_timeout_s, report)
+                notes = members.wait_ready(placed, self.config.cluster.start_limit_s(members.device), report)
                 self._take_notes(notes, report)
             except BaseException:
                 members.remove(added)
@@ -436,7 +436,7 @@ class Service:
         began_s = time.monotonic()
         added = members.add(roles_of(cluster), nodes)  # first, because they take longest
         self._start_gateways(config, registries)
-        timeout_s = cluster.start_timeout_s
+        timeout_s = cluster.start_limit_s(device)
         self._await_placed(members, added, timeout_s)
         self._await_gateways(timeout_s)
         self._report(f"{gateways} listen{'' if count > 1 else 's'} ({_since(began_s)})")
@@ -508,7 +508,7 @@ class Service:
         """The nodes, the device, and the workers' bundles. Waits for missing nodes of a Ray that was joined, because
         nodes join some time after `ray up` has returned."""
         cluster = self.config.cluster
-        deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
+        deadline_s = time.monotonic() + (cluster.start_limit_s(cluster.device) if cluster.nodes else NODES_TIMEOUT_S)
         while True:
             self._check()
             nodes = self.session.nodes()

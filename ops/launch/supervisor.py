@@ -132,7 +132,7 @@ class _Supervisor:
             log=log_path,
             ray_folder="" if head is None else str(head.folder),
             socket=new_socket(),
-            start_timeout_s=config.cluster.start_timeout_s,
+            start_timeout_s=config.cluster.start_limit_s(config.cluster.device),
             target=target_here(config.gateway, config.gateway.port),
             model=config.model.name or prepared.source.name,
             workers=f"{config.cluster.prefill}P{config.cluster.decode}D",

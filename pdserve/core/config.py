@@ -156,8 +156,8 @@ class ClusterConfig(_Section):
     mps_memory_mb: Positive | None = None
     """with MPS, the most GPU memory that each of the two processes of a worker may allocate, in MiB; KV pools are sized
     by it; default: no limit"""
-    start_timeout_s: Seconds = 180.0
-    """time limit of the start-up"""
+    start_timeout_s: Seconds | None = None
+    """time limit of the start-up; default: 180 s on CPUs, 900 s on GPUs, where kernels may have to be compiled"""
     tls_cert: File | None = None
     """certificate for connections inside the service (mutual TLS), a file on each host, in PEM: for the name
     pdserve-worker, followed by those between it and its CA; with tls_key and tls_ca, or none of them"""
@@ -165,6 +165,10 @@ class ClusterConfig(_Section):
     """its private key, in PEM, without a passphrase"""
     tls_ca: File | None = None
     """the CA of these certificates, used for nothing else; in PEM"""
+
+    def start_limit_s(self, device: str) -> float:
+        """`start_timeout_s`, or its default for ``device`` (``auto``: the longest)."""
+        return self.start_timeout_s or (180.0 if device == "cpu" else 900.0)
 
 
 class EngineConfig(_Section):

@@ -212,6 +212,7 @@ def test_the_pool_is_what_the_rest_leaves() -> None:
     assert default_pool_bytes(16 * gib, 1.0, 16 * gib, gib) == 0
     limited = default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib, limit_bytes=40 * gib)
     assert 0 < limited < 20 * gib
+    assert 9 * gib < plain - default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib, links_bytes=10 * gib) < 11 * gib
     assert default_pool_bytes(80 * gib, 1.0, 16 * gib, 4 * gib, limit_bytes=100 * gib) == plain
 
 

@@ -273,3 +273,10 @@ def test_a_controller_that_could_not_work_is_refused(sections: dict[str, Any], p
         PdserveConfig.parse(sections)
     assert problem in str(caught.value)
     assert len(str(caught.value)) < 400, "not the whole configuration"
+
+
+def test_workers_on_gpus_may_take_longer_to_start() -> None:
+    """Kernels may have to be compiled."""
+    usual = PdserveConfig().cluster
+    assert (usual.start_limit_s("cpu"), usual.start_limit_s("cuda:1"), usual.start_limit_s("auto")) == (180, 900, 900)
+    assert PdserveConfig.parse({"cluster": {"start_timeout_s": 30}}).cluster.start_limit_s("cuda") == 30
