@@ -137,6 +137,17 @@ def check_mps(seen: DoctorReport) -> Iterator[Finding]:
             yield warn("mps", node.name, what, "see docs/gpu.md; or accept that with cluster.mps: off")
 
 
+def check_compilers(seen: DoctorReport) -> Iterator[Finding]:
+    """Engines on GPUs compile kernels when they start."""
+    for node, report in _reported(seen) if seen.device == "cuda" else ():
+        if report.triton_lacks:
+            what = f"Triton cannot compile kernels there, without {' and '.join(report.triton_lacks)}"
+            yield fail("compilers", node.name, what, "install that in the image or on the host")
+        if report.flashinfer_lacks and seen.config.engine.prefill_attention != "triton":
+            what = f"FlashInfer cannot compile kernels there, without {' and '.join(report.flashinfer_lacks)}"
+            yield warn("compilers", node.name, what, "install that, or set engine.prefill_attention: triton")
+
+
 def check_memory(seen: DoctorReport) -> Iterator[Finding]:
     """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
     if (need := seen.need) is None:
@@ -404,6 +415,6 @@ def _claim(worker_id: str, ends: Endpoints | None) -> str:
 
 AT_GATEWAY: Sequence[Check] = (check_gateway_port, check_access, check_tokenizer)
 CHECKS: Sequence[Check] = (
-    check_versions, check_models, check_devices, check_mps, check_cores, check_endpoints, check_memory, check_context,
-    check_clocks, check_reach, check_speed, check_measured,
+    check_versions, check_models, check_devices, check_compilers, check_mps, check_cores, check_endpoints, check_memory,
+    check_context, check_clocks, check_reach, check_speed, check_measured,
 )  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -41,6 +43,11 @@ def source_hash(root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
+_FLASHINFER = "flashinfer-python"
+_FLASHINFER_CACHES = "flashinfer-jit-cache", "flashinfer-cubin"
+"""Packages with its kernels, compiled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A GPU that torch can use."""
@@ -71,6 +78,8 @@ class NodeReport:
     allowed_cores: tuple[int, ...]  # that processes may use
     held_cores: tuple[CoreHolder, ...]  # the claims of running workers
     mps: str = ""  # why workers on GPUs cannot use MPS there; empty: they can, or there is no GPU
+    triton_lacks: tuple[str, ...] = ()  # what Triton needs to compile kernels, if there is a GPU
+    flashinfer_lacks: tuple[str, ...] = ()  # the same for FlashInfer, if it is installed
 
 
 def report_versions(model: str) -> NodeReport:
@@ -123,7 +132,32 @@ def report_node(model: str) -> NodeReport:
     mps = ""
     if devices and foreign_daemon(os.environ) is None:
         mps = mps_obstacle(os.environ, gpu_modes(os.environ)) or ""
-    return replace(report, devices=tuple(devices), native=native, mps=mps)
+    report = replace(report, devices=tuple(devices), native=native, mps=mps)
+    if devices:
+        triton, flashinfer = missing_compilers(os.environ, _version)
+        report = replace(report, triton_lacks=triton, flashinfer_lacks=flashinfer)
+    return report
+
+
+def missing_compilers(
+    environment: Mapping[str, str], version_of: Callable[[str], str], headers: Path | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What slim images lack to compile kernels at the start of an engine, for Triton and for FlashInfer, with what
+    installs it. ``version_of`` gives the version of a package (empty: it is not installed), ``headers`` is the folder
+    of Python's (default: this Python's)."""
+    path, triton, flashinfer = environment.get("PATH"), [], []
+    compilers = (environment["CC"],) if environment.get("CC") else ("gcc", "clang", "cc")
+    if not any(shutil.which(each, path=path) for each in compilers):
+        triton.append("a C compiler (apt install gcc, or CC)")
+    if not ((headers or Path(sysconfig.get_paths()["include"])) / "Python.h").exists():
+        triton.append("Python.h (apt install python3-dev)")
+    if version_of(_FLASHINFER) and not any(map(version_of, _FLASHINFER_CACHES)):
+        home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
+        if not shutil.which("nvcc", path=os.pathsep.join(filter(None, (path, f"{home}/bin")))):
+            flashinfer.append("nvcc (the CUDA toolkit, or pip install flashinfer-jit-cache)")
+        if not shutil.which("ninja", path=path):
+            flashinfer.append("ninja (pip install ninja)")
+    return tuple(triton), tuple(flashinfer)
 
 
 def _version(package: str) -> str:

@@ -66,6 +66,8 @@ def environment(options: Options) -> Findings:
     if capability < (8, 0):
         findings.notes.append("no native bfloat16 before compute capability 8.0: model.dtype auto means float16")
     findings.require(importlib.util.find_spec("triton") is not None, "Triton is missing: use a CUDA build of torch")
+    for kind, lacks in (("Triton", report.triton_lacks), ("FlashInfer", report.flashinfer_lacks)):
+        findings.require(not lacks, f"{kind} cannot compile kernels without {' and '.join(lacks)}")
     findings.figures["mps"] = foreign_daemon(os.environ) or report.mps or "possible"
     modes = gpu_modes(os.environ)
     mode = "" if modes is None else modes.compute_mode

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from kv_transfer.handshake import LinkFigures
 from ops.doctor.checks import (
     check_access,
     check_clocks,
+    check_compilers,
     check_context,
     check_cores,
     check_devices,
@@ -29,7 +31,7 @@ from ops.doctor.checks import (
 )
 from ops.doctor.handoff_prediction import HandoffPrediction
 from ops.doctor.network import ClockReading, Obstacle
-from ops.doctor.node_report import Device, NodeReport
+from ops.doctor.node_report import Device, NodeReport, missing_compilers
 from ops.doctor.report import DoctorReport, Endpoints, ExaminedNode, ExaminedPair, Finding, Level, Meeting, Seat, fail
 from ops.launch.plan import Node
 from ops.model_memory import ServedModel
@@ -126,6 +128,29 @@ def test_a_model_of_the_hub_that_a_host_would_download_is_a_warning() -> None:
         sections = {"model": {"path": path}}
         (finding,) = check_models(seen([node(REPORT), there], gateway_node="10.0.0.2", sections=sections))
         assert (finding.where, finding.level) == ("10.0.0.3", level)
+
+
+def test_what_slim_images_lack_is_found_before_an_engine_fails(tmp_path: Path) -> None:
+    nothing = {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path)}
+
+    def lacks(environment: dict[str, str], *packages: str) -> tuple[str, ...]:
+        triton, flashinfer = missing_compilers(environment, lambda name: "1" * (name in packages), tmp_path)
+        return (*triton, *flashinfer)
+
+    compiler, headers = "a C compiler (apt install gcc, or CC)", "Python.h (apt install python3-dev)"
+    assert lacks(nothing) == (compiler, headers)
+    assert [each.split()[0] for each in lacks(nothing, "flashinfer-python")] == ["a", "Python.h", "nvcc", "ninja"]
+    assert lacks(nothing, "flashinfer-python", "flashinfer-cubin") == (compiler, headers)
+    for name in ("gcc", "ninja", "Python.h", "bin/nvcc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(mode=0o755)
+    assert lacks(nothing, "flashinfer-python") == ()
+    assert lacks({**nothing, "CC": "missing"}) == (compiler,)
+    report = replace(REPORT, triton_lacks=(headers,), flashinfer_lacks=("ninja (pip install ninja)",))
+    assert levels([*check_compilers(seen([node(report)], device="cuda"))]) == ["fail", "warn"]
+    triton_only = {"engine": {"prefill_attention": "triton"}}
+    assert levels([*check_compilers(seen([node(report)], device="cuda", sections=triton_only))]) == ["fail"]
+    assert levels([*check_compilers(seen([node(report)]))]) == []
 
 
 def test_a_report_survives_the_trip() -> None:
