@@ -117,8 +117,23 @@ async def _rounds(
                     report.errors.append(error)
                     console.print(f"[red]#{index + 1} {mode}: {error}[/]")
             if len(done) == len(order):
-                report.pairs.append(PairedRound(index, done[Mode.PD], done[Mode.COLOCATED]))
+                report.pairs.append(pair := PairedRound(index, done[Mode.PD], done[Mode.COLOCATED]))
+                if not pair.tokens_equal:
+                    console.print(f"[red]#{index + 1}: {await _difference(client, prompt, pair)}[/]")
         report.rounds += 1
+
+
+async def _difference(client: AsyncClient, prompt: str, pair: PairedRound) -> str:
+    """Where the tokens of a pair part, and how much likelier the first of the two likeliest tokens is there: in
+    bfloat16, another batch may round a small margin away."""
+    tokens = zip(pair.pd.token_ids, pair.colocated.token_ids, strict=False)
+    place = next((number for number, (ours, theirs) in enumerate(tokens) if ours != theirs), None)
+    if place is None:
+        return f"{len(pair.pd.token_ids)} tokens, and {len(pair.colocated.token_ids)} colocated"
+    again = client.generate(prompt, max_tokens=place + 1, ignore_eos=True, mode=Mode.COLOCATED, logprobs=2)
+    first, second = (await again.result()).tokens[place].top_logprobs[:2]
+    margin = first.logprob - second.logprob
+    return f"token {place + 1} differs; the log-probabilities of the two likeliest are {margin:.4f} apart there"
 
 
 def _summarise(report: DemoReport, console: Console) -> None:

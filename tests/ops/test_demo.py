@@ -59,7 +59,10 @@ def test_the_demo_fails_when_tokens_or_bytes_differ(
     else:
         service.servicer.lost_bytes = 1
     assert demo(service, tmp_path / "w.png", "--rounds", "1", "--json") == 1
-    assert json.loads(capsys.readouterr().out)[key] is False
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)[key] is False
+    told = "token 1 differs; the log-probabilities of the two likeliest are 1.0000 apart there"
+    assert " ".join(shown.err.split()).count(told) == (8 if fault == "tokens" else 0)
 
 
 def test_rounds_that_are_asked_for_are_run_and_others_end_in_time(
