@@ -45,9 +45,9 @@ class BlockTables:
         self._rows: dict[str, tuple[int, Sequence[int]]] = {}  # row and table, by attempt id
         self._lengths = [0] * _ROWS
 
-    def of(self, seqs: Sequence[ScheduledSeq]) -> np.ndarray:
-        """A copy of the tables of ``seqs``: ``[len(seqs), max_blocks]``, int32. What follows a table is 0 or blocks of
-        the request that the step does not read."""
+    def of(self, seqs: Sequence[ScheduledSeq], blocks: int) -> np.ndarray:
+        """A copy of the first ``blocks`` entries of the tables of ``seqs``: ``[len(seqs), blocks]``, int32. What
+        follows a shorter table is 0."""
         rows: list[int] = []
         for seq in seqs:
             row, known = self._rows.get(seq.attempt_id, (-1, ()))
@@ -59,7 +59,7 @@ class BlockTables:
                 self._array[row, self._lengths[row] : len(block_ids)] = block_ids[self._lengths[row] :]
                 self._lengths[row] = len(block_ids)
             rows.append(row)
-        tables: np.ndarray = self._array[rows]
+        tables: np.ndarray = self._array[:, :blocks][rows]
         return tables
 
     def _restart(self, row: int, seqs: Sequence[ScheduledSeq]) -> int:
@@ -166,7 +166,7 @@ class DecodeGraphs:
         inputs[:, len(seqs) :] = 0
         inputs[2, len(seqs) :] = NO_SLOT
         inputs[_HEADER - 1, len(seqs) :] = -1
-        used, tables = len(seqs), self._tables.of(seqs)[:, :blocks]
+        used, tables = len(seqs), self._tables.of(seqs, blocks)
         positions = np.array([seq.start for seq in seqs], dtype=np.int32)
         inputs[0, :used] = token_ids = [seq.token_ids[0] for seq in seqs]
         inputs[1, :used] = positions
