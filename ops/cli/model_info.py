@@ -38,6 +38,7 @@ def model_info(
     what fits into memory. A config.json is enough, and models that pdserve does not serve are counted as well."""
     from checkpoints.outline import is_served, outline_from_hf
     from checkpoints.source import config_of, resolve_model, tokenizer_note
+    from gateway.chat_template import load_chat_template
     from pdserve.core.errors import InvalidRequest
     from pdserve.core.kv_layout import DTYPE_BYTES
     from runtime.dtypes import choose_dtype
@@ -61,6 +62,11 @@ def model_info(
     choice = choose_dtype(dtype, source.shape.dtype, {"this host": _devices(device)})
     facts = _facts(model if alone else source.name, source.shape, choice.dtype, sizes_gb, context, window)
     facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
+    if source.folder is not None:
+        if not source.shape.eos_token_ids:
+            facts["notes"].append("no eos_token_id: outputs end by their length alone, and JSON and regex are refused")
+        if load_chat_template(source.folder) is None:
+            facts["notes"].append("no chat template: chats are refused, unless model.chat_template names one")
     if as_json:
         print_json(facts)
     else:

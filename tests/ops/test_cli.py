@@ -376,9 +376,16 @@ def test_model_info_counts_in_what_the_device_computes(
     assert pdserve("model-info", "tiny", "--device", "tpu").err.startswith("error: device: 'tpu' is none of")
 
 
-def test_model_info_notes_a_missing_tokenizer(pdserve: Any, tmp_path: Path) -> None:
+def test_model_info_notes_what_a_folder_lacks(pdserve: Any, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path, "gqa")
-    assert f"note: {folder} has no tokenizer.json: prompts must be token ids" in pdserve("model-info", str(folder)).out
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    shown = pdserve("model-info", str(folder)).out
+    assert f"note: {folder} has no tokenizer.json: prompts must be token ids" in shown
+    assert "note: no eos_token_id: outputs end by their length alone, and JSON and regex are refused" in shown
+    assert "note: no chat template: chats are refused" in shown
+    assert json.loads(pdserve("model-info", "tiny", "--json").out)["notes"] == []
 
 
 def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
