@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "blocks count without a look at their checksum",
         "kv_transfer/receiver.py",
-        "                if fetch.digest.intdigest() != header.checksum:\n",
-        "                if False:\n",
+        "            if link.checksums and await fetch.checksum(header.trailer) != header.checksum:\n",
+        "            if False:\n",
     ),
     Mutant(
         "a message does not renew the receiver's lease",
@@ -222,8 +222,8 @@ MUTANTS = (
     Mutant(
         "transfers that were announced over a lost link go on",
         "kv_transfer/receiver.py",
-        "            if unheard or transfer.source is link:\n",
-        "            if transfer.source is link:\n",
+        "            elif unheard or transfer.source is link:\n",
+        "            elif transfer.source is link:\n",
     ),
     Mutant(
         "the engine is not told that a request has failed",
@@ -246,8 +246,8 @@ MUTANTS = (
     Mutant(
         "a block is cached that is partly filled",
         "engine/scheduling/scheduler.py",
-        "        num_full = seq.num_computed_tokens // self.config.block_size\n        if seq.prefix",
-        "        num_full = -(-seq.num_computed_tokens // self.config.block_size)\n        if seq.prefix",
+        "        num_full = seq.num_computed_tokens // self.config.block_size\n        if num_full",
+        "        num_full = -(-seq.num_computed_tokens // self.config.block_size)\n        if num_full",
     ),
 )
 

@@ -6,6 +6,7 @@ import pytest
 
 from simulator.plan import MEASURED_S, Fault, Plan
 from simulator.simulation import simulate
+from tests.simulator.mutants import MUTANTS, ROOT
 
 
 @pytest.mark.parametrize("seed", [29, 46, 66])
@@ -23,3 +24,9 @@ def test_a_stream_goes_on_at_another_gateway() -> None:
     result = simulate(plan.with_faults(lost))
     assert result.violations == []
     assert any(outcome.resumes for outcome in result.outcomes)
+
+
+def test_the_planted_faults_have_their_places() -> None:
+    """They are run by hand (`python -m tests.simulator.mutants`)."""
+    lost = [each.name for each in MUTANTS if (ROOT / each.file).read_text(encoding="utf-8").count(each.old) != 1]
+    assert lost == []
