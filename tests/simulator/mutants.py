@@ -220,10 +220,10 @@ MUTANTS = (
         "        pass\n",
     ),
     Mutant(
-        "transfers that were announced over a lost link go on",
-        "kv_transfer/receiver.py",
-        "            elif unheard or transfer.source is link:\n",
-        "            elif transfer.source is link:\n",
+        "layers are announced before the end of the step before",
+        "engine/core.py",
+        "            if not self._in_flight:\n                layers.release()\n",
+        "            layers.release()\n",
     ),
     Mutant(
         "the engine is not told that a request has failed",
