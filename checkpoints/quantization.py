@@ -1,7 +1,7 @@
 """Checkpoints whose matrices are stored in 8 bits with scales, as ``quantization_config`` describes them.
 
-Only the weights are quantized here: products compute with activations in the model's dtype, also where the checkpoint
-names a scheme for activations. Does not import torch.
+Whether activations are quantized too depends on the device that computes, not on the checkpoint's scheme for them.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class Quantization:
     def covers(self, module: str) -> bool:
         """Whether ``module`` (as ``model.layers.0.self_attn.q_proj``) is quantized."""
         return not any(_matches(pattern, module) for pattern in self.ignored)
+
+    @property
+    def fp8_rows(self) -> bool:
+        """Whether all numbers of a row are FP8 and share a scale, as the FP8 products of GPUs require."""
+        return self.values == "float8_e4m3fn" and self.block[1] is None
 
     def column_groups(self, columns: int) -> int:
         """Scales of one row of a matrix of so many columns."""

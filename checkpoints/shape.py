@@ -204,16 +204,17 @@ class ModelShape:
             mixed = self.hidden_size * (self.experts.count + 3 * computing * self.experts.intermediate_size)
         return (self.num_layers - self._expert_layers) * plain + self._expert_layers * mixed
 
-    def weight_bytes(self, dtype: str, keep_quantized: bool = False) -> int:
-        """Bytes of all weights in ``dtype``. With ``keep_quantized`` those that the checkpoint stores in 8 bits take
-        one byte each, and their scales four; all layers count as quantized, whatever the checkpoint ignores."""
-        if not keep_quantized or self.quantization is None:
+    def weight_bytes(self, dtype: str, keep_fp8: bool = False) -> int:
+        """Bytes of all weights in ``dtype``. With ``keep_fp8`` those that the checkpoint stores in FP8, with scales per
+        row, take one byte each, and their scales four; all layers count as quantized, whatever the checkpoint
+        ignores."""
+        if not keep_fp8 or self.quantization is None or not self.quantization.fp8_rows:
             return self.num_parameters * DTYPE_BYTES[dtype]
         routers = 0
         if self.experts is not None:
             routers = self._expert_layers * self.experts.count * self.hidden_size
         quantized = self.num_layers * self._attention_matrices - routers + self._mlps()
-        scales = quantized // (self.quantization.block[1] or self.hidden_size)
+        scales = quantized // self.hidden_size
         return (self.num_parameters - quantized) * DTYPE_BYTES[dtype] + quantized + 4 * scales
 
     def kv_bytes_per_token(self, dtype: str, num_kv_heads: int | None = None) -> int:

@@ -138,7 +138,7 @@ class ServedModel:
         return cls(
             layout,
             engine.max_model_len or shape.max_position_embeddings,
-            shape.weight_bytes(layout.dtype, keep_quantized=device == "cuda"),
+            shape.weight_bytes(layout.dtype, keep_fp8=device == "cuda"),
             pool_bytes,
             activation_bytes(shape, layout.dtype, tokens, engine.max_num_seqs),
         )

@@ -10,8 +10,19 @@ from checkpoints.shape import Activation, ModelShape
 from engine.kernels.cuda_paged_attention import FUSED
 from engine.model.decoder import DecoderLayer
 from engine.model.kv_pool import LayerKV
-from engine.model.layers import GatedMLP, GroupedExperts, Linear, LoopedExperts, RMSNorm, RoutedExperts
-from engine.model.weights import ExpertWeights, MLPWeights
+from engine.model.layers import (
+    FP8_LEAST_ROW,
+    FP8_MAX,
+    FP8Linear,
+    GatedMLP,
+    GroupedExperts,
+    Linear,
+    LoopedExperts,
+    Products,
+    RMSNorm,
+    RoutedExperts,
+)
+from engine.model.weights import ExpertWeights, Matrix, MLPWeights, QuantizedTensor
 
 _HEADS = 8  # heads of one program of the rope kernel
 _GATE_COLUMNS = 1024
@@ -26,6 +37,17 @@ def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
     scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / SIZE + eps)
     numbers = numbers * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, numbers.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_rows(x, values, scales, least, largest, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    mask = columns < SIZE
+    numbers = tl.load(x + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(numbers), 0), least) / largest
+    tl.store(scales + row, scale)
+    tl.store(values + row * SIZE + columns, (numbers / scale).to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -168,12 +190,36 @@ def rotate_and_write(
     return query
 
 
+class CUDAFP8Linear(FP8Linear):
+    """Quantizes rows in one kernel."""
+
+    def quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.contiguous()
+        rows, size = x.shape
+        values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        columns = triton.next_power_of_2(size)
+        _quantize_rows[(rows,)](
+            *(x, values, scales, FP8_LEAST_ROW, FP8_MAX),
+            SIZE=size,
+            COLUMNS=columns,
+            num_warps=4 if columns <= 2048 else 8,
+            **FUSED,
+        )
+        return values, scales
+
+
+def cuda_linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
+    """`engine.model.layers.Products` of GPUs."""
+    return CUDAFP8Linear(weight, bias) if isinstance(weight, QuantizedTensor) else Linear(weight, bias)
+
+
 class CUDAMLP(GatedMLP):
     """The MLP on GPUs. Gate and up are one product."""
 
-    def __init__(self, weights: MLPWeights, activation: Activation) -> None:
-        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias)
-        self._down = Linear(weights.down, weights.down_bias)
+    def __init__(self, weights: MLPWeights, activation: Activation, products: Products) -> None:
+        self._gate_up = products(weights.gate_up, weights.gate_up_bias)
+        self._down = products(weights.down, weights.down_bias)
         self._activation = activation
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,13 +231,15 @@ class CUDALayer(DecoderLayer):
 
     scales_queries = False
 
-    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> GatedMLP | RoutedExperts:
+    def _make_mlp(
+        self, weights: MLPWeights | ExpertWeights, shape: ModelShape, products: Products
+    ) -> GatedMLP | RoutedExperts:
         if isinstance(weights, MLPWeights):
-            return CUDAMLP(weights, shape.activation)
+            return CUDAMLP(weights, shape.activation, products)
         assert shape.experts is not None
-        quantized = not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor)
-        kind = LoopedExperts if quantized else GroupedExperts
-        return kind(weights, shape.experts, shape.activation)
+        if isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor):
+            return GroupedExperts(weights, shape.experts, shape.activation, products)
+        return LoopedExperts(weights, shape.experts, shape.activation, products, CUDAMLP)
 
     def _normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         return x if norm is None else rms_norm(x, norm.weight, norm.eps)

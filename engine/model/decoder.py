@@ -13,7 +13,7 @@ from torch.nn import functional
 from checkpoints.shape import ModelShape, Rope
 from engine.model.attention import AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.layers import GatedMLP, LoopedExperts, RMSNorm, RoutedExperts, linear
+from engine.model.layers import GatedMLP, LoopedExperts, Products, RMSNorm, RoutedExperts, linear
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
@@ -37,15 +37,15 @@ class ModelStep:
 class DecoderLayer:
     """One layer of a model of ``shape``, for any device.
 
-    ``window`` is its sliding window (None: it sees everything). A device with native kernels has a subclass
-    (`engine.kernels.cuda_layer.CUDALayer`).
+    ``window`` is its sliding window (None: it sees everything); ``products`` make its products. A device with native
+    kernels has a subclass (`engine.kernels.cuda_layer.CUDALayer`).
     """
 
     scales_queries = True
     """Whether `__call__` wants the angles of every head, with the queries' scale in them (`engine.model.rope.spread`),
     or those of the rope tables."""
 
-    def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None) -> None:
+    def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None, products: Products) -> None:
         def norm(weight: torch.Tensor | None) -> RMSNorm | None:
             return None if weight is None else RMSNorm(weight, shape.rms_norm_eps, shape.norm_offset)
 
@@ -54,11 +54,11 @@ class DecoderLayer:
         self.window = window
         self.scale = 1.0 if self.scales_queries else shape.attention_scale
         self.input_norm = norm(weights.input_norm)
-        self.qkv = linear(weights.qkv, weights.qkv_bias)
-        self.out = linear(weights.out, weights.out_bias)
+        self.qkv = products(weights.qkv, weights.qkv_bias)
+        self.out = products(weights.out, weights.out_bias)
         self.attended_norm = norm(weights.attended_norm)
         self.mlp_norm = norm(weights.mlp_norm)
-        self.mlp = self._make_mlp(weights.mlp, shape)
+        self.mlp = self._make_mlp(weights.mlp, shape, products)
         self.mlp_out_norm = norm(weights.mlp_out_norm)
         self.qk_norm: torch.Tensor | None = None  # [heads + kv_heads, head_dim]
         self.span_norms: list[tuple[slice, RMSNorm]] = []  # columns of ``qkv``, and their norm
@@ -73,12 +73,14 @@ class DecoderLayer:
             qk_norm = weights.qk_norm if shape.norm_offset == 0.0 else weights.qk_norm.float() + shape.norm_offset
             self.qk_norm = qk_norm.repeat_interleave(repeats, dim=0)
 
-    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> GatedMLP | RoutedExperts:
+    def _make_mlp(
+        self, weights: MLPWeights | ExpertWeights, shape: ModelShape, products: Products
+    ) -> GatedMLP | RoutedExperts:
         """The MLP of the device."""
         if isinstance(weights, MLPWeights):
-            return GatedMLP(weights, shape.activation)
+            return GatedMLP(weights, shape.activation, products)
         assert shape.experts is not None
-        return LoopedExperts(weights, shape.experts, shape.activation)
+        return LoopedExperts(weights, shape.experts, shape.activation, products)
 
     def _qkv(self, x: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of normed rows ``x``: ``[rows, heads + 2 * kv_heads, head_dim]``. Norms over all
@@ -137,7 +139,7 @@ class Decoder:
     """Runs the model on a flat batch, at positions below ``max_positions``.
 
     It empties ``weights.layers``, so that packed weights are not in memory twice. ``layer_type`` is the layer of the
-    device. ``long_rope`` selects the long factors of longrope.
+    device, ``products`` make its products. ``long_rope`` selects the long factors of longrope.
     """
 
     def __init__(
@@ -146,14 +148,15 @@ class Decoder:
         max_positions: int,
         layer_type: type[DecoderLayer] = DecoderLayer,
         long_rope: bool = False,
+        products: Products = linear,
     ) -> None:
         shape = weights.shape
         self.shape = shape
         self._scales_queries = layer_type.scales_queries
         self._embedding = weights.embedding
-        self._layers = [layer_type(weights.layers.pop(0), shape, window) for window in shape.layer_windows]
+        self._layers = [layer_type(weights.layers.pop(0), shape, window, products) for window in shape.layer_windows]
         self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps, shape.norm_offset)
-        self._head = linear(weights.head)
+        self._head = products(weights.head, None)
         dtype, device = weights.norm.dtype, weights.norm.device
         self._tables = {
             rope: rope_tables(rope, shape, max_positions, long_rope, dtype, device) for rope in set(shape.layer_ropes)
@@ -167,6 +170,11 @@ class Decoder:
     def windows(self) -> frozenset[int | None]:
         """The different windows of the layers (None: a layer sees everything). The plan of a step covers all."""
         return frozenset(self.shape.layer_windows)
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether a step reads numbers back from the device, which a CUDA graph cannot record."""
+        return any(isinstance(layer.mlp, LoopedExperts) for layer in self._layers)
 
     def forward(self, step: ModelStep, pool: KVPool, hook: LayerHook | None = None) -> torch.Tensor:
         """Run ``step``, write the keys and values of all rows to ``pool``, and return the hidden states after the last

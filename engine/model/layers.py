@@ -9,26 +9,30 @@ import torch
 from torch.nn import functional
 
 from checkpoints.shape import Activation, Experts
-from engine.model.weights import ExpertWeights, Matrix, MLPWeights, unbind
+from engine.model.weights import ExpertWeights, Matrix, MLPWeights, QuantizedTensor, unbind
 
 _NATIVE = (9, 10)
 """The compute capabilities (major numbers) whose grouped products are native."""
 
+_FP8_PRODUCTS = (8, 9)
+"""The first compute capability that multiplies FP8 numbers."""
+
+FP8_MAX = 448.0
+FP8_LEAST_ROW = 1e-10
+"""The least maximum of a row that is quantized, so that a row of zeros has a scale."""
+
 
 class Linear:
     """The product of ``x`` (``[rows, in]``) and a weight, plus a bias if there is one: ``[rows, out]``. This one is
-    PyTorch's, for any device and dtype. A quantized weight is dequantized for each product."""
+    PyTorch's, for any device and dtype."""
 
-    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
         self._bias = bias
 
-    def _plain(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._weight if isinstance(self._weight, torch.Tensor) else self._weight.dequantized(dtype)
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product."""
-        return functional.linear(x, self._plain(x.dtype), self._bias)
+        return functional.linear(x, self._weight, self._bias)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """SiLU of the product."""
@@ -44,7 +48,7 @@ class Linear:
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The product plus ``residual`` (``[rows, out]``), which it may overwrite."""
-        residual.addmm_(x, self._plain(x.dtype).t())  # one kernel on GPUs
+        residual.addmm_(x, self._weight.t())  # one kernel on GPUs
         return residual if self._bias is None else residual.add_(self._bias)
 
 
@@ -74,10 +78,47 @@ class PackedLinear(Linear):
         return self._binary(x, residual, self._weight, self._bias, "add")
 
 
+class FP8Linear(Linear):
+    """The product with a matrix of FP8 numbers and a scale per row. The rows of ``x`` are quantized in the same way,
+    and the sums are in float32."""
+
+    def __init__(self, weight: QuantizedTensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight.values.t(), bias)
+        self._scales = weight.scales.t()
+
+    def quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` (``[rows, in]``) as FP8 numbers (the same shape) and float32 scales (``[rows, 1]``). The largest number
+        of a row becomes the largest of the type."""
+        wide = x.float()
+        scales = wide.abs().amax(-1, keepdim=True).clamp_min_(FP8_LEAST_ROW).div_(FP8_MAX)
+        return (wide / scales).to(torch.float8_e4m3fn), scales
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = self.quantized(x)
+        product: torch.Tensor = torch._scaled_mm(values, self._weight, scales, self._scales, out_dtype=x.dtype)
+        return product if self._bias is None else product.add_(self._bias)
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+
+def multiplies_fp8(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the GPU has products of FP8 matrices with scales per row, which give ``dtype``."""
+    return (
+        dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_PRODUCTS
+    )
+
+
+Products = Callable[[Matrix, torch.Tensor | None], Linear]
+"""Makes the product with a weight (``[out, in]``) and a bias (``[out]``). It may copy the weight, so the caller should
+drop it."""
+
+
 def linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-    """Return the fastest product with ``weight`` (``[out, in]``) and ``bias`` (``[out]``) on their device. It may copy
-    the weight, so the caller should drop it."""
-    if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _packs():
+    """`Products`: the fastest ones of PyTorch on the device of the weights."""
+    if isinstance(weight, QuantizedTensor):
+        return FP8Linear(weight, bias)
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _packs():
         return PackedLinear(weight, bias)
     return Linear(weight, bias)
 
@@ -121,14 +162,13 @@ class RMSNorm:
 
 
 class GatedMLP:
-    """The product of an activated gate and a second projection, projected back, with the device's fastest products.
-    Rows are ``[rows, hidden]``."""
+    """The product of an activated gate and a second projection, projected back. Rows are ``[rows, hidden]``."""
 
-    def __init__(self, weights: MLPWeights, activation: Activation) -> None:
+    def __init__(self, weights: MLPWeights, activation: Activation, products: Products = linear) -> None:
         gate, up = weights.gate_up.chunk(2)
         gate_bias, up_bias = (None, None) if weights.gate_up_bias is None else weights.gate_up_bias.chunk(2)
-        self._gate, self._up = linear(gate, gate_bias), linear(up, up_bias)
-        self._down = linear(weights.down, weights.down_bias)
+        self._gate, self._up = products(gate, gate_bias), products(up, up_bias)
+        self._down = products(weights.down, weights.down_bias)
         self._activated = self._gate.silu if activation == "silu" else self._gate.gelu_tanh
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,8 +186,8 @@ class GatedMLP:
 class RoutedExperts(ABC):
     """A mixture of experts in place of an MLP: each token is computed by a few of many MLPs, which a router chooses."""
 
-    def __init__(self, weights: ExpertWeights, experts: Experts) -> None:
-        self._router = linear(weights.router)
+    def __init__(self, weights: ExpertWeights, experts: Experts, products: Products = linear) -> None:
+        self._router = products(weights.router, None)
         self._experts = experts
 
     @abstractmethod
@@ -177,10 +217,17 @@ def groups_natively(dtype: torch.dtype, device: torch.device) -> bool:
 class LoopedExperts(RoutedExperts):
     """One MLP after the other, each over the rows that chose it. Reads the weights of the chosen experts only."""
 
-    def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation) -> None:
-        super().__init__(weights, experts)
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        experts: Experts,
+        activation: Activation,
+        products: Products = linear,
+        mlp: Callable[[MLPWeights, Activation, Products], GatedMLP] = GatedMLP,
+    ) -> None:
+        super().__init__(weights, experts, products)
         self._mlps = [
-            GatedMLP(MLPWeights(gate_up, down, None, None), activation)
+            mlp(MLPWeights(gate_up, down, None, None), activation, products)
             for gate_up, down in zip(unbind(weights.gate_up), unbind(weights.down), strict=True)
         ]
 
@@ -197,8 +244,10 @@ class GroupedExperts(RoutedExperts):
     """Two grouped products over the rows of all experts, sorted by expert. No shape depends on the choice, and nothing
     is read back from the device, so that a CUDA graph can record it where PyTorch has a native grouped product."""
 
-    def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation) -> None:
-        super().__init__(weights, experts)
+    def __init__(
+        self, weights: ExpertWeights, experts: Experts, activation: Activation, products: Products = linear
+    ) -> None:
+        super().__init__(weights, experts, products)
         assert isinstance(weights.gate_up, torch.Tensor)
         assert isinstance(weights.down, torch.Tensor)
         self._gate_up, self._down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)

@@ -21,16 +21,14 @@ _DUMMY_LEVELS = 40.0  # standard deviation of quantized weights
 _UNUSED = (".input_scale", ".weight_format")  # of activations, which are not quantized; of bitsandbytes
 
 
-def load_weights(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, keep_quantized: bool = False
-) -> ModelWeights:
-    """Load all weights of ``source``, converted to ``dtype``. Matrices that are stored in 8 bits are dequantized, or
-    stay as they are with ``keep_quantized``.
+def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, keep_fp8: bool = False) -> ModelWeights:
+    """Load all weights of ``source``, converted to ``dtype``. Matrices that are stored in 8 bits are dequantized;
+    with ``keep_fp8`` those that `engine.model.layers.FP8Linear` can compute with stay as they are.
 
     Raises `ModelError` with the file and tensor that is missing, unexpected, of a wrong shape, corrupt, truncated, or
     beyond the range of ``dtype``.
     """
-    weights = ModelWeights(source.shape, dtype, device, keep_quantized)
+    weights = ModelWeights(source.shape, dtype, device, keep_fp8)
     if source.folder is None:
         _fill_randomly(weights, device)
     else:

@@ -11,6 +11,9 @@ from checkpoints.families import family_of
 from checkpoints.shape import ModelShape
 from pdserve.core.errors import ModelError
 
+_FP8_UNIT = 16
+"""FP8 products of GPUs need sizes that are multiples of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
@@ -101,13 +104,11 @@ class ModelWeights:
     """Uninitialised weights of a ``shape``. Copy a checkpoint into the tensors of
     `named_tensors` to load it, then call `arrange`.
 
-    ``keep_quantized``: matrices that the checkpoint stores in 8 bits stay so. `ModelError` if parts of one wide product
-    are stored differently.
+    ``keep_fp8``: matrices of FP8 numbers with scales per row stay so. `ModelError` if parts of one wide product are
+    stored differently.
     """
 
-    def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, keep_quantized: bool = False
-    ) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, keep_fp8: bool = False) -> None:
         def empty(*size: int) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
@@ -115,7 +116,7 @@ class ModelWeights:
         self.shape = shape
         self.embedding = empty(shape.vocab_size, hidden)
         self.layers = [
-            _layer(shape, i, empty, _matrices(shape, i, dtype, device, keep_quantized)) for i in range(shape.num_layers)
+            _layer(shape, i, empty, _matrices(shape, i, dtype, device, keep_fp8)) for i in range(shape.num_layers)
         ]
         self.norm = empty(hidden)
         self.head = self.embedding if shape.tie_word_embeddings else empty(shape.vocab_size, hidden)
@@ -163,20 +164,20 @@ def quantized_parts(shape: ModelShape, layer: int) -> frozenset[str]:
 
 
 def _matrices(
-    shape: ModelShape, layer: int, dtype: torch.dtype, device: torch.device, keep_quantized: bool
+    shape: ModelShape, layer: int, dtype: torch.dtype, device: torch.device, keep_fp8: bool
 ) -> Callable[..., Matrix]:
     """Makes the matrices of a layer: by the name of their part, and their size."""
-    quantized = quantized_parts(shape, layer) if keep_quantized else frozenset()
+    kept = frozenset[str]()
+    if keep_fp8 and shape.quantization is not None and shape.quantization.fp8_rows:
+        kept = quantized_parts(shape, layer)
 
     def empty(part: str, *size: int) -> Matrix:
-        quantization = shape.quantization
-        if quantization is None or part not in quantized:
+        if part not in kept or any(length % _FP8_UNIT for length in size[-2:]):
             return torch.empty(size, dtype=dtype, device=device)
-        groups = quantization.column_groups(size[-1])
         return QuantizedTensor(
-            torch.empty(size, dtype=getattr(torch, quantization.values), device=device),
-            torch.empty((*size[:-1], groups), dtype=torch.float32, device=device),
-            quantization.block[1],
+            torch.empty(size, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty((*size[:-1], 1), dtype=torch.float32, device=device),
+            None,
         )
 
     return empty

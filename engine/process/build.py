@@ -19,6 +19,7 @@ from contract.engine import KVReady, Ready
 from engine.kernels.cpu_attention import CPUAttention
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.layers import multiplies_fp8
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.offload import BlockStore, DiskStore, MemoryStore, OffloadConnector
@@ -80,7 +81,9 @@ def build_engine(
     shape.check_context(spec.max_model_len)
     with source.unchanged():
         model_hash = source.model_hash(long_rope)
-        weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=on_gpu)
+        weights = load_weights(
+            source, TORCH_DTYPES[dtype], device, keep_fp8=multiplies_fp8(TORCH_DTYPES[dtype], device)
+        )
     layout = KVLayout.uniform(
         model_hash=model_hash,
         dtype=dtype,
@@ -93,7 +96,7 @@ def build_engine(
     if on_gpu:
         parts = cuda_parts(spec)
         build = CudaBuild(spec, cuda, _GPU, parts, pool_memory)
-        model = Decoder(weights, max_context, parts.layer_type, long_rope)
+        model = Decoder(weights, max_context, parts.layer_type, long_rope, parts.products)
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
         num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))
     else:

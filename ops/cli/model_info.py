@@ -112,7 +112,7 @@ def _facts(
         "parameters": shape.num_parameters,
         "active_parameters": shape.active_parameters,
         "weight_bytes": shape.weight_bytes(dtype),
-        "weight_bytes_on_gpus": shape.weight_bytes(dtype, keep_quantized=True),
+        "weight_bytes_on_gpus": shape.weight_bytes(dtype, keep_fp8=True),
         "kv_bytes_per_token": shape.kv_bytes_per_token(dtype),
         "kv_variants": model_memory.kv_variants(shape, dtype),
         "mla_assumed": {"latent_dim": latent, "rope_dim": rope},
@@ -148,8 +148,8 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["active_parameters"] != facts["parameters"]:
         active = f", of them {facts['active_parameters']:,} per token"
     eight_bits = ""
-    if shape["quantization"] is not None:
-        eight_bits = f", {human_bytes(facts['weight_bytes_on_gpus'])} on GPUs, which keep the checkpoint's 8 bits"
+    if facts["weight_bytes_on_gpus"] < facts["weight_bytes"]:
+        eight_bits = f", {human_bytes(facts['weight_bytes_on_gpus'])} on GPUs that multiply FP8"
     console.print(
         f"parameters   {facts['parameters']:,}{active}\n"
         f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}{stored}{eight_bits}\n"

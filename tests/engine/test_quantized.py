@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.source import resolve_model
-from engine.model.layers import Linear
+from engine.model.layers import FP8_MAX, FP8Linear
 from engine.model.loader import check_weights, load_weights
 from engine.model.weights import QuantizedTensor, named_tensors
 from pdserve.core.errors import ModelError
@@ -106,19 +106,20 @@ def write_quantized(tmp_path: Path, family: str, format_name: str) -> tuple[Path
     return stored, plain
 
 
+FP8_ROWS = {"compressed_fp8_tensor", "compressed_fp8_channel", "fp8_tensor", "fbgemm_fp8"}
 CASES = [("llama", name) for name in FORMATS] + [("phi3", "compressed_fp8_channel"), ("phi3", "fp8_block")]
-CASES += [("mixtral", "compressed_int8_channel"), ("mixtral", "fp8_block")]
+CASES += [("mixtral", "compressed_int8_channel"), ("mixtral", "fp8_block"), ("mixtral", "fp8_tensor")]
 
 
 @pytest.mark.parametrize(("family", "format_name"), CASES)
 def test_weights_are_the_dequantized_ones(family: str, format_name: str, tmp_path: Path) -> None:
-    """Those that stay in 8 bits, too: GPUs dequantize them for each product."""
+    """Those that stay FP8, too, whose products quantize the rows of their input in the same way."""
     stored, plain = write_quantized(tmp_path, family, format_name)
     source = resolve_model(str(stored))
     check_weights(source)
     meant = named_tensors(load_weights(resolve_model(str(plain)), torch.float32, CPU))
     loaded = named_tensors(load_weights(source, torch.float32, CPU))
-    kept = named_tensors(load_weights(source, torch.float32, CPU, keep_quantized=True))
+    kept = named_tensors(load_weights(source, torch.float32, CPU, keep_fp8=True))
     assert meant.keys() == loaded.keys() == kept.keys()
     quantized = 0
     for name, tensor in kept.items():
@@ -130,12 +131,19 @@ def test_weights_are_the_dequantized_ones(family: str, format_name: str, tmp_pat
             assert tensor.values.element_size() == 1
             assert torch.equal(tensor.dequantized(torch.float32), matrix)
             x, residual = torch.randn(3, matrix.shape[1]), torch.randn(3, matrix.shape[0])
-            product = Linear(tensor, None)
-            torch.testing.assert_close(product(x), x @ matrix.T)
-            torch.testing.assert_close(product.plus(x, residual.clone()), residual + x @ matrix.T)
+            x[1] = 0.0
+            product = FP8Linear(tensor, torch.ones(matrix.shape[0]))
+            values, scales = product.quantized(x)
+            rounded = values.float() * scales
+            assert values.float().abs().amax(1).tolist() == [FP8_MAX, 0.0, FP8_MAX]
+            torch.testing.assert_close(rounded, x, rtol=2**-4, atol=x.abs().max().item() / 2**17)
+            expected = rounded @ matrix.T + 1.0
+            torch.testing.assert_close(product(x), expected)
+            torch.testing.assert_close(product.plus(x, residual.clone()), residual + expected)
         else:
             assert torch.equal(tensor, matrix)
-    assert quantized == sum("_proj" in name or ".experts." in name for name in kept)
+    matrices = sum("_proj" in name or ".experts." in name for name in kept)
+    assert quantized == (matrices if format_name in FP8_ROWS else 0)
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
@@ -162,9 +170,9 @@ def test_faults_are_named(tmp_path: Path) -> None:
 
 
 def test_dummies_of_a_quantized_config(tmp_path: Path) -> None:
-    stored, _ = write_quantized(tmp_path, "mixtral", "fp8_block")
+    stored, _ = write_quantized(tmp_path, "mixtral", "compressed_fp8_channel")
     source = resolve_model(f"dummy:{stored / 'config.json'}")
-    kept = named_tensors(load_weights(source, torch.float32, CPU, keep_quantized=True))
+    kept = named_tensors(load_weights(source, torch.float32, CPU, keep_fp8=True))
     matrix = kept["model.layers.1.self_attn.o_proj.weight"]
     assert isinstance(matrix, QuantizedTensor)
     assert matrix.dequantized(torch.float32).std().item() == pytest.approx(0.02, rel=0.2)

@@ -485,10 +485,10 @@ def test_model_info_needs_the_config_alone(pdserve: Any, tmp_path: Path) -> None
     assert "parameters 46,702,792,704, of them 12,879,925,248 per token" in text
     assert "experts 2 of 8 per token" in text
     assert "in 80.0 GB: too small for weights and activations; 2 such devices" in text
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fp8 = {"quant_method": "fbgemm_fp8"}
     config.write_text(json.dumps(mixtral | {"quantization_config": fp8}))
     text = " ".join(pdserve("model-info", str(tmp_path), "--dtype", "bfloat16").out.split())
-    assert "weights 93.4 GB in bfloat16, 48.4 GB on GPUs, which keep the checkpoint's 8 bits" in text
+    assert "weights 93.4 GB in bfloat16, 48.4 GB on GPUs that multiply FP8" in text
 
 
 def test_start_up_imports_nothing_heavy() -> None:

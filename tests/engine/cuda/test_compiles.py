@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.kernels import cuda_layer, cuda_paged_attention, cuda_top_p
+from engine.model.weights import QuantizedTensor
 from tests.engine.cuda.conftest import INTERPRETED
 
 if INTERPRETED:
@@ -24,7 +25,7 @@ from triton.compiler import ASTSource
 SHARED_BYTES = {75: 64 * 1024, 80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 MODELS = {  # heads, KV heads, head dim, hidden, intermediate, block size, dtype
     "gemma-2-2b": (8, 4, 256, 2304, 9216, 64, torch.bfloat16),
@@ -82,7 +83,7 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     stand_in(cuda_paged_attention, "_attend_tile")
     stand_in(cuda_top_p, "_draw_row")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    for name in ("_rms_norm", "_gate_times", "_rotate_and_write"):
+    for name in ("_rms_norm", "_gate_times", "_rotate_and_write", *(["_quantize_rows"] if capability >= 89 else [])):
         stand_in(cuda_layer, name)
     return recorders
 
@@ -126,6 +127,9 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
         cuda_paged_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
     cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
+    if len(kernels) == 8:
+        weight = QuantizedTensor(meta(32, hidden, dtype=torch.float8_e4m3fn), meta(32, 1, dtype=torch.float32), None)
+        cuda_layer.CUDAFP8Linear(weight).quantized(meta(rows, hidden))
     weights = meta(1, 128 * 1024 + 512, dtype=torch.float32)
     cuda_top_p.draw_rows(weights, meta(1, 257, dtype=torch.float32), meta(1, dtype=torch.float64), [(1, 5)], [0.9])
     assert all(kernel.compiled for kernel in kernels)

@@ -10,10 +10,12 @@ import torch
 
 from checkpoints.shape import Activation
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention
-from engine.kernels.cuda_layer import gate_times, rms_norm, rotate_and_write
+from engine.kernels.cuda_layer import CUDAFP8Linear, gate_times, rms_norm, rotate_and_write
 from engine.kernels.cuda_paged_attention import attend_decodes
 from engine.model.kv_pool import TORCH_DTYPES, KVPool, LayerKV
+from engine.model.layers import FP8Linear
 from engine.model.rope import rotate_
+from engine.model.weights import QuantizedTensor
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.cuda.conftest import INTERPRETED
@@ -250,3 +252,20 @@ def test_norm_and_gate(size: int, dtype: str, device: torch.device) -> None:
     )
     for activation, gated in gates:
         torch.testing.assert_close(gate_times(x, activation).double(), gated * up, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [48, 4096])
+def test_rows_are_quantized(size: int, dtype: str, device: torch.device) -> None:
+    """As PyTorch does it. The numbers avoid a fault of the interpreter, which loses the carry of the mantissa."""
+    draw = torch.Generator().manual_seed(size)
+    x = torch.randint(0, 15, (7, size), generator=draw) / 8.0 * 2.0 ** torch.randint(-6, 9, (7, size), generator=draw)
+    x[:, 0] = 448.0
+    x[2] = 0.0
+    x *= torch.randn(7, size, generator=draw).sign()
+    x = x.to(device, TORCH_DTYPES[dtype])
+    weight = QuantizedTensor(torch.zeros(16, size, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1), None)
+    (values, scales), (expected, their_scales) = (kind(weight).quantized(x) for kind in (CUDAFP8Linear, FP8Linear))
+    torch.testing.assert_close(scales, their_scales)
+    torch.testing.assert_close(values.float(), expected.float(), rtol=0.0, atol=0.0)
+    assert len(set(expected[0].float().tolist())) > 30
