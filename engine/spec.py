@@ -38,6 +38,7 @@ class EngineSpec:
     run_ahead: bool | None = None  # launch each step before the one before is done; by default on GPUs
     # what computes prompts' attention on GPUs (`engine.kernels.cuda_flashinfer`)
     prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
+    batch_invariant: bool = False  # what is computed of a request does not depend on the others in its steps
     layer_groups: int = 0  # layer groups per step for early KV push (0: push at the end of the step)
     # a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``
     offload_folder: str | None = None

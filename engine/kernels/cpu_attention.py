@@ -93,25 +93,28 @@ class CPUAttention(Attention):
         self._score_memory = _Scratch(pool.tensor.dtype)
         self._pool = pool
         self._dtype = pool.tensor.dtype
-        self._windows = frozenset(windows)
+        self.windows = frozenset(windows)
         self._heads = torch.arange(2 * self.num_kv_heads)
         self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
 
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
-        # Zero the blocks that this step starts but does not fill. Their unwritten slots are multiplied by 0, which
-        # gives NaN for infinities that an earlier request may have left.
+        self.clear_unfilled(seqs)
+        decodes = [s for s in seqs if len(s.token_ids) == 1]
+        plans = {
+            window: (self._decode_tiles(decodes, window), self._chunk_tiles(seqs[len(decodes) :], len(decodes), window))
+            for window in self.windows
+        }
+        return _CPUStep(self, self.slots(seqs), plans)
+
+    def clear_unfilled(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Zero the blocks that ``seqs`` start but do not fill. Their unwritten slots are multiplied by 0, which gives
+        NaN for infinities that an earlier request may have left."""
         for seq in seqs:
             block, filled = divmod(seq.end, self.block_size)
             if filled and seq.start <= block * self.block_size:
                 self._pool.tensor[seq.block_ids[block]].zero_()
-        decodes = [s for s in seqs if len(s.token_ids) == 1]
-        plans = {
-            window: (self._decode_tiles(decodes, window), self._chunk_tiles(seqs[len(decodes) :], len(decodes), window))
-            for window in self._windows
-        }
-        return _CPUStep(self, self._slots(seqs), plans)
 
-    def _slots(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+    def slots(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
         """The vectors (see `LayerKV`) that keys and values are written to: ``[rows * 2 * kv_heads]``."""
         size = self.block_size
         vectors = torch.tensor([
@@ -120,7 +123,7 @@ class CPUAttention(Attention):
         ])  # fmt: skip
         return (vectors[:, None] + self._heads * size).flatten()
 
-    def _pages(self, tables: list[list[int]]) -> torch.Tensor:
+    def pages(self, tables: list[list[int]]) -> torch.Tensor:
         """The pages of ``tables`` (``[rows][blocks]``), a flattened ``[2, rows, kv_heads, blocks]``."""
         blocks = torch.tensor(tables)[None, :, None, :] * self._pool.pages_per_block
         return (blocks + self._heads.view(2, 1, -1, 1)).flatten()
@@ -160,12 +163,12 @@ class CPUAttention(Attention):
         masks: list[_Mask] = []
         if max(lows):
             columns = torch.arange(max(lows))
-            masks.append((0, max(lows), self._hide(columns < torch.tensor(lows)[:, None])[:, None]))
+            masks.append((0, max(lows), self.hide(columns < torch.tensor(lows)[:, None])[:, None]))
         if min(highs) < blocks * size:
             columns = torch.arange(min(highs), blocks * size)
             hidden = columns >= torch.tensor(highs)[:, None]
-            masks.append((min(highs), blocks * size, self._hide(hidden)[:, None]))
-        return _Tile(self._pages(tables), [_Rows(begin, begin + len(seqs), max(lows), min(highs), masks)])
+            masks.append((min(highs), blocks * size, self.hide(hidden)[:, None]))
+        return _Tile(self.pages(tables), [_Rows(begin, begin + len(seqs), max(lows), min(highs), masks)])
 
     def _chunk_tiles(self, seqs: Sequence[ScheduledSeq], row: int, window: int | None) -> list[_Tile]:
         size = self.block_size
@@ -175,7 +178,7 @@ class CPUAttention(Attention):
             first_block = 0 if window is None else max(0, seq.start + 1 - window) // size
             tables = [list(seq.block_ids[first_block : -(-context // size)])]
             strips = self._strips(seq.start, rows, row, first_block * size, window)
-            tiles.append(_Tile(self._pages(tables), strips))
+            tiles.append(_Tile(self.pages(tables), strips))
             row += rows
         return tiles
 
@@ -193,26 +196,27 @@ class CPUAttention(Attention):
                 hidden = columns > positions
                 if window is not None:
                     hidden |= columns <= positions - window
-                masks.append((0, last - first, self._hide(hidden)))
+                masks.append((0, last - first, self.hide(hidden)))
             elif not self.fused:
                 masks.append((start + begin - first, last - first, self._triangle[: end - begin, : end - begin]))
             strips.append(_Rows(row + begin, row + end, first - origin, last - origin, masks))
         return strips
 
-    def _hide(self, hidden: torch.Tensor) -> torch.Tensor:
+    def hide(self, hidden: torch.Tensor) -> torch.Tensor:
+        """0, and -inf where ``hidden``, to be added to scores."""
         return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
-    def fetch(self, layer: LayerKV, tile: _Tile, rows: int) -> torch.Tensor:
-        """The keys and values of a tile: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
-        fetched = self._keys_values.take(tile.pages.shape[0], layer.pages.shape[1])
-        torch.index_select(layer.pages, 0, tile.pages, out=fetched)
+    def fetch(self, layer: LayerKV, pages: torch.Tensor, rows: int) -> torch.Tensor:
+        """The keys and values in `pages`: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
+        fetched = self._keys_values.take(pages.shape[0], layer.pages.shape[1])
+        torch.index_select(layer.pages, 0, pages, out=fetched)
         return fetched.view(2, rows * self.num_kv_heads, -1, self.head_dim)
 
     def decode(self, query: torch.Tensor, layer: LayerKV, tile: _Tile, scale: float, out: torch.Tensor) -> None:
         """Compute a tile of decodes into ``out``."""
         (part,) = tile.rows
         rows = part.end - part.begin
-        keys, values = self.fetch(layer, tile, rows)
+        keys, values = self.fetch(layer, tile.pages, rows)
         folded = query[part.begin : part.end].reshape(keys.shape[0], -1, self.head_dim)
         if rows == 1 and part.last - part.first <= SHORT_CONTEXT and self.softcap is None:
             columns = slice(part.first, part.last)
@@ -220,7 +224,7 @@ class CPUAttention(Attention):
                 folded.unsqueeze(0), keys[None, :, columns], values[None, :, columns], scale=scale
             ).view(-1, self.head_dim)
             return
-        scores = self._scores(folded, keys, scale)
+        scores = self.scores(folded, keys, scale)
         for begin, end, hidden in part.masks:
             scores.view(rows, -1, keys.shape[1])[:, :, begin:end].add_(hidden)
         torch.softmax(scores, -1, out=scores)
@@ -228,7 +232,7 @@ class CPUAttention(Attention):
 
     def chunk(self, query: torch.Tensor, layer: LayerKV, tile: _Tile, scale: float, out: torch.Tensor) -> None:
         """Compute a prompt chunk into ``out``."""
-        fetched = self.fetch(layer, tile, 1)
+        fetched = self.fetch(layer, tile.pages, 1)
         for strip in tile.rows:
             keys, values = fetched[:, :, strip.first : strip.last]
             mine, into = query[strip.begin : strip.end], out[strip.begin : strip.end]
@@ -247,14 +251,14 @@ class CPUAttention(Attention):
             rows, (kv_heads, columns, head_dim) = strip.end - strip.begin, keys.shape
             split = (rows, kv_heads, self.num_heads // kv_heads, head_dim)
             folded = mine.view(split).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-            scores = self._scores(folded, keys, scale)
+            scores = self.scores(folded, keys, scale)
             for begin, end, hidden in strip.masks:
                 scores.view(-1, rows, columns)[:, :, begin:end].add_(hidden)
             torch.softmax(scores, -1, out=scores)
             attended = torch.bmm(scores, values).view(kv_heads, -1, rows, head_dim)
             into.view(split).copy_(attended.permute(2, 0, 1, 3))
 
-    def _scores(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    def scores(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         """Products of ``query`` (``[n, rows, head_dim]``) and ``keys`` (``[n, columns, head_dim]``), softly capped, in
         scratch memory: ``[n, rows, columns]``."""
         scores = self._score_memory.take(query.shape[0], query.shape[1], keys.shape[1])

@@ -75,9 +75,17 @@ class CUDAStep(AttentionStep):
 
 class CUDAAttention(Attention):
     """Attention over ``pool`` for layers with any windows, with scores softly capped by ``softcap`` (None: not at all).
-    ``chunks`` computes the chunks (None: our own kernel)."""
+    ``chunks`` computes the chunks (None: our own kernel). ``batch_invariant``: our kernel for chunks computes decodes
+    too. It adds up the context of a row in an order that depends on the row's position alone."""
 
-    def __init__(self, pool: KVPool, softcap: float | None = None, chunks: FlashInferPrefill | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        softcap: float | None = None,
+        chunks: FlashInferPrefill | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.batch_invariant = batch_invariant
         self.softcap = softcap
         self._chunks = chunks
         self.block_size = pool.layout.block_size
@@ -87,7 +95,7 @@ class CUDAAttention(Attention):
         self._processors = _processors(self.device)
 
     def plan(self, seqs: Sequence[ScheduledSeq]) -> CUDAStep:
-        decodes = sum(len(s.token_ids) == 1 for s in seqs)
+        decodes = 0 if self.batch_invariant else sum(len(s.token_ids) == 1 for s in seqs)
         tables = np.zeros((len(seqs), max((len(s.block_ids) for s in seqs), default=0)), dtype=np.int32)
         for table, seq in zip(tables, seqs, strict=True):
             table[: len(seq.block_ids)] = seq.block_ids

@@ -148,7 +148,17 @@ class DecodeGraphs:
         step = self._steps[size]
         rows = self._inputs[(_HEADER - 1) * size : _HEADER * size]
         token_ids = torch.where(rows < 0, step.token_ids, self._last.index_select(0, rows.clamp_min(0)))
-        return self._model.logits(self._model.forward(replace(step, token_ids=token_ids), self._pool))
+        step = replace(step, token_ids=token_ids)
+        if self._attention.batch_invariant:
+            assert isinstance(step.attention, CUDAStep)
+            step = replace(step, attention=replace(step.attention, contexts=rows[:0], tiles=self._tiles(size)))
+        return self._model.logits(self._model.forward(step, self._pool))
+
+    def _tiles(self, size: int) -> torch.Tensor:
+        """The decodes as tiles of one row each, or of none for padding."""
+        positions, contexts = (self._inputs[i * size : (i + 1) * size] for i in (1, 3))
+        numbers = torch.arange(size, dtype=torch.int32, device=self._device)
+        return torch.stack((numbers, numbers, contexts.clamp_max(1), positions), dim=1)
 
     def _keep_logits(self, size: int) -> None:
         logits = self._compute(size)

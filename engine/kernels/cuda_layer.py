@@ -26,6 +26,7 @@ from engine.model.weights import ExpertWeights, Matrix, MLPWeights, QuantizedTen
 
 _HEADS = 8  # heads of one program of the rope kernel
 _GATE_COLUMNS = 1024
+_TILE = 64  # rows and columns of one program of the batch-invariant product
 
 
 @triton.jit
@@ -48,6 +49,43 @@ def _quantize_rows(x, values, scales, least, largest, SIZE: tl.constexpr, COLUMN
     scale = tl.maximum(tl.max(tl.abs(numbers), 0), least) / largest
     tl.store(scales + row, scale)
     tl.store(values + row * SIZE + columns, (numbers / scale).to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "x_row"])
+def _tiled_product(
+    x,  # [rows, SIZE]
+    weight,  # [out_size, SIZE]
+    bias,  # [out_size]
+    out,  # [rows, out_size]
+    rows,
+    out_size,
+    x_row,
+    weight_row,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    acc = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, SIZE, DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        inside = at < SIZE
+        left = tl.load(x + row[:, None] * x_row + at[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        right = tl.load(
+            weight + column[:, None] * weight_row + at[None, :],
+            mask=(column < out_size)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        acc += tl.dot(left, tl.trans(right), input_precision="ieee")
+    if BIASED:
+        acc += tl.load(bias + column, mask=column < out_size, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + row[:, None] * out_size + column[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=(row < rows)[:, None] & (column < out_size)[None, :],
+    )
 
 
 @triton.jit
@@ -190,6 +228,34 @@ def rotate_and_write(
     return query
 
 
+class TiledLinear(Linear):
+    """Products in tiles of a fixed size, each of which adds up its columns in order, so that the product of a row does
+    not depend on how many rows there are."""
+
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+        assert isinstance(weight, torch.Tensor)
+        super().__init__(weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        (rows, size), out_size = x.shape, self._weight.shape[0]
+        out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
+        bias = self._weight if self._bias is None else self._bias
+        _tiled_product[(triton.cdiv(rows, _TILE), triton.cdiv(out_size, _TILE))](
+            *(x, self._weight, bias, out, rows, out_size, x.stride(0), self._weight.stride(0)),
+            SIZE=size,
+            TILE=_TILE,
+            DEPTH=_TILE if x.dtype.itemsize <= 2 else _TILE // 2,
+            BIASED=self._bias is not None,
+            num_warps=4,
+            num_stages=3,
+            **FUSED,
+        )
+        return out
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+
 class CUDAFP8Linear(FP8Linear):
     """Quantizes rows in one kernel."""
 
@@ -231,13 +297,19 @@ class CUDALayer(DecoderLayer):
 
     scales_queries = False
 
+    @staticmethod
+    def products(batch_invariant: bool) -> Products:
+        return TiledLinear if batch_invariant else cuda_linear
+
     def _make_mlp(
-        self, weights: MLPWeights | ExpertWeights, shape: ModelShape, products: Products
+        self, weights: MLPWeights | ExpertWeights, shape: ModelShape, batch_invariant: bool
     ) -> GatedMLP | RoutedExperts:
+        products = self.products(batch_invariant)
         if isinstance(weights, MLPWeights):
             return CUDAMLP(weights, shape.activation, products)
         assert shape.experts is not None
-        if isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor):
+        plain = isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor)
+        if plain and not batch_invariant:
             return GroupedExperts(weights, shape.experts, shape.activation, products)
         return LoopedExperts(weights, shape.experts, shape.activation, products, CUDAMLP)
 

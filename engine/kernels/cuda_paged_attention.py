@@ -347,7 +347,7 @@ def _attend_tile(
         acc, largest, total, q, keys, values, table, table_column, block_stride, positions, edge, last + 1, last,
         scale, softcap, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, True, WINDOWED, SOFTCAPPED,
     )  # fmt: skip
-    acc = acc / total[:, None]
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a tile without rows: padding
     place = ((first_row + rows)[:, None] * tl.num_programs(0) + head) * HEAD_DIM + dims[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)
 
@@ -374,10 +374,10 @@ def attend_chunks(
     """Compute the attention of the rows in ``tiles`` of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same
     shape, contiguous).
 
-    ``tiles`` is ``[tiles, 4]``, int32: sequence, first row, number of rows, position of the first row. A tile has at
-    most `tile_rows` rows of one sequence. The tokens up to the last row are in the blocks of ``tables[sequence]``.
-    ``keys`` and ``values`` are those of a layer (`engine.model.kv_pool.LayerKV`). ``scale`` and ``softcap`` are those
-    of `engine.kernels.cuda_paged_attention.attend_decodes`.
+    ``tiles`` is ``[tiles, 4]``, int32: sequence, first row, number of rows (0: padding), position of the first row. A
+    tile has at most `tile_rows` rows of one sequence. The tokens up to the last row are in the blocks of
+    ``tables[sequence]``. ``keys`` and ``values`` are those of a layer (`engine.model.kv_pool.LayerKV`). ``scale`` and
+    ``softcap`` are those of `engine.kernels.cuda_paged_attention.attend_decodes`.
     """
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape

@@ -13,7 +13,7 @@ from torch.nn import functional
 from checkpoints.shape import ModelShape, Rope
 from engine.model.attention import AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.layers import GatedMLP, LoopedExperts, Products, RMSNorm, RoutedExperts, linear
+from engine.model.layers import GatedMLP, LoopedExperts, Products, RMSNorm, RoutedExperts, fixed_linear, linear
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
@@ -37,18 +37,23 @@ class ModelStep:
 class DecoderLayer:
     """One layer of a model of ``shape``, for any device.
 
-    ``window`` is its sliding window (None: it sees everything); ``products`` make its products. A device with native
-    kernels has a subclass (`engine.kernels.cuda_layer.CUDALayer`).
+    ``window`` is its sliding window (None: it sees everything). ``batch_invariant``: what it computes of a row does not
+    depend on the other rows. A device with native kernels has a subclass (`engine.kernels.cuda_layer.CUDALayer`).
     """
 
     scales_queries = True
     """Whether `__call__` wants the angles of every head, with the queries' scale in them (`engine.model.rope.spread`),
     or those of the rope tables."""
 
-    def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None, products: Products) -> None:
+    def __init__(
+        self, weights: LayerWeights, shape: ModelShape, window: int | None, batch_invariant: bool = False
+    ) -> None:
         def norm(weight: torch.Tensor | None) -> RMSNorm | None:
-            return None if weight is None else RMSNorm(weight, shape.rms_norm_eps, shape.norm_offset)
+            if weight is None:
+                return None
+            return RMSNorm(weight, shape.rms_norm_eps, shape.norm_offset, batch_invariant)
 
+        products = self.products(batch_invariant)
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.eps = shape.rms_norm_eps
         self.window = window
@@ -58,14 +63,14 @@ class DecoderLayer:
         self.out = products(weights.out, weights.out_bias)
         self.attended_norm = norm(weights.attended_norm)
         self.mlp_norm = norm(weights.mlp_norm)
-        self.mlp = self._make_mlp(weights.mlp, shape, products)
+        self.mlp = self._make_mlp(weights.mlp, shape, batch_invariant)
         self.mlp_out_norm = norm(weights.mlp_out_norm)
         self.qk_norm: torch.Tensor | None = None  # [heads + kv_heads, head_dim]
         self.span_norms: list[tuple[slice, RMSNorm]] = []  # columns of ``qkv``, and their norm
         if weights.qk_norm is not None and shape.qk_norm_spans_heads:
             ends = [self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim]
             self.span_norms = [
-                (slice(begin, end), RMSNorm(weights.qk_norm[begin:end], self.eps, shape.norm_offset))
+                (slice(begin, end), RMSNorm(weights.qk_norm[begin:end], self.eps, shape.norm_offset, batch_invariant))
                 for begin, end in zip([0, ends[0]], ends, strict=True)
             ]
         elif weights.qk_norm is not None:
@@ -73,10 +78,16 @@ class DecoderLayer:
             qk_norm = weights.qk_norm if shape.norm_offset == 0.0 else weights.qk_norm.float() + shape.norm_offset
             self.qk_norm = qk_norm.repeat_interleave(repeats, dim=0)
 
+    @staticmethod
+    def products(batch_invariant: bool) -> Products:
+        """The products of the device."""
+        return fixed_linear if batch_invariant else linear
+
     def _make_mlp(
-        self, weights: MLPWeights | ExpertWeights, shape: ModelShape, products: Products
+        self, weights: MLPWeights | ExpertWeights, shape: ModelShape, batch_invariant: bool
     ) -> GatedMLP | RoutedExperts:
         """The MLP of the device."""
+        products = self.products(batch_invariant)
         if isinstance(weights, MLPWeights):
             return GatedMLP(weights, shape.activation, products)
         assert shape.experts is not None
@@ -139,7 +150,8 @@ class Decoder:
     """Runs the model on a flat batch, at positions below ``max_positions``.
 
     It empties ``weights.layers``, so that packed weights are not in memory twice. ``layer_type`` is the layer of the
-    device, ``products`` make its products. ``long_rope`` selects the long factors of longrope.
+    device. ``long_rope`` selects the long factors of longrope. ``batch_invariant``: what is computed of a row does not
+    depend on the other rows of a step, given such an attention.
     """
 
     def __init__(
@@ -148,15 +160,17 @@ class Decoder:
         max_positions: int,
         layer_type: type[DecoderLayer] = DecoderLayer,
         long_rope: bool = False,
-        products: Products = linear,
+        batch_invariant: bool = False,
     ) -> None:
         shape = weights.shape
         self.shape = shape
         self._scales_queries = layer_type.scales_queries
         self._embedding = weights.embedding
-        self._layers = [layer_type(weights.layers.pop(0), shape, window, products) for window in shape.layer_windows]
-        self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps, shape.norm_offset)
-        self._head = products(weights.head, None)
+        self._layers = [
+            layer_type(weights.layers.pop(0), shape, window, batch_invariant) for window in shape.layer_windows
+        ]
+        self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps, shape.norm_offset, batch_invariant)
+        self._head = layer_type.products(batch_invariant)(weights.head, None)
         dtype, device = weights.norm.dtype, weights.norm.device
         self._tables = {
             rope: rope_tables(rope, shape, max_positions, long_rope, dtype, device) for rope in set(shape.layer_ropes)

@@ -14,6 +14,8 @@ from engine.model.weights import ExpertWeights, Matrix, MLPWeights, QuantizedTen
 _NATIVE = (9, 10)
 """The compute capabilities (major numbers) whose grouped products are native."""
 
+_FIXED_ROWS = 16
+
 _FP8_PRODUCTS = (8, 9)
 """The first compute capability that multiplies FP8 numbers."""
 
@@ -109,6 +111,23 @@ def multiplies_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
+class FixedLinear(Linear):
+    """Products of a fixed number of rows, whatever the batch: a product of PyTorch may sum in another order if it has
+    another number of rows."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._product = linear(weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        padded = functional.pad(x, (0, 0, 0, -rows % _FIXED_ROWS))
+        return torch.cat([self._product(piece) for piece in torch.split(padded, _FIXED_ROWS)])[:rows]
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+
 Products = Callable[[Matrix, torch.Tensor | None], Linear]
 """Makes the product with a weight (``[out, in]``) and a bias (``[out]``). It may copy the weight, so the caller should
 drop it."""
@@ -123,6 +142,12 @@ def linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
     return Linear(weight, bias)
 
 
+def fixed_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+    """`Products` that do not depend on the batch."""
+    assert isinstance(weight, torch.Tensor)
+    return FixedLinear(weight, bias)
+
+
 def _packs() -> bool:
     return bool(torch._C._has_mkldnn) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -133,10 +158,12 @@ class RMSNorm:
 
     In bfloat16 the arithmetic is in float32 and the result is rounded once, in as few passes as possible:
     ``x / hypot(|x|, sqrt(hidden * eps)) * (weight * sqrt(hidden))`` is the same number. For a single row on a CPU the
-    number of calls dominates, so it uses a layer norm: ``(x, -x)`` has mean 0 and the mean square of ``x``.
+    number of calls dominates, so it uses a layer norm: ``(x, -x)`` has mean 0 and the mean square of ``x``. Not so if
+    ``batch_invariant``.
     """
 
-    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
         self._dtype = weight.dtype
         self.weight = weight if offset == 0.0 else weight.float() + offset
         self.eps = eps
@@ -151,7 +178,7 @@ class RMSNorm:
             if self.weight.dtype is x.dtype:
                 return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
             return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
-        if x.shape[0] == 1 and x.device.type == "cpu":
+        if x.shape[0] == 1 and x.device.type == "cpu" and not self._batch_invariant:
             twice = torch.cat((x, -x), dim=-1)
             return functional.layer_norm(twice, self._weight_twice.shape, self._weight_twice, None, self.eps)[
                 :, : x.shape[1]

@@ -17,6 +17,7 @@ import xxhash
 from checkpoints.source import resolve_model
 from contract.engine import KVReady, Ready
 from engine.kernels.cpu_attention import CPUAttention
+from engine.kernels.cpu_invariant import InvariantCPUAttention
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.layers import multiplies_fp8
@@ -79,11 +80,10 @@ def build_engine(
     # The pool must not matter here: the workers of a service may have pools of different sizes.
     long_rope = shape.uses_long_rope(spec.max_model_len or shape.max_position_embeddings)
     shape.check_context(spec.max_model_len)
+    fp8 = not spec.batch_invariant and multiplies_fp8(TORCH_DTYPES[dtype], device)
     with source.unchanged():
         model_hash = source.model_hash(long_rope)
-        weights = load_weights(
-            source, TORCH_DTYPES[dtype], device, keep_fp8=multiplies_fp8(TORCH_DTYPES[dtype], device)
-        )
+        weights = load_weights(source, TORCH_DTYPES[dtype], device, fp8)
     layout = KVLayout.uniform(
         model_hash=model_hash,
         dtype=dtype,
@@ -96,7 +96,7 @@ def build_engine(
     if on_gpu:
         parts = cuda_parts(spec)
         build = CudaBuild(spec, cuda, _GPU, parts, pool_memory)
-        model = Decoder(weights, max_context, parts.layer_type, long_rope, parts.products)
+        model = Decoder(weights, max_context, parts.layer_type, long_rope, spec.batch_invariant)
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
         num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))
     else:
@@ -106,10 +106,11 @@ def build_engine(
     if on_gpu:
         runner = build.runner(model, layout, num_blocks, max_model_len)
     else:
-        model = Decoder(weights, max_model_len, long_rope=long_rope)
+        model = Decoder(weights, max_model_len, long_rope=long_rope, batch_invariant=spec.batch_invariant)
         _trim_heap()
         pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
-        attention = CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap)
+        kind = InvariantCPUAttention if spec.batch_invariant else CPUAttention
+        attention = kind(pool, shape.num_heads, model.windows, shape.attention_softcap)
         runner = ModelRunner(model, attention, pool)
         runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
     tokenizer = None if source.folder is None else source.folder / "tokenizer.json"

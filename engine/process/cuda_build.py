@@ -13,7 +13,7 @@ import torch
 from engine.model.attention import Attention
 from engine.model.decoder import Decoder, DecoderLayer
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
-from engine.model.layers import Products, groups_natively, linear
+from engine.model.layers import groups_natively
 from engine.model.runner import ModelRunner, RecordedSteps
 from engine.model.token_draw import DrawRows
 from engine.scheduling.batch import ScheduledSeq, StepTooLarge
@@ -45,7 +45,6 @@ class CudaParts:
     attention: Callable[[KVPool, Decoder], Attention]
     graphs: Callable[[Decoder, KVPool, Attention, int, int], RecordedSteps]
     """Takes the largest batch and the blocks of the longest sequence."""
-    products: Products = linear
     draw_rows: DrawRows | None = None
     notes: Callable[[], list[str]] = list
     """Messages for the user once all has been built."""
@@ -60,7 +59,7 @@ def triton_parts(spec: EngineSpec) -> CudaParts:
         from engine.kernels.cuda_attention import CUDAAttention, check_attention
         from engine.kernels.cuda_flashinfer import PrefillAttention
         from engine.kernels.cuda_graphs import DecodeGraphs
-        from engine.kernels.cuda_layer import CUDALayer, cuda_linear
+        from engine.kernels.cuda_layer import CUDALayer
         from engine.kernels.cuda_top_p import draw_rows
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
@@ -69,16 +68,16 @@ def triton_parts(spec: EngineSpec) -> CudaParts:
         assert isinstance(attention, CUDAAttention)
         return DecodeGraphs(model, attention, pool, seqs, blocks)
 
-    prefill = PrefillAttention(spec.prefill_attention)
+    prefill = PrefillAttention("triton" if spec.batch_invariant else spec.prefill_attention)
 
     def attention(pool: KVPool, model: Decoder) -> Attention:
         shape = model.shape
-        return CUDAAttention(pool, shape.attention_softcap, prefill.planner(pool, model))
+        return CUDAAttention(pool, shape.attention_softcap, prefill.planner(pool, model), spec.batch_invariant)
 
     def check(pool: KVPool, model: Decoder) -> None:
         check_attention(pool, model.shape, prefill.planner(pool, model))
 
-    return CudaParts(CUDALayer, attention, graphs, cuda_linear, draw_rows, prefill.notes, check)
+    return CudaParts(CUDALayer, attention, graphs, draw_rows, prefill.notes, check)
 
 
 class CudaBuild:

@@ -210,8 +210,17 @@ class EngineConfig(_Section):
     prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
     """on a GPU, what computes the attention of prompts; auto: FlashInfer where it is installed (extra cuda) and
     supports model and GPU, else Triton kernels; status tells which"""
+    batch_invariant: bool = False
+    """compute a request in the same order whatever else is in its steps, so that its tokens do not depend on the batch,
+    also after a retry; slower"""
     run_ahead: bool | None = None
     """prepare and launch the next step while the device computes the current one; default: on GPUs"""
+
+    @model_validator(mode="after")
+    def _invariant_kernels_are_our_own(self) -> Self:
+        if self.batch_invariant and self.prefill_attention == "flashinfer":
+            raise ValueError("batch_invariant needs the Triton kernels: set prefill_attention to auto or triton")
+        return self
 
     @model_validator(mode="after")
     def _offload_needs_the_cache(self) -> Self:

@@ -15,6 +15,7 @@ from checkpoints.source import resolve_model
 from contract.engine import EngineEvent, KVEvent, KVRole, Rejected, Step, Submit, TokenOut
 from engine.core import EngineCore, Runner
 from engine.kernels.cpu_attention import CPUAttention
+from engine.kernels.cpu_invariant import InvariantCPUAttention
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
@@ -68,16 +69,19 @@ def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
     return pool
 
 
-def make_runner(folder: Path, num_blocks: int = 64, dtype: str = "float32") -> ModelRunner:
+def make_runner(
+    folder: Path, num_blocks: int = 64, dtype: str = "float32", batch_invariant: bool = False
+) -> ModelRunner:
     """A runner of the model in ``folder``."""
     source = resolve_model(str(folder))
     shape = source.shape
     layout = KVLayout.uniform(source.model_hash(), dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
     weights = load_weights(source, TORCH_DTYPES[dtype], torch.device("cpu"))
     long_rope = shape.uses_long_rope(shape.max_position_embeddings)
-    model = Decoder(weights, shape.max_position_embeddings, long_rope=long_rope)
+    model = Decoder(weights, shape.max_position_embeddings, long_rope=long_rope, batch_invariant=batch_invariant)
     pool = make_pool(layout, num_blocks)
-    return ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap), pool)
+    kind = InvariantCPUAttention if batch_invariant else CPUAttention
+    return ModelRunner(model, kind(pool, shape.num_heads, model.windows, shape.attention_softcap), pool)
 
 
 def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -> torch.Tensor:
@@ -85,15 +89,55 @@ def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -
     (with 1 they go the way of decodes)."""
     runner = make_runner(folder, dtype=dtype)
     blocks = list(range(runner.pool.layout.blocks_for(len(prompt))))
-    logits: list[torch.Tensor] = []
-    for start in range(0, len(prompt), chunk):
-        tokens = prompt[start : start + chunk]
-        seq = ScheduledSeq("prompt", tokens, start, blocks, True, GREEDY)
-        positions = torch.arange(start, start + len(tokens))
-        step = ModelStep(torch.tensor(list(tokens)), positions, runner._attention.plan([seq]))
+    starts = range(0, len(prompt), chunk)
+    steps = [[ScheduledSeq("", prompt[start : start + chunk], start, blocks, True, GREEDY)] for start in starts]
+    return logits_of(runner, steps)[""]
+
+
+def logits_of(runner: ModelRunner, steps: Sequence[Sequence[ScheduledSeq]]) -> dict[str, torch.Tensor]:
+    """Logits ``[tokens, vocabulary]`` after each token of each sequence, whose parts are in ``steps``."""
+    logits: dict[str, list[torch.Tensor]] = {}
+    device = runner.pool.tensor.device
+    for seqs in steps:
+        ordered = runner._attention.order(seqs)
+        tokens = [token for seq in ordered for token in seq.token_ids]
+        positions = [position for seq in ordered for position in range(seq.start, seq.end)]
+        plan = runner._attention.plan(ordered)
+        step = ModelStep(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), plan)
         with torch.inference_mode():
-            logits.append(runner._model.logits(runner._model.forward(step, runner.pool)))
-    return torch.cat(logits)
+            rows = runner._model.logits(runner._model.forward(step, runner.pool))
+        for seq, part in zip(ordered, torch.split(rows, [len(seq.token_ids) for seq in ordered]), strict=True):
+            logits.setdefault(seq.attempt_id, []).append(part)
+    return {name: torch.cat(parts) for name, parts in logits.items()}
+
+
+def crowded_steps(
+    token_ids: Sequence[int], vocab_size: int, block_size: int, draw: random.Random
+) -> list[list[ScheduledSeq]]:
+    """Steps that compute ``token_ids`` (the sequence "") in parts of random sizes, many of them decodes, beside parts
+    of other sequences."""
+    others: list[tuple[list[int], list[int], int]] = []  # tokens, blocks, tokens computed
+    free = list(range(1, 64))
+    draw.shuffle(free)
+
+    def blocks_for(tokens: Sequence[int]) -> list[int]:
+        return [free.pop() for _ in range(-(-len(tokens) // block_size))]
+
+    mine, steps, start = blocks_for(token_ids), list[list[ScheduledSeq]](), 0
+    while start < len(token_ids):
+        size = draw.choice([1, 1, 2, 5, 17])
+        step = [ScheduledSeq("", token_ids[start : start + size], start, mine, True, GREEDY)]
+        if len(others) < 4 and len(free) > 12:
+            tokens = [draw.randrange(vocab_size) for _ in range(draw.randrange(1, 4 * block_size))]
+            others.append((tokens, blocks_for(tokens), 0))
+        for i, (tokens, blocks, done) in enumerate(others):
+            part = tokens[done : done + draw.choice([0, 1, 9])]
+            if part:
+                step.append(ScheduledSeq(str(i), part, done, blocks, True, GREEDY))
+                others[i] = tokens, blocks, done + len(part)
+        steps.append(step)
+        start += size
+    return steps
 
 
 @dataclass

@@ -83,7 +83,13 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     stand_in(cuda_paged_attention, "_attend_tile")
     stand_in(cuda_top_p, "_draw_row")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    for name in ("_rms_norm", "_gate_times", "_rotate_and_write", *(["_quantize_rows"] if capability >= 89 else [])):
+    for name in (
+        "_rms_norm",
+        "_gate_times",
+        "_rotate_and_write",
+        "_tiled_product",
+        *(["_quantize_rows"] if capability >= 89 else []),
+    ):
         stand_in(cuda_layer, name)
     return recorders
 
@@ -127,7 +133,8 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
         cuda_paged_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
     cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
-    if len(kernels) == 8:
+    cuda_layer.TiledLinear(meta(intermediate, hidden), meta(intermediate))(meta(rows, hidden))
+    if len(kernels) == 9:
         weight = QuantizedTensor(meta(32, hidden, dtype=torch.float8_e4m3fn), meta(32, 1, dtype=torch.float32), None)
         cuda_layer.CUDAFP8Linear(weight).quantized(meta(rows, hidden))
     weights = meta(1, 128 * 1024 + 512, dtype=torch.float32)

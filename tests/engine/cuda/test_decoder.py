@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from checkpoints.source import resolve_model
 from engine.kernels.cpu_attention import CPUAttention
 from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
-from engine.kernels.cuda_layer import CUDAFP8Linear, CUDALayer, cuda_linear
+from engine.kernels.cuda_layer import CUDAFP8Linear, CUDALayer
 from engine.model.decoder import Decoder
-from engine.model.kv_pool import KVPool
+from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.layers import FP8Linear, groups_natively
 from engine.model.loader import load_weights
 from engine.model.runner import LastTokens, ModelRunner
@@ -24,7 +25,7 @@ from pdserve.core.kv_layout import KVLayout
 from pdserve.core.sampling import SamplingParams
 from runtime.cuda import Cuda
 from tests.engine.cuda.conftest import INTERPRETED
-from tests.engine.harness import BLOCK, GREEDY, generate
+from tests.engine.harness import BLOCK, GREEDY, crowded_steps, generate, logits_of
 from tests.engine.test_model_vs_transformers import BASE as TESTED_BASE
 from tests.engine.test_model_vs_transformers import (
     BIASES,
@@ -58,6 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SAME_KERNELS = ("llama", "gemma3", "qwen3_moe")  # as others
 MAX_SEQS = 5
+TABLES = {"": [3, 5, 6, 7], "b": [9, 10, 11, 12], "c": [13, 14, 15, 16]}
 NUM_BLOCKS = 64
 
 
@@ -76,6 +78,8 @@ def make_engine(
     keep_fp8: bool = False,
     on_seam: bool = False,
     recorded: bool = False,
+    batch_invariant: bool = False,
+    dtype: str = "float32",
 ) -> tuple[ModelRunner, CountingGraphs]:
     """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU, or if they are to
     be ``recorded``. ``on_seam``: it copies results by `runtime.cuda.Cuda`. Without a GPU, a stand-in copies and
@@ -83,12 +87,13 @@ def make_engine(
     source = resolve_model(str(folder))
     shape = source.shape
     layout = KVLayout.uniform(
-        source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
+        source.model_hash(), dtype, block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
     )
-    pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
-    weights = load_weights(source, torch.float32, device, keep_fp8)
-    model = Decoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128), cuda_linear)
-    attention = CUDAAttention(pool, shape.attention_softcap)
+    memory = torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
+    pool = KVPool(layout, NUM_BLOCKS, memory.view(TORCH_DTYPES[dtype]), {})
+    weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8)
+    model = Decoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128), batch_invariant)
+    attention = CUDAAttention(pool, shape.attention_softcap, batch_invariant=batch_invariant)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
     recordable = not model.reads_back and (shape.experts is None or groups_natively(weights.norm.dtype, device))
     cuda: Cuda = Cuda() if device.type == "cuda" else StrictGpus().process()
@@ -170,6 +175,23 @@ def _logprobs(runner: ModelRunner, step: Sequence[ScheduledSeq]) -> torch.Tensor
     (sampled,) = runner.execute(step).values()
     assert sampled.logprobs is not None
     return torch.tensor([logprob for _, logprob in sorted(sampled.logprobs.top)])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gemma2", "bfloat16"), ("mixtral", "float32")])
+def test_logits_that_do_not_depend_on_the_batch(family: str, dtype: str, device: torch.device, tmp_path: Path) -> None:
+    """With `engine.batch_invariant` they are the same bits in parts of random sizes beside other requests, and in
+    padded decode steps."""
+    save_random(tmp_path, BASE | FAMILIES[family], seed=9)
+    runner, graphs = make_engine(tmp_path, device, BLOCK, batch_invariant=True, recorded=True, dtype=dtype)
+    draw = random.Random(family)
+    (tokens,) = prompts_of(27).values()
+    alone = logits_of(runner, [[ScheduledSeq("", tokens, 0, [3, 5, 6, 7], True, GREEDY)]])[""]
+    crowded = logits_of(runner, crowded_steps(tokens, BASE["vocab_size"], BLOCK, draw))[""]
+    assert torch.equal(crowded, alone)
+    decodes = [ScheduledSeq(name, [tokens[-1]], 26, blocks, True, GREEDY) for name, blocks in TABLES.items()]
+    with torch.inference_mode():
+        padded = graphs.logits(decodes, LastTokens(torch.zeros(0, dtype=torch.int64)))
+    assert torch.equal(padded[0], alone[-1])
 
 
 def test_what_fits_a_graph_and_what_a_padded_step_writes(device: torch.device, tmp_path: Path) -> None:
