@@ -46,6 +46,7 @@ class CUDAStep(AttentionStep):
     # computes them)
     tiles: torch.Tensor | None
     splits: int  # programs per decode
+    arrivals: torch.Tensor  # argument of `engine.kernels.cuda_paged_attention.attend_decodes`
     softcap: float | None = None  # soft cap of the scores (None: there is none)
     # what computes the chunks, by window (`engine.kernels.cuda_flashinfer.FlashInferPrefill.plan`)
     chunks: Mapping[int | None, Any] | None = None
@@ -63,6 +64,7 @@ class CUDAStep(AttentionStep):
                 _NO_WINDOW if window is None else window,
                 scale,
                 self.splits,
+                self.arrivals,
                 out[:decodes],
                 self.softcap,
             )
@@ -93,6 +95,7 @@ class CUDAAttention(Attention):
         self._kv_heads = pool.kv_heads
         self._tile_rows = tile_rows(pool.head_dim, pool.tensor.dtype, pool.tensor.device)
         self._processors = _processors(self.device)
+        self._arrivals = torch.zeros(0, dtype=torch.int32, device=self.device)
 
     def plan(self, seqs: Sequence[ScheduledSeq]) -> CUDAStep:
         decodes = 0 if self.batch_invariant else sum(len(s.token_ids) == 1 for s in seqs)
@@ -106,7 +109,14 @@ class CUDAAttention(Attention):
         parts = self._to_device([np.concatenate(slots) if slots else contexts, contexts, tables, tiles])
         with_tiles = parts[3] if len(tiles) else None
         chunks = elsewhere.plan(seqs[decodes:]) if elsewhere else None
-        return CUDAStep(parts[0], parts[1], parts[2], with_tiles, self.splits(decodes), self.softcap, chunks)
+        splits, arrivals = self.splits(decodes), self.arrivals(decodes)
+        return CUDAStep(parts[0], parts[1], parts[2], with_tiles, splits, arrivals, self.softcap, chunks)
+
+    def arrivals(self, decodes: int) -> torch.Tensor:
+        """Zeros for `CUDAStep.arrivals`. Steps share them, since they run one after the other."""
+        if self._arrivals.numel() < decodes * self._kv_heads:
+            self._arrivals = torch.zeros(2 * decodes * self._kv_heads, dtype=torch.int32, device=self.device)
+        return self._arrivals
 
     def splits(self, decodes: int) -> int:
         """Number of programs that share the context of one decode, a power of 2.

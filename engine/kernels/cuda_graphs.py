@@ -141,7 +141,8 @@ class DecodeGraphs:
         inputs = self._inputs[: (_HEADER + self._max_blocks) * size].view(-1, size)
         token_ids, positions, slots, contexts = inputs[: _HEADER - 1].unbind()
         tables = inputs[_HEADER:].t()
-        attention = CUDAStep(slots, contexts, tables, None, self._attention.splits(size), self._attention.softcap)
+        splits, arrivals = self._attention.splits(size), self._attention.arrivals(self.sizes[-1])
+        attention = CUDAStep(slots, contexts, tables, None, splits, arrivals, self._attention.softcap)
         return ModelStep(token_ids=token_ids, positions=positions, attention=attention)
 
     def _compute(self, size: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Paged attention in Triton, of decodes and of prompt chunks.
 
 Decodes have one query row per sequence, whose context is split over several programs. A program processes one row, one
-KV head and one split of the context; a second kernel combines the splits. The query heads that share the KV head are
-the rows of one tile, so that keys and values are read once. The number of programs depends on the batch size only, so
-that a CUDA graph can replay a launch. Programs without work end at once.
+KV head and one split of the context; the last one of a row and KV head to arrive combines the splits. The query heads
+that share the KV head are the rows of one tile, so that keys and values are read once. The number of programs depends
+on the batch size only, so that a CUDA graph can replay a launch. Programs without work end at once.
 
 A prompt chunk is computed in tiles of query rows of one head. It may start anywhere in its context. Its own keys and
 values are in the pool, as are those before it.
@@ -33,17 +33,6 @@ def capped(scores, scale, softcap, SOFTCAPPED: tl.constexpr):
     return scores * scale
 
 
-@triton.jit
-def _split_of(context, window, split, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first visible column, and the bounds of ``split``, which starts at a multiple of the tile size."""
-    first = tl.maximum(context - window, 0)
-    origin = first // COLUMNS * COLUMNS
-    tiles = (context - origin + COLUMNS - 1) // COLUMNS
-    size = (tiles + SPLITS - 1) // SPLITS * COLUMNS
-    begin = origin + split * size
-    return first, begin, tl.minimum(begin + size, context)
-
-
 @triton.jit(do_not_specialize=["tables", "contexts", "table_row", "table_column"])
 def _attend_split(
     query,  # [rows, heads, head_dim]
@@ -54,6 +43,8 @@ def _attend_split(
     partials,  # [rows, heads, SPLITS, HEAD_DIM], float32: sums of values, not yet divided
     maxima,  # [rows, heads, SPLITS], float32: the largest score, in powers of 2
     totals,  # the same: sums of weights
+    arrivals,  # [rows, kv_heads], int32, zeros before and after: programs that have stored their split
+    out,  # [rows, heads, HEAD_DIM]
     scale,
     softcap,
     window,
@@ -73,13 +64,23 @@ def _attend_split(
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + row)
-    first, begin, end = _split_of(context, window, split, SPLITS, COLUMNS)
-    if begin >= end:
-        return
+    # The first visible column, and the bounds of the split, which starts at a multiple of the tile size.
+    first = tl.maximum(context - window, 0)
+    origin = first // COLUMNS * COLUMNS
+    tiles = (context - origin + COLUMNS - 1) // COLUMNS
+    split_tiles = (tiles + SPLITS - 1) // SPLITS
+    begin = origin + split * split_tiles * COLUMNS
+    end = tl.minimum(begin + split_tiles * COLUMNS, context)
     heads = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     used = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     head = kv_head * GROUP + heads
+    row_head = row * tl.num_programs(1) * GROUP + head
+    result = out + row_head[:, None] * HEAD_DIM + dims[None, :]
+    if begin >= end:
+        if context == 0 and split == 0:  # a row of padding
+            tl.store(result, tl.zeros([ROWS, DIMS], out.dtype.element_ty), mask=used)
+        return
     q = tl.load(query + row * query_row + head[:, None] * query_head + dims[None, :], mask=used, other=0.0)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -106,41 +107,33 @@ def _attend_split(
         v = tl.load(values + offsets, mask=loaded, other=0.0)
         acc = acc * rest[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = now
-    place = (row * tl.num_programs(1) * GROUP + head) * SPLITS + split
+    place = row_head * SPLITS + split
     tl.store(partials + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=used)
     tl.store(maxima + place, largest, mask=heads < GROUP)
     tl.store(totals + place, total, mask=heads < GROUP)
-
-
-@triton.jit(do_not_specialize=["contexts"])
-def _combine_splits(
-    partials,
-    maxima,
-    totals,
-    contexts,
-    out,  # [rows, heads, HEAD_DIM]
-    window,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = row * tl.num_programs(1) + head
-    dims = tl.arange(0, DIMS)
-    splits = tl.arange(0, SPLITS)
-    _, begin, end = _split_of(tl.load(contexts + row), window, splits, SPLITS, COLUMNS)
-    worked = begin < end
-    largest = tl.load(maxima + place * SPLITS + splits, mask=worked, other=float("-inf"))
-    highest = tl.max(largest, 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)  # a row without context: padding
-    weights = tl.exp2(largest - highest)
-    total = tl.sum(tl.load(totals + place * SPLITS + splits, mask=worked, other=0.0) * weights, 0)
-    offsets = (place * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
-    mask = worked[:, None] & (dims < HEAD_DIM)[None, :]
-    acc = tl.sum(tl.load(partials + offsets, mask=mask, other=0.0) * weights[:, None], 0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + place * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    arrived = arrivals + row * tl.num_programs(1) + kv_head
+    splits = (tiles + split_tiles - 1) // split_tiles
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+        tl.store(arrived, 0)
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+        for other in range(0, splits):
+            place = row_head * SPLITS + other
+            top = tl.load(maxima + place, mask=heads < GROUP, other=0.0, cache_modifier=".cg")
+            now = tl.maximum(largest, top)
+            rest = tl.exp2(largest - now)
+            weight = tl.exp2(top - now)
+            part = tl.load(totals + place, mask=heads < GROUP, other=0.0, cache_modifier=".cg")
+            total = total * rest + part * weight
+            sums = tl.load(
+                partials + place[:, None] * HEAD_DIM + dims[None, :], mask=used, other=0.0, cache_modifier=".cg"
+            )
+            acc = acc * rest[:, None] + sums * weight[:, None]
+            largest = now
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # rows beyond the heads
+        tl.store(result, acc.to(out.dtype.element_ty), mask=used)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -159,6 +152,7 @@ def attend_decodes(
     window: int,
     scale: float,
     splits: int,
+    arrivals: torch.Tensor,
     out: torch.Tensor,
     softcap: float | None = None,
 ) -> None:
@@ -167,7 +161,8 @@ def attend_decodes(
     Row i sees the last ``window`` of its first ``contexts[i]`` tokens, in the blocks of ``tables[i]``. If its context
     is 0, it reads no block and its result is 0. ``keys`` and ``values`` are those of a layer
     (`engine.model.kv_pool.LayerKV`). Scores s become ``scale * s``, and then ``softcap * tanh(s / softcap)`` if
-    there is a soft cap. ``splits`` is a power of 2.
+    there is a soft cap. ``splits`` is a power of 2. ``arrivals`` are at least ``rows * kv_heads`` zeros (int32), which
+    they are again afterwards.
     """
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
@@ -186,6 +181,8 @@ def attend_decodes(
         partials,
         maxima,
         totals,
+        arrivals,
+        out,
         *score_factors(scale, softcap),
         window,
         query.stride(0),
@@ -203,20 +200,6 @@ def attend_decodes(
         SOFTCAPPED=softcap is not None,
         num_warps=4,
         num_stages=3,
-        **FUSED,
-    )
-    _combine_splits[(rows, heads)](
-        partials,
-        maxima,
-        totals,
-        contexts,
-        out,
-        window,
-        HEAD_DIM=head_dim,
-        SPLITS=splits,
-        COLUMNS=columns,
-        DIMS=dims,
-        num_warps=4,
         **FUSED,
     )
 

@@ -79,7 +79,6 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.setattr(cuda_paged_attention, "capability_of", lambda device: divmod(capability, 10))
     stand_in(cuda_paged_attention, "_attend_split")
-    stand_in(cuda_paged_attention, "_combine_splits")
     stand_in(cuda_paged_attention, "_attend_tile")
     stand_in(cuda_top_p, "_draw_row")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
@@ -122,19 +121,20 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
     keys, values = meta(100, 2, 2, kv_heads, block_size, head_dim)[:, 1].unbind(1)
     rows = 8
     slots, contexts = meta(rows, dtype=torch.int32), meta(rows, dtype=torch.int32)
+    arrivals = meta(rows * kv_heads, dtype=torch.int32)
     tables, tiles = meta(rows, 64, dtype=torch.int32), meta(5, 4, dtype=torch.int32)
     qkv = meta(rows, heads + 2 * kv_heads, head_dim)
     cos = sin = meta(rows, 1, head_dim)
     query = cuda_layer.rotate_and_write(qkv, cos, sin, meta(heads + kv_heads, head_dim), 1e-5, slots, keys, values)
     out = meta(rows, heads, head_dim)
     softcap = 50.0 if model in ("gemma-2-2b", "odd") else None
-    cuda_paged_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, out, softcap)
+    cuda_paged_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, arrivals, out, softcap)
     for window in (None, 4096):
         cuda_paged_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
     cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
     cuda_layer.TiledLinear(meta(intermediate, hidden), meta(intermediate))(meta(rows, hidden))
-    if len(kernels) == 9:
+    if len(kernels) == 8:
         weight = QuantizedTensor(meta(32, hidden, dtype=torch.float8_e4m3fn), meta(32, 1, dtype=torch.float32), None)
         cuda_layer.CUDAFP8Linear(weight).quantized(meta(rows, hidden))
     weights = meta(1, 128 * 1024 + 512, dtype=torch.float32)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints.source import resolve_model
+from engine.kernels import cuda_layer, cuda_paged_attention
 from engine.kernels.cpu_attention import CPUAttention
 from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
@@ -59,6 +61,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SAME_KERNELS = ("llama", "gemma3", "qwen3_moe")  # as others
 MAX_SEQS = 5
+KERNELS = {
+    cuda_layer: ("_rms_norm", "_gate_times", "_rotate_and_write"),
+    cuda_paged_attention: ("_attend_split", "_attend_tile"),
+}
+ONLY_VIEWS = {"empty", "empty_like", "view", "t", "select", "slice", "unbind", "flatten", "transpose"}
 TABLES = {"": [3, 5, 6, 7], "b": [9, 10, 11, 12], "c": [13, 14, 15, 16]}
 NUM_BLOCKS = 64
 
@@ -192,6 +199,43 @@ def test_logits_that_do_not_depend_on_the_batch(family: str, dtype: str, device:
     with torch.inference_mode():
         padded = graphs.logits(decodes, LastTokens(torch.zeros(0, dtype=torch.int64)))
     assert torch.equal(padded[0], alone[-1])
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what launches a kernel on a GPU: PyTorch's operators, and our own kernels, which do nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        for module, kernels in KERNELS.items():
+            for kernel in kernels:
+                monkeypatch.setattr(module, kernel, _Noted(kernel, self.names))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in ONLY_VIEWS:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Noted:
+    def __init__(self, name: str, names: list[str]) -> None:
+        self._name, self._names = name, names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self._names.append(self._name)
+
+
+def test_a_layer_of_a_decode_step_launches_nine_kernels(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    for layers in (2, 3):
+        save_random(tmp_path, BASE | {"num_hidden_layers": layers}, seed=7)
+        _, graphs = make_engine(tmp_path, device, BLOCK)
+        with Launches(monkeypatch) as launches, torch.inference_mode():
+            graphs._compute(1)
+        counts.append(len(launches.names))
+    assert counts[1] - counts[0] == 9
 
 
 def test_what_fits_a_graph_and_what_a_padded_step_writes(device: torch.device, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_kernels_that_disagree_on_a_gpu_keep_an_engine_from_starting(
 
         def halved(*arguments: Any) -> None:
             attend_decodes(*arguments)
-            arguments[8].mul_(0.5)
+            arguments[9].mul_(0.5)
 
         monkeypatch.setattr(cuda_attention, "attend_decodes", halved)
     make = wrong if broken == "FlashInfer" else wrapper

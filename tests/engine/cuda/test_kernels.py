@@ -195,9 +195,12 @@ def test_padding_reads_nothing(splits: int, device: torch.device) -> None:
         table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
     contexts = torch.tensor([130, 0, 70, 0], dtype=torch.int32, device=device)
     query = torch.randn(4, 8, 32, device=device)
+    arrivals = torch.zeros(8, dtype=torch.int32, device=device)
     for tables_on_device in (table.to(device), table.t().contiguous().to(device).t()):
         out = torch.full_like(query, torch.nan)
-        attend_decodes(query, kv.k, kv.v, tables_on_device, contexts, 2**30, query.shape[-1] ** -0.5, splits, out)
+        scale = query.shape[-1] ** -0.5
+        attend_decodes(query, kv.k, kv.v, tables_on_device, contexts, 2**30, scale, splits, arrivals, out)
+        assert not arrivals.any()
         assert not out[1].any()
         assert not out[3].any()
         for row, blocks, position in ((0, tables[0], 129), (2, tables[1], 69)):
