@@ -360,7 +360,7 @@ def cell_caveats(cells: Sequence[Figures]) -> list[str | bool]:
         different != []
         and f"In {len(different)} of {len(loaded)} cells under load, some requests generated other tokens than the "
         f"same prompt in the other arm (at worst {1 - min(different):.0%} of them). The arms batch differently, "
-        "and another batch can round logits differently; pdserve does not promise equal tokens then.",
+        "and another batch can round logits differently. With engine.batch_invariant: true tokens are equal.",
     ]
 
 
