@@ -332,7 +332,7 @@ def test_other_tokens_under_load_are_told_and_another_number_of_tokens_fails() -
     rows[3] = replace(rows[3], token_hash="other")
     summary, report = judged(AddedTtft, loaded_run([*pairs(), *rows]))
     holds(summary, {"cells.1.tokens_equal": False, "cells.1.tokens_equal_share": 0.9, "failed": []})
-    assert told(report.caveats, "does not promise equal tokens")
+    assert told(report.caveats, "engine.batch_invariant")
     rows[3] = replace(rows[3], output_tokens=2)
     assert told(loaded_summary(rows)["failed"], "the number of tokens differs", "pd-0-3 and colocated-0-3")
 
