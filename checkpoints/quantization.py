@@ -101,7 +101,7 @@ def _compressed_tensors(config: Mapping[str, Any], fields: ConfigFields) -> Quan
     if not weights.get("symmetric", True):
         raise refuse("asymmetric weights are not supported")
     if config.get("kv_cache_scheme"):
-        raise refuse("'kv_cache_scheme' is set, but the KV cache has the model's dtype")
+        raise refuse("'kv_cache_scheme' is set; engine.kv_dtype: fp8 has scales of its own, so remove it")
     blocks: dict[Any, Block] = {"tensor": (None, None), "channel": (1, None)}
     strategy = weights.get("strategy")
     if strategy == "group" and isinstance(weights.get("group_size"), int) and weights["group_size"] > 0:

@@ -116,10 +116,11 @@ class Ready(Message, frozen=True):
 
     ``pool_handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``max_model_len`` is in
     tokens. ``load_s`` is the time from start to ready. ``eos_token_ids`` end every request that does not ignore them.
-    ``notes`` are messages for the user.
+    ``dtype`` is that of the computed numbers, ``notes`` are messages for the user.
     """
 
     layout: KVLayout
+    dtype: str
     num_blocks: int
     pool_handle: dict[str, Any]
     max_model_len: int

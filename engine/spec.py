@@ -31,6 +31,7 @@ class EngineSpec:
     max_model_len: int | None = None
     chunk_tokens: int | Literal["off"] | None = None
     batching: Literal["continuous", "static"] = "continuous"
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # a value of `EngineConfig.kv_dtype`
     prefix_caching: bool = True
     device_share: float = 1.0  # the share of a GPU's memory that the engine may use by default
     links_bytes: int = 0  # GPU memory that the worker's links take, which the default pool leaves

@@ -35,7 +35,7 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval, median_interval
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import FP8, KVLayout
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 from pdserve.core.worker import Role
@@ -204,7 +204,8 @@ def layout_facts(status: ServiceStatus) -> dict[str, Any]:
     except ModelError:
         return facts
     layout = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    return {**facts, "layout": {**layout, "dtype": status.dtype}}
+    numbers = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return {**facts, "layout": {**layout, "dtype": FP8 if status.kv_bytes_per_token == numbers else status.dtype}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,14 +120,15 @@ class StatusReport:
             status.scaling.CopyFrom(_scaling_status(self.scaling))
         limits = self.limits()
         if limits is not None and self._registry.workers:
-            layout = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info.layout
+            info = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info
+            layout = info.layout
             status.context_length = limits.context_length
             if break_even_tokens is not None:
                 status.break_even_tokens = min(break_even_tokens, limits.context_length)
             status.vocab_size = limits.vocab_size
             status.block_size = layout.block_size
             status.kv_bytes_per_token = layout.token_bytes
-            status.dtype = layout.dtype
+            status.dtype = info.dtype
             status.model_hash = layout.model_hash
         return status
 

@@ -12,7 +12,7 @@ from checkpoints.shape import ModelShape
 from checkpoints.source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
 from pdserve.core.config import PdserveConfig
-from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout, probe_area
+from pdserve.core.kv_layout import DTYPE_BYTES, FP8, KVLayout, probe_area
 from pdserve.core.worker import Role
 
 
@@ -128,6 +128,7 @@ class ServedModel:
         """``source`` on ``device`` (``cpu`` or ``cuda``)."""
         engine, shape = config.engine, source.shape
         layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
+        dtype = _dtype_of(source, config)
         tokens = max(engine.max_num_seqs, *(engine.token_budget(device, role) for role in Role))
         if engine.num_blocks is not None:
             pool_bytes = engine.num_blocks * layout.block_bytes
@@ -138,9 +139,9 @@ class ServedModel:
         return cls(
             layout,
             engine.max_model_len or shape.max_position_embeddings,
-            shape.weight_bytes(layout.dtype, keep_fp8=device == "cuda"),
+            shape.weight_bytes(dtype, keep_fp8=device == "cuda"),
             pool_bytes,
-            activation_bytes(shape, layout.dtype, tokens, engine.max_num_seqs),
+            activation_bytes(shape, dtype, tokens, engine.max_num_seqs),
         )
 
     @property
@@ -158,11 +159,15 @@ class ServedModel:
         return (self.pool_bytes or left_bytes) // self.layout.token_bytes
 
 
+def _dtype_of(source: ModelSource, config: PdserveConfig) -> str:
+    return source.shape.dtype if config.model.dtype == "auto" else config.model.dtype
+
+
 def layout_of(source: ModelSource, config: PdserveConfig, model_hash: str) -> KVLayout:
     """The KV layout of the workers' pools; dtype ``auto`` counts as the checkpoint's."""
     return KVLayout.uniform(
         model_hash=model_hash,
-        dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
+        dtype=FP8 if config.engine.kv_dtype == "fp8" else _dtype_of(source, config),
         block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=source.shape.num_layers,
         num_kv_heads=source.shape.num_kv_heads,

@@ -83,6 +83,7 @@ class WorldEngine:
         """Its first message."""
         return Ready(
             layout=self.layout,
+            dtype=self.layout.dtype,
             num_blocks=self._config.num_blocks,
             pool_handle={},
             max_model_len=self._config.max_model_len,

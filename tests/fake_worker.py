@@ -43,6 +43,7 @@ def fake_info(worker_id: str, role: Role, *, epoch: str = "1", layout: KVLayout 
         pid=1,
         engine_pid=2,
         layout=layout,
+        dtype=layout.dtype,
         num_blocks=64,
         max_model_len=256,
         max_num_batched_tokens=512,

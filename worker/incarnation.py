@@ -231,6 +231,7 @@ def _engine_spec(spec: WorkerSpec, joins_groups: bool) -> EngineSpec:
         max_model_len=config.max_model_len,
         chunk_tokens=config.chunk_tokens,
         batching=config.batching,
+        kv_dtype=config.kv_dtype,
         prefix_caching=config.prefix_caching,
         device_share=spec.device_share,
         links_bytes=num_peers * NCCL_LINK_BYTES,

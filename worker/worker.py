@@ -167,6 +167,7 @@ class Worker:
             pid=os.getpid(),
             engine_pid=incarnation.engine.pid,
             layout=ready.layout,
+            dtype=ready.dtype,
             num_blocks=ready.num_blocks,
             max_model_len=ready.max_model_len,
             max_num_batched_tokens=self.spec.token_budget_as(self._role),

@@ -89,10 +89,11 @@ class CPUAttention(Attention):
         if fused is None:
             fused = bool(torch.cpu._is_amx_tile_supported())
         self.fused = fused and softcap is None
-        self._keys_values = _Scratch(pool.tensor.dtype)
-        self._score_memory = _Scratch(pool.tensor.dtype)
+        self._stored = _Scratch(pool.tensor.dtype)
+        self._keys_values = _Scratch(pool.compute_dtype)
+        self._score_memory = _Scratch(pool.compute_dtype)
         self._pool = pool
-        self._dtype = pool.tensor.dtype
+        self._dtype = pool.compute_dtype
         self.windows = frozenset(windows)
         self._heads = torch.arange(2 * self.num_kv_heads)
         self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
@@ -112,7 +113,7 @@ class CPUAttention(Attention):
         for seq in seqs:
             block, filled = divmod(seq.end, self.block_size)
             if filled and seq.start <= block * self.block_size:
-                self._pool.tensor[seq.block_ids[block]].zero_()
+                self._pool.clear(seq.block_ids[block])
 
     def slots(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
         """The vectors (see `LayerKV`) that keys and values are written to: ``[rows * 2 * kv_heads]``."""
@@ -209,7 +210,12 @@ class CPUAttention(Attention):
     def fetch(self, layer: LayerKV, pages: torch.Tensor, rows: int) -> torch.Tensor:
         """The keys and values in `pages`: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
         fetched = self._keys_values.take(pages.shape[0], layer.pages.shape[1])
-        torch.index_select(layer.pages, 0, pages, out=fetched)
+        if layer.pages.dtype is fetched.dtype:
+            torch.index_select(layer.pages, 0, pages, out=fetched)
+        else:
+            stored = self._stored.take(*fetched.shape)
+            torch.index_select(layer.pages.view(torch.uint8), 0, pages, out=stored.view(torch.uint8))
+            fetched.copy_(stored)
         return fetched.view(2, rows * self.num_kv_heads, -1, self.head_dim)
 
     def decode(self, query: torch.Tensor, layer: LayerKV, tile: _Tile, scale: float, out: torch.Tensor) -> None:

@@ -93,7 +93,7 @@ class CUDAAttention(Attention):
         self.block_size = pool.layout.block_size
         self.device = pool.tensor.device
         self._kv_heads = pool.kv_heads
-        self._tile_rows = tile_rows(pool.head_dim, pool.tensor.dtype, pool.tensor.device)
+        self._tile_rows = tile_rows(pool.head_dim, pool.compute_dtype, pool.tensor.device)
         self._processors = _processors(self.device)
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=self.device)
 
@@ -165,12 +165,12 @@ def check_attention(pool: KVPool, shape: ModelShape, chunks: FlashInferPrefill |
     """Compare what computes attention here on random numbers in the first blocks of ``pool``, which are zeros after it:
     ``chunks``, our kernel for chunks, and the last row of a chunk with our kernel for decodes. `ConfigError` if two
     differ."""
-    device, dtype = pool.tensor.device, pool.tensor.dtype
+    device, dtype = pool.tensor.device, pool.compute_dtype
     blocks = min(_CHECKED_BLOCKS, pool.num_blocks)
     tokens = blocks * pool.layout.block_size - 1  # the last block is not full
     rows = min(tokens, _CHECKED_ROWS)
     draw, table = torch.Generator(device).manual_seed(0), list(range(blocks))
-    pool.tensor[:blocks].normal_(generator=draw)
+    pool.tensor[:blocks].copy_(torch.empty(pool.tensor[:blocks].shape, device=device).normal_(generator=draw))
     query = torch.empty(rows, shape.num_heads, pool.head_dim, device=device, dtype=dtype).normal_(generator=draw)
     chunk = ScheduledSeq("check", [0] * rows, tokens - rows, table, False, SamplingParams())
     decode = ScheduledSeq("check", [0], tokens - 1, table, False, SamplingParams())
@@ -190,7 +190,8 @@ def check_attention(pool: KVPool, shape: ModelShape, chunks: FlashInferPrefill |
                         f"engine.prefill_attention: {what} differ by {apart:.3g} on this GPU (window {window}), so its "
                         "tokens would be wrong; please report this"
                     )
-    pool.tensor[:blocks].zero_()
+    for block in range(blocks):
+        pool.clear(block)
 
 
 def _processors(device: torch.device) -> int:

@@ -112,7 +112,7 @@ class FlashInferPrefill:
                 sm_scale=self._scale,
                 window_left=_NO_WINDOW if window is None else window - 1,
                 logits_soft_cap=self._softcap,
-                q_data_type=pool.tensor.dtype,
+                q_data_type=pool.compute_dtype,
                 kv_data_type=pool.tensor.dtype,
             )
         return wrappers
@@ -123,7 +123,7 @@ class FlashInferPrefill:
         rows = min(2, self._pool.layout.block_size)
         plan = self.plan([ScheduledSeq("check", [0] * rows, 0, [0], False, SamplingParams())])
         shape = (rows, self._num_heads, self._pool.head_dim)
-        query = torch.zeros(shape, dtype=self._pool.tensor.dtype, device=self._pool.tensor.device)
+        query = torch.zeros(shape, dtype=self._pool.compute_dtype, device=self._pool.tensor.device)
         layer = self._pool.layers[0]
         for wrapper in plan.values():
             wrapper.run(query, (layer.k, layer.v), out=torch.empty_like(query))
@@ -205,7 +205,7 @@ class PrefillAttention:
     def _tried(self, pool: KVPool, model: Decoder) -> tuple[str, str]:
         """Try FlashInfer. Returns what computes, and why."""
         device, installed = pool.tensor.device, installed_version()
-        why = obstacle(installed, capability_of(device), pool.layout.dtype, pool.head_dim)
+        why = obstacle(installed, capability_of(device), str(pool.compute_dtype).removeprefix("torch."), pool.head_dim)
         if why is not None:
             if self._wanted == "flashinfer":
                 raise ConfigError(f"engine.prefill_attention: flashinfer cannot be used: {why}; use auto or triton")

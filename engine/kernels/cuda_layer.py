@@ -104,6 +104,11 @@ def _gate_times(x, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.cons
     tl.store(out + row * SIZE + columns, (gate * up).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _fp8(x):
+    return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0).to(tl.float8e4nv)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def _rotate_and_write(
     qkv,  # [rows, heads + 2 * kv_heads, HEAD_DIM]
@@ -121,6 +126,7 @@ def _rotate_and_write(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
+    FP8: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -149,16 +155,18 @@ def _rotate_and_write(
     tl.store(to, turned_x, mask=is_query)
     tl.store(to + half, turned_y, mask=is_query)
     slot = tl.load(slots + row)
+    if FP8:  # numbers that it cannot hold become its largest
+        turned_x, turned_y, first, second = _fp8(turned_x), _fp8(turned_y), _fp8(first), _fp8(second)
     if slot >= 0:
         base = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + slot % BLOCK_SIZE * HEAD_DIM
         is_key = mask & (heads >= QUERY_HEADS)[:, None] & (heads < rotated)[:, None]
-        to = keys + base + (heads - QUERY_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
-        tl.store(to, turned_x, mask=is_key)
-        tl.store(to + half, turned_y, mask=is_key)
+        key = keys + base + (heads - QUERY_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+        tl.store(key, turned_x, mask=is_key)
+        tl.store(key + half, turned_y, mask=is_key)
         is_value = mask & (heads >= rotated)[:, None]
-        to = values + base + (heads - rotated)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
-        tl.store(to, first, mask=is_value)
-        tl.store(to + half, second, mask=is_value)
+        value = values + base + (heads - rotated)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+        tl.store(value, first, mask=is_value)
+        tl.store(value + half, second, mask=is_value)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -220,6 +228,7 @@ def rotate_and_write(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         NORMED=norm is not None,
+        FP8=keys.dtype is torch.float8_e4m3fn,
         HEADS=_HEADS,
         HALF=triton.next_power_of_2(head_dim // 2),
         num_warps=4,

@@ -96,7 +96,7 @@ def _attend_split(
             offsets = blocks.to(tl.int64) * block_stride + columns % BLOCK_SIZE * HEAD_DIM
         offsets = (offsets + kv_head * (BLOCK_SIZE * HEAD_DIM))[:, None] + dims[None, :]
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(keys + offsets, mask=loaded, other=0.0)
+        k = tl.load(keys + offsets, mask=loaded, other=0.0).to(q.dtype)
         scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Every tile has a column that is seen, so that the maximum is finite from here on.
@@ -104,7 +104,7 @@ def _attend_split(
         weights = tl.exp2(scores - now[:, None])
         rest = tl.exp2(largest - now)
         total = total * rest + tl.sum(weights, 1)
-        v = tl.load(values + offsets, mask=loaded, other=0.0)
+        v = tl.load(values + offsets, mask=loaded, other=0.0).to(q.dtype)
         acc = acc * rest[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = now
     place = row_head * SPLITS + split
@@ -242,7 +242,7 @@ def _columns(
             offsets = blocks.to(tl.int64) * block_stride + columns % BLOCK_SIZE * HEAD_DIM
         offsets = offsets[:, None] + dims[None, :]
         loaded = (columns <= last)[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(keys + offsets, mask=loaded, other=0.0)
+        k = tl.load(keys + offsets, mask=loaded, other=0.0).to(q.dtype)
         scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAPPED)
         if MASKED:
             seen = columns[None, :] <= positions[:, None]
@@ -256,7 +256,7 @@ def _columns(
         weights = tl.exp2(scores - finite[:, None])
         rest = tl.exp2(largest - finite)
         total = total * rest + tl.sum(weights, 1)
-        v = tl.load(values + offsets, mask=loaded, other=0.0)
+        v = tl.load(values + offsets, mask=loaded, other=0.0).to(q.dtype)
         acc = acc * rest[:, None]
         acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = now

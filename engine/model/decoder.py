@@ -142,7 +142,7 @@ class DecoderLayer:
         if self.qk_norm is not None:
             qkv[:, :rotated] = functional.rms_norm(qkv[:, :rotated], (self.head_dim,), eps=self.eps) * self.qk_norm
         rotate_(qkv[:, :rotated], *angles)
-        kv.vectors.index_copy_(0, slots, qkv[:, self.heads :].reshape(-1, self.head_dim))
+        kv.write(slots, qkv[:, self.heads :].reshape(-1, self.head_dim))
         return qkv[:, : self.heads]
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import KVLayout, probe_area
+from pdserve.core.kv_layout import FP8, KVLayout, probe_area
 from runtime import memory_file
 from runtime.cuda import Cuda
 from runtime.host_memory import available_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+POOL_DTYPES = TORCH_DTYPES | {FP8: torch.float8_e4m3fn}
+FP8_LARGEST = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +36,35 @@ class LayerKV:
     pages: torch.Tensor  # [pages from here on, block_size * head_dim]
     vectors: torch.Tensor  # [vectors from here on, head_dim]
 
+    def write(self, slots: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Write ``vectors`` (``[rows, head_dim]``) to the places ``slots`` of `vectors`. Numbers that FP8 cannot hold
+        become its largest."""
+        if self.vectors.dtype is torch.float8_e4m3fn:
+            held = vectors.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+            self.vectors.view(torch.uint8).index_copy_(0, slots, held)
+        else:
+            self.vectors.index_copy_(0, slots, vectors)
+
 
 class KVPool:
     """The pool. ``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so a block is one run of
     ``layout.block_bytes`` bytes. The `probe_area` follows the last block.
 
+    ``compute_dtype`` is the type of the numbers that are computed with, and by default those of the pool.
     ``handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``layout`` has one kind of
     cache.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        flat: torch.Tensor,
+        handle: dict[str, Any],
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         self.layout = layout
+        self.compute_dtype = compute_dtype or flat.dtype
         self.num_blocks = num_blocks
         self.handle = handle
         (cache,) = layout.caches
@@ -63,7 +83,9 @@ class KVPool:
         ]
 
     @classmethod
-    def on_memory_file(cls, layout: KVLayout, num_blocks: int, fd: int) -> KVPool:
+    def on_memory_file(
+        cls, layout: KVLayout, num_blocks: int, fd: int, compute_dtype: torch.dtype | None = None
+    ) -> KVPool:
         """Create a pool in the anonymous memory file ``fd``. The file gets its size and is filled with zeros here, so
         that no step pays for first touches. `ConfigError` if the host has too little memory."""
         size = layout.block_bytes * num_blocks
@@ -77,8 +99,8 @@ class KVPool:
             mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             raise _does_not_fit(size, str(error.strerror)) from None
-        flat = torch.frombuffer(mapping, dtype=TORCH_DTYPES[layout.dtype])
-        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size})
+        flat = torch.frombuffer(mapping, dtype=POOL_DTYPES[layout.dtype])
+        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size}, compute_dtype)
 
     @classmethod
     def on_cuda(
@@ -88,6 +110,7 @@ class KVPool:
         cuda: Cuda,
         index: int,
         memory: Callable[[int], list[Any]] = lambda num_bytes: [],
+        compute_dtype: torch.dtype | None = None,
     ) -> KVPool:
         """Create a pool on GPU ``index``, in memory of another process that ``memory`` returns a handle of, by its
         bytes; if that is empty, in memory of this one. `ConfigError` if it does not fit."""
@@ -98,9 +121,13 @@ class KVPool:
             whole = cuda.open(share, index) if share else cuda.zeros(whole_bytes, index)
         except torch.OutOfMemoryError:
             raise _does_not_fit(size, "the GPU has too little free memory") from None
-        flat = whole[:size].view(TORCH_DTYPES[layout.dtype])
+        flat = whole[:size].view(POOL_DTYPES[layout.dtype])
         handle = {"kind": "cuda_ipc", "bytes": size, "share": share or cuda.share(whole)}
-        return cls(layout, num_blocks, flat, handle)
+        return cls(layout, num_blocks, flat, handle, compute_dtype)
+
+    def clear(self, block: int) -> None:
+        """Zero a block."""
+        self._bytes(block).zero_()
 
     def read(self, block: int) -> bytes:
         """A copy of a block, after all steps launched so far. It waits for them."""

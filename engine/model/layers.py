@@ -16,8 +16,8 @@ _NATIVE = (9, 10)
 
 _FIXED_ROWS = 16
 
-_FP8_PRODUCTS = (8, 9)
-"""The first compute capability that multiplies FP8 numbers."""
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability that converts and multiplies FP8 numbers."""
 
 FP8_MAX = 448.0
 FP8_LEAST_ROW = 1e-10
@@ -107,7 +107,7 @@ class FP8Linear(Linear):
 def multiplies_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU has products of FP8 matrices with scales per row, which give ``dtype``."""
     return (
-        dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_PRODUCTS
+        dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,9 @@ import torch
 from checkpoints.families import family_of
 from checkpoints.shape import ModelShape
 from pdserve.core.errors import ModelError
+
+_FP8_TYPICAL = 4.0
+"""FP8 holds numbers up to 112 times this, and steps of a 2048th."""
 
 _FP8_UNIT = 16
 """FP8 products of GPUs need sizes that are multiples of it."""
@@ -138,6 +143,60 @@ class ModelWeights:
                 if rows is not None:
                     heads = rows[:turned].view(-1, shape.head_dim, *rows.shape[1:])
                     heads.copy_(heads[:, order])
+
+    def scale_kv(self) -> bytes:
+        """Scale what makes keys and values so that FP8 can hold them, and undo it where they are used: in queries, and
+        in the projection of attention's output. No result changes, as all scales are powers of 2. Returns these.
+
+        A key head, and all value heads of a layer, get a typical size of `_FP8_TYPICAL`, estimated from the weights,
+        for inputs as the norm gives them. Keys that a norm of their own gives have a size near 1 already.
+        """
+        scales: list[float] = []
+        shape = self.shape
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        for layer in self.layers:
+            gains = torch.ones(shape.hidden_size, dtype=torch.float64, device=self.norm.device)
+            if layer.input_norm is not None:
+                gains = layer.input_norm.double() + shape.norm_offset
+            parts = layer.qkv.split([q_size, kv_size, kv_size])
+            biases = (None,) * 3 if layer.qkv_bias is None else torch.split(layer.qkv_bias, [q_size, kv_size, kv_size])
+            sizes = [_sizes(part, bias, gains) for part, bias in zip(parts[1:], biases[1:], strict=True)]
+            value_scale = _power(sizes[1].mean().sqrt().item())
+            _multiply(parts[2], biases[2], 1 / value_scale)
+            _multiply(layer.out, None, value_scale)
+            scales.append(value_scale)
+            if layer.qk_norm is not None:
+                continue
+            heads = sizes[0].view(shape.num_kv_heads, -1).mean(1).sqrt().tolist()
+            queries, keys = (_heads(parts[i], biases[i], shape.num_kv_heads) for i in (0, 1))
+            for scale, query, key in zip(map(_power, heads), queries, keys, strict=True):
+                _multiply(*query, scale)
+                _multiply(*key, 1 / scale)
+                scales.append(scale)
+        return struct.pack(f"<{len(scales)}d", *scales)
+
+
+def _heads(matrix: Matrix, bias: torch.Tensor | None, count: int) -> list[tuple[Matrix, torch.Tensor | None]]:
+    """The rows of a matrix and its bias, in ``count`` equal parts."""
+    return list(zip(matrix.chunk(count), (None,) * count if bias is None else bias.chunk(count), strict=True))
+
+
+def _sizes(matrix: Matrix, bias: torch.Tensor | None, gains: torch.Tensor) -> torch.Tensor:
+    """The mean squares of the results of each row, for independent inputs of the sizes ``gains``, in float64."""
+    rows = matrix if isinstance(matrix, torch.Tensor) else matrix.dequantized(torch.float32)
+    squares = (rows.double() * gains).square().sum(1)
+    return squares if bias is None else squares + bias.double().square()
+
+
+def _power(size: float) -> float:
+    """The power of 2 by which numbers of a ``size`` are divided."""
+    return 2.0 ** round(math.log2(size / _FP8_TYPICAL)) if size > 0.0 else 1.0
+
+
+def _multiply(matrix: Matrix, bias: torch.Tensor | None, factor: float) -> None:
+    (matrix if isinstance(matrix, torch.Tensor) else matrix.scales).mul_(factor)
+    if bias is not None:
+        bias.mul_(factor)
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> torch.Tensor:

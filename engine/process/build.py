@@ -20,7 +20,7 @@ from engine.kernels.cpu_attention import CPUAttention
 from engine.kernels.cpu_invariant import InvariantCPUAttention
 from engine.model.decoder import Decoder
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
-from engine.model.layers import multiplies_fp8
+from engine.model.layers import FP8_CAPABILITY, multiplies_fp8
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.offload import BlockStore, DiskStore, MemoryStore, OffloadConnector
@@ -31,7 +31,7 @@ from engine.scheduling.structures import Structures
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import FP8, KVLayout
 from runtime.cuda import Cuda
 from runtime.dtypes import choose_dtype, native_dtypes
 
@@ -84,9 +84,13 @@ def build_engine(
     with source.unchanged():
         model_hash = source.model_hash(long_rope)
         weights = load_weights(source, TORCH_DTYPES[dtype], device, fp8)
+    if spec.kv_dtype == "fp8":
+        if on_gpu and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            raise ConfigError("engine.kv_dtype: fp8 needs a GPU of compute capability 8.9 or later; use auto")
+        model_hash = xxhash.xxh3_128_hexdigest(model_hash.encode() + weights.scale_kv())
     layout = KVLayout.uniform(
         model_hash=model_hash,
-        dtype=dtype,
+        dtype=FP8 if spec.kv_dtype == "fp8" else dtype,
         block_size=spec.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
@@ -108,7 +112,7 @@ def build_engine(
     else:
         model = Decoder(weights, max_model_len, long_rope=long_rope, batch_invariant=spec.batch_invariant)
         _trim_heap()
-        pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
+        pool = KVPool.on_memory_file(layout, num_blocks, memory_fd, model.dtype)
         kind = InvariantCPUAttention if spec.batch_invariant else CPUAttention
         attention = kind(pool, shape.num_heads, model.windows, shape.attention_softcap)
         runner = ModelRunner(model, attention, pool)
@@ -117,6 +121,7 @@ def build_engine(
     structures = Structures(tokenizer, shape.vocab_size, shape.eos_token_ids, woken)
     ready = Ready(
         layout=layout,
+        dtype=dtype,
         num_blocks=num_blocks,
         pool_handle=runner.pool.handle,
         max_model_len=max_model_len,

@@ -12,7 +12,7 @@ import torch
 
 from engine.model.attention import Attention
 from engine.model.decoder import Decoder, DecoderLayer
-from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.kv_pool import POOL_DTYPES, KVPool
 from engine.model.layers import groups_natively
 from engine.model.runner import ModelRunner, RecordedSteps
 from engine.model.token_draw import DrawRows
@@ -110,7 +110,7 @@ class CudaBuild:
 
     def runner(self, model: Decoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
         """The pool and its runner, warmed up, with its graphs recorded."""
-        pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index, self._pool_memory)
+        pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index, self._pool_memory, model.dtype)
         self._parts.check(pool, model)
         attention = self._parts.attention(pool, model)
         graphs = None
@@ -135,8 +135,8 @@ class CudaBuild:
     def _peak(self, model: Decoder, layout: KVLayout, prompt_tokens: int) -> int:
         """The most memory in use during a step of ``prompt_tokens`` of one prompt and a decode for every other request,
         which all sample."""
-        flat = self._cuda.zeros(layout.block_bytes, self._index).view(TORCH_DTYPES[layout.dtype])
-        pool = KVPool(layout, 1, flat, {})
+        flat = self._cuda.zeros(layout.block_bytes, self._index).view(POOL_DTYPES[layout.dtype])
+        pool = KVPool(layout, 1, flat, {}, model.dtype)
         attention = self._parts.attention(pool, model)
         runner = ModelRunner(model, attention, pool, None, self._cuda, self._parts.draw_rows)
         decodes = self._spec.max_num_seqs - (prompt_tokens > 0)

@@ -135,7 +135,7 @@ def _run(task: Task) -> None:
     num_blocks = max(blocks_of(task.cases), blocks_for(1, task.prompt_len + task.output_len))
     most_seqs = max((64, *(case.batch for case in task.cases)))
     engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs, chunk=task.chunk)
-    dtype = engine.ready.layout.dtype
+    dtype = engine.ready.dtype
     say(
         Built(
             device=engine.ready.device,

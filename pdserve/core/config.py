@@ -192,6 +192,9 @@ class EngineConfig(_Section):
     batching: Literal["continuous", "static"] = "continuous"
     """continuous: requests join the running batch as soon as there is room; static: a batch is admitted when nothing is
     running, and no request joins until all of it has ended"""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """type of the KV cache. auto: that of the model; fp8: half the memory and half the bytes on the wire of bfloat16,
+    and less exact logits; GPUs need compute capability 8.9"""
     prefix_caching: bool = True
     """keep KV blocks of past prompts and reuse them for prompts with the same beginning (within one salt)"""
     offload_folder: File | None = None

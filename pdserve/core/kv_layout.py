@@ -17,6 +17,11 @@ import msgspec
 from pdserve.core.errors import LayoutMismatch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number of the types that models compute with."""
+
+FP8 = "float8_e4m3fn"
+KV_DTYPE_BYTES = DTYPE_BYTES | {FP8: 1}
+"""Bytes of a number of the types that pools hold."""
 
 MAX_PROBE_BYTES = 8 * 2**20
 """The largest payload that a link is measured with."""
@@ -58,7 +63,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The layout of one pool. ``model_hash`` identifies the weights (not the folder), ``dtype`` is the pool's (a key of
-    `DTYPE_BYTES`), ``caches`` describes all layers in order. The pool holds the share ``tp_rank`` of ``tp_size``
+    `KV_DTYPE_BYTES`), ``caches`` describes all layers in order. The pool holds the share ``tp_rank`` of ``tp_size``
     tensor-parallel shares of each cache's heads; with fewer heads than shares, several shares hold the same head."""
 
     model_hash: str
@@ -192,7 +197,7 @@ def _runs_of_block(layout: KVLayout, layers: range, share: KVLayout) -> tuple[Re
     offset = layer = 0
     for cache, theirs in zip(layout.caches, share.caches, strict=True):
         held, wanted = layout.heads(cache), share.heads(theirs)
-        head_bytes = layout.block_size * cache.head_dim * DTYPE_BYTES[layout.dtype]
+        head_bytes = layout.block_size * cache.head_dim * KV_DTYPE_BYTES[layout.dtype]
         first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
         for _ in range(cache.num_layers):
             for _ in range(cache.planes):

@@ -97,6 +97,24 @@ def test_same_tokens_whichever_way(model: Path, client: Client) -> None:
     assert (one.kv_bytes, one.kv_bytes_expected, one.ttft_decode_ms) == (0, 0, None)
 
 
+def test_a_kv_cache_in_fp8(model: Path) -> None:
+    """A quarter of the bytes of float32, and the same tokens whichever way."""
+    shape = SHAPES[model.name]
+    head_dim = shape.get("head_dim", 64 // shape["num_attention_heads"])
+    token_bytes = 2 * 3 * shape["num_key_value_heads"] * head_dim
+    engine = {"block_size": BLOCK, "num_blocks": NUM_BLOCKS, "kv_dtype": "fp8"}
+    with local_cluster({"model": {"path": str(model), "dtype": "float32"}, "engine": engine}) as cluster:
+        with Client(cluster.target) as client:
+            assert client.status().kv_bytes_per_token == token_bytes
+            prompt = prompt_of(5 * BLOCK + 3, 1)
+            apart, together = (
+                client.generate(prompt, max_tokens=TOKENS, mode=mode).result() for mode in ("pd", "colocated")
+            )
+        cluster.wait_idle()
+    assert apart.token_ids == together.token_ids
+    assert apart.kv_bytes == apart.kv_bytes_expected == 6 * BLOCK * token_bytes
+
+
 def counts(status: ServiceStatus) -> dict[str, tuple[int, int]]:
     return {w.worker_id: (w.prompt_tokens_looked_up, w.prompt_tokens_cached) for w in status.workers}
 

@@ -61,25 +61,31 @@ def submit(
     return Submit(request, kv_role, prefix_tokens)
 
 
-def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
+def make_pool(layout: KVLayout, num_blocks: int, compute_dtype: torch.dtype | None = None) -> KVPool:
     """A pool on the host."""
     fd = memory_file.create("test")
-    pool = KVPool.on_memory_file(layout, num_blocks, fd)
+    pool = KVPool.on_memory_file(layout, num_blocks, fd, compute_dtype)
     os.close(fd)
     return pool
 
 
 def make_runner(
-    folder: Path, num_blocks: int = 64, dtype: str = "float32", batch_invariant: bool = False
+    folder: Path,
+    num_blocks: int = 64,
+    dtype: str = "float32",
+    batch_invariant: bool = False,
+    kv_dtype: str | None = None,
 ) -> ModelRunner:
-    """A runner of the model in ``folder``."""
+    """A runner of the model in ``folder``. With a ``kv_dtype``, weights are scaled for FP8."""
     source = resolve_model(str(folder))
     shape = source.shape
-    layout = KVLayout.uniform(source.model_hash(), dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    layout = KVLayout.uniform("", kv_dtype or dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
     weights = load_weights(source, TORCH_DTYPES[dtype], torch.device("cpu"))
+    if kv_dtype is not None:
+        weights.scale_kv()
     long_rope = shape.uses_long_rope(shape.max_position_embeddings)
     model = Decoder(weights, shape.max_position_embeddings, long_rope=long_rope, batch_invariant=batch_invariant)
-    pool = make_pool(layout, num_blocks)
+    pool = make_pool(layout, num_blocks, model.dtype)
     kind = InvariantCPUAttention if batch_invariant else CPUAttention
     return ModelRunner(model, kind(pool, shape.num_heads, model.windows, shape.attention_softcap), pool)
 

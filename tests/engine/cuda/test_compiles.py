@@ -134,7 +134,11 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
     cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
     cuda_layer.TiledLinear(meta(intermediate, hidden), meta(intermediate))(meta(rows, hidden))
-    if len(kernels) == 8:
+    if len(kernels) == 8:  # with those of FP8
+        keys, values = meta(100, 2, 2, kv_heads, block_size, head_dim, dtype=torch.float8_e4m3fn)[:, 1].unbind(1)
+        cuda_layer.rotate_and_write(qkv, cos, sin, None, 1e-5, slots, keys, values)
+        cuda_paged_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, arrivals, out)
+        cuda_paged_attention.attend_chunks(query, keys, values, tables, tiles, None, 0.125, out)
         weight = QuantizedTensor(meta(32, hidden, dtype=torch.float8_e4m3fn), meta(32, 1, dtype=torch.float32), None)
         cuda_layer.CUDAFP8Linear(weight).quantized(meta(rows, hidden))
     weights = meta(1, 128 * 1024 + 512, dtype=torch.float32)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints.source import resolve_model
@@ -18,16 +20,16 @@ from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
 from engine.kernels.cuda_layer import CUDAFP8Linear, CUDALayer
 from engine.model.decoder import Decoder
-from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.kv_pool import POOL_DTYPES, TORCH_DTYPES, KVPool
 from engine.model.layers import FP8Linear, groups_natively
 from engine.model.loader import load_weights
 from engine.model.runner import LastTokens, ModelRunner
 from engine.scheduling.batch import ScheduledSeq
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import FP8, KVLayout
 from pdserve.core.sampling import SamplingParams
 from runtime.cuda import Cuda
 from tests.engine.cuda.conftest import INTERPRETED
-from tests.engine.harness import BLOCK, GREEDY, crowded_steps, generate, logits_of
+from tests.engine.harness import BLOCK, GREEDY, crowded_steps, generate, logits_of, make_runner
 from tests.engine.test_model_vs_transformers import BASE as TESTED_BASE
 from tests.engine.test_model_vs_transformers import (
     BIASES,
@@ -87,6 +89,7 @@ def make_engine(
     recorded: bool = False,
     batch_invariant: bool = False,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
 ) -> tuple[ModelRunner, CountingGraphs]:
     """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU, or if they are to
     be ``recorded``. ``on_seam``: it copies results by `runtime.cuda.Cuda`. Without a GPU, a stand-in copies and
@@ -94,11 +97,13 @@ def make_engine(
     source = resolve_model(str(folder))
     shape = source.shape
     layout = KVLayout.uniform(
-        source.model_hash(), dtype, block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
+        source.model_hash(), kv_dtype or dtype, block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
     )
     memory = torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
-    pool = KVPool(layout, NUM_BLOCKS, memory.view(TORCH_DTYPES[dtype]), {})
+    pool = KVPool(layout, NUM_BLOCKS, memory.view(POOL_DTYPES[kv_dtype or dtype]), {}, TORCH_DTYPES[dtype])
     weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8)
+    if kv_dtype is not None:
+        weights.scale_kv()
     model = Decoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128), batch_invariant)
     attention = CUDAAttention(pool, shape.attention_softcap, batch_invariant=batch_invariant)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
@@ -182,6 +187,36 @@ def _logprobs(runner: ModelRunner, step: Sequence[ScheduledSeq]) -> torch.Tensor
     (sampled,) = runner.execute(step).values()
     assert sampled.logprobs is not None
     return torch.tensor([logprob for _, logprob in sorted(sampled.logprobs.top)])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3"])
+def test_logits_of_a_kv_cache_in_fp8(
+    family: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of CPUs, in prompts and decodes."""
+    if INTERPRETED:
+        monkeypatch.setattr(cuda_layer, "_fp8", rounded_fp8)
+    save_random(tmp_path, BASE | FAMILIES[family], seed=9)
+    (tokens,) = prompts_of(27).values()
+    blocks = [3, 5, 6, 7]
+    steps = [
+        [ScheduledSeq("", tokens[:20], 0, blocks, True, GREEDY)],
+        *([ScheduledSeq("", tokens[i : i + 1], i, blocks, True, GREEDY)] for i in range(20, 27)),
+    ]
+    found = logits_of(make_engine(tmp_path, device, BLOCK, kv_dtype=FP8)[0], steps)[""].cpu()
+    reference = logits_of(make_runner(tmp_path, kv_dtype=FP8), steps)[""]
+    exact = logits_of(make_runner(tmp_path), steps)[""]
+    assert (found - reference).norm() < 0.3 * (reference - exact).norm()
+
+
+@triton.jit
+def rounded_fp8(x):  # type: ignore[no-untyped-def]
+    """`engine.kernels.cuda_layer._fp8` for the interpreter, whose conversion loses the carry of the mantissa."""
+    x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + 24576.0) - 24576.0  # multiples of 2**-9
+    return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float8e4nv)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("gemma2", "bfloat16"), ("mixtral", "float32")])
