@@ -148,6 +148,23 @@ def check_compilers(seen: DoctorReport) -> Iterator[Finding]:
             yield warn("compilers", node.name, what, "install that, or set engine.prefill_attention: triton")
 
 
+def check_affinity(seen: DoctorReport) -> Iterator[Finding]:
+    """KV that leaves a host from a GPU whose nearest interface is on another NUMA node crosses the link of the
+    sockets."""
+    for node, report in _reported(seen) if seen.device == "cuda" else ():
+        for index, device in enumerate(report.devices):
+            if (place := device.affinity) is None:
+                continue
+            numa = "unknown" if place.numa_node is None else place.numa_node
+            nearest = ", ".join(place.interfaces) or "none"
+            what = f"GPU {index}: NUMA node {numa}, nearest network interfaces {nearest}"
+            if place.near is False:
+                remedy = "place workers that hand KV to other hosts on other GPUs, or expect slower transfers"
+                yield warn("affinity", node.name, f"{what}, on another NUMA node", remedy)
+            else:
+                yield ok("affinity", node.name, what)
+
+
 def check_memory(seen: DoctorReport) -> Iterator[Finding]:
     """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
     if (need := seen.need) is None:
@@ -415,6 +432,6 @@ def _claim(worker_id: str, ends: Endpoints | None) -> str:
 
 AT_GATEWAY: Sequence[Check] = (check_gateway_port, check_access, check_tokenizer)
 CHECKS: Sequence[Check] = (
-    check_versions, check_models, check_devices, check_compilers, check_mps, check_cores, check_endpoints, check_memory,
-    check_context, check_clocks, check_reach, check_speed, check_measured,
+    check_versions, check_models, check_devices, check_compilers, check_affinity, check_mps, check_cores, check_endpoints,
+    check_memory, check_context, check_clocks, check_reach, check_speed, check_measured,
 )  # fmt: skip

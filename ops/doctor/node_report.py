@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from checkpoints.source import resolve_model
+from ops.doctor.affinity import Affinity, affinity_of, pci_addresses
 from pdserve.core.clock import clock_id
 from pdserve.core.errors import ModelError
 from pdserve.version import VERSION
@@ -55,6 +56,7 @@ class Device:
     name: str
     total_bytes: int
     free_bytes: int
+    affinity: Affinity | None = None  # None: its PCI address is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +125,12 @@ def report_node(model: str) -> NodeReport:
             report = replace(report, model_error=str(error))
     devices = []
     try:
+        addresses = pci_addresses(os.environ) if torch.cuda.device_count() else {}
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            devices.append(Device(torch.cuda.get_device_name(index), total, free))
+            address = addresses.get(str(torch.cuda.get_device_properties(index).uuid))
+            place = None if address is None else affinity_of(address)
+            devices.append(Device(torch.cuda.get_device_name(index), total, free, place))
         native = {**report.native, "cuda": tuple(native_dtypes("cuda"))}
     except RuntimeError as error:
         return replace(report, torch_error=_one_line(error))

@@ -14,8 +14,10 @@ import pytest
 
 from checkpoints.source import resolve_model
 from kv_transfer.handshake import LinkFigures
+from ops.doctor.affinity import Affinity
 from ops.doctor.checks import (
     check_access,
+    check_affinity,
     check_clocks,
     check_compilers,
     check_context,
@@ -153,8 +155,26 @@ def test_what_slim_images_lack_is_found_before_an_engine_fails(tmp_path: Path) -
     assert levels([*check_compilers(seen([node(report)]))]) == []
 
 
+def test_where_gpus_are_attached() -> None:
+    near, far, unknown = (
+        Affinity(0, ("mlx5_0",), near=True),
+        Affinity(1, ("eth0",), near=False),
+        Affinity(None, (), None),
+    )
+    devices = tuple(Device("H100", 2, 1, place) for place in (near, far, unknown, None))
+    found = [*check_affinity(seen([node(replace(REPORT, devices=devices))], device="cuda"))]
+    assert levels(found) == ["ok", "warn", "ok"]
+    assert found[0].what == "GPU 0: NUMA node 0, nearest network interfaces mlx5_0"
+    assert found[1].what == "GPU 1: NUMA node 1, nearest network interfaces eth0, on another NUMA node"
+    assert found[2].what == "GPU 2: NUMA node unknown, nearest network interfaces none"
+
+
 def test_a_report_survives_the_trip() -> None:
-    report = replace(REPORT, devices=(Device("A100", 2, 1),), held_cores=(CoreHolder(0, 1, 2, 3, "s", "prefill-0"),))
+    report = replace(
+        REPORT,
+        devices=(Device("A100", 2, 1, Affinity(0, ("eth0",), near=True)),),
+        held_cores=(CoreHolder(0, 1, 2, 3, "s", "prefill-0"),),
+    )
     assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(report))), NodeReport) == report
 
 
