@@ -432,6 +432,6 @@ def _claim(worker_id: str, ends: Endpoints | None) -> str:
 
 AT_GATEWAY: Sequence[Check] = (check_gateway_port, check_access, check_tokenizer)
 CHECKS: Sequence[Check] = (
-    check_versions, check_models, check_devices, check_compilers, check_affinity, check_mps, check_cores, check_endpoints,
-    check_memory, check_context, check_clocks, check_reach, check_speed, check_measured,
+    check_versions, check_models, check_devices, check_compilers, check_affinity, check_mps, check_cores,
+    check_endpoints, check_memory, check_context, check_clocks, check_reach, check_speed, check_measured,
 )  # fmt: skip
