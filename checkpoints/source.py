@@ -26,7 +26,9 @@ _LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
 _READ_BYTES = 2**20
 
 
-def _dummy(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float) -> ModelShape:
+def _dummy(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float, context: int
+) -> ModelShape:
     return ModelShape(
         architecture="LlamaForCausalLM",
         vocab_size=vocab,
@@ -36,7 +38,7 @@ def _dummy(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voca
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=hidden // heads,
-        max_position_embeddings=8192,
+        max_position_embeddings=context,
         rms_norm_eps=1e-5,
         rope_theta=theta,
         rope_scaling=RopeScaling(),
@@ -46,8 +48,8 @@ def _dummy(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voca
 
 
 DUMMIES = {
-    "135m": _dummy(576, 1536, 30, 9, 3, 49_152, 10_000.0),
-    "8b": _dummy(4096, 14_336, 32, 32, 8, 128_256, 500_000.0),
+    "135m": _dummy(576, 1536, 30, 9, 3, 49_152, 10_000.0, 8192),
+    "8b": _dummy(4096, 14_336, 32, 32, 8, 128_256, 500_000.0, 131_072),
 }
 
 

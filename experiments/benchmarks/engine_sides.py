@@ -24,7 +24,7 @@ CPU_CASES = (
 CUDA_CASES = (
     *(StepCase(1, tokens) for tokens in (512, 2048, 8192)),
     *(StepCase(batch, 1, context) for context in (64, 1024) for batch in (1, 8, 32, 64)),
-    *(StepCase(*each) for each in ((256, 1, 64), (1, 1, 7168), (8, 1, 7168))),
+    *(StepCase(*each) for each in ((256, 1, 64), (1, 1, 7168), (8, 1, 7168), (1, 1, 31_744), (4, 1, 31_744))),
     StepCase(1, 512, 1024, beside=8),
 )
 QUICK_CASES = (StepCase(1, 128), StepCase(1, 1, 64), StepCase(4, 1, 64), StepCase(1, 64, 64, beside=2))
