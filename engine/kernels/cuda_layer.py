@@ -322,7 +322,7 @@ class CUDALayer(DecoderLayer):
             return GroupedExperts(weights, shape.experts, shape.activation, products)
         return LoopedExperts(weights, shape.experts, shape.activation, products, CUDAMLP)
 
-    def _normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
     def _rotate_and_write(

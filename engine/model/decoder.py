@@ -98,7 +98,7 @@ class DecoderLayer:
         heads are applied, those per head are not."""
         qkv = self.qkv(x)
         for columns, norm in self.span_norms:
-            qkv[:, columns] = norm(qkv[:, columns])
+            qkv[:, columns] = self.normed(qkv[:, columns].contiguous(), norm)
         return qkv.view(x.shape[0], -1, self.head_dim)
 
     def __call__(
@@ -115,7 +115,7 @@ class DecoderLayer:
         ``angles`` turn the rows (see `scales_queries`). Returns all rows, or only those of ``wanted``, which attend by
         ``wanted_attention``.
         """
-        qkv = self._qkv(self._normed(x, self.input_norm))
+        qkv = self._qkv(self.normed(x, self.input_norm))
         query = self._rotate_and_write(qkv, angles, kv, attention.slots)
         if wanted is not None and wanted_attention is not None:
             attention, query, x = wanted_attention, query[wanted], x[wanted]
@@ -125,13 +125,14 @@ class DecoderLayer:
         if self.attended_norm is None:
             x = self.out.plus(attended, x)
         else:
-            x = x + self._normed(self.out(attended), self.attended_norm)
-        normed = self._normed(x, self.mlp_norm)
+            x = x + self.normed(self.out(attended), self.attended_norm)
+        normed = self.normed(x, self.mlp_norm)
         if self.mlp_out_norm is None:
             return self.mlp.plus(normed, x)
-        return x + self._normed(self.mlp(normed), self.mlp_out_norm)
+        return x + self.normed(self.mlp(normed), self.mlp_out_norm)
 
-    def _normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """``x`` after ``norm``, if there is one, as the device computes it."""
         return x if norm is None else norm(x)
 
     def _rotate_and_write(
@@ -204,7 +205,7 @@ class Decoder:
                 hook.done(i)
         layer, rope, kv = self._layers[-1], self._ropes[-1], pool.layers[-1]
         x = layer(x, angles[rope], kv, step.attention, step.wanted, step.wanted_attention)
-        return self._final_norm(x)
+        return layer.normed(x, self._final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, vocabulary]`` of hidden states ``[rows, hidden]``, in the model's dtype."""
