@@ -330,8 +330,9 @@ def _attend_tile(
         acc, largest, total, q, keys, values, table, table_column, block_stride, positions, edge, last + 1, last,
         scale, softcap, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, True, WINDOWED, SOFTCAPPED,
     )  # fmt: skip
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a tile without rows: padding
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = ((first_row + rows)[:, None] * tl.num_programs(0) + head) * HEAD_DIM + dims[None, :]
+    used = (rows < tl.maximum(count, 1))[:, None] & (dims < HEAD_DIM)[None, :]  # the result of padding is 0
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)
 
 
@@ -357,10 +358,11 @@ def attend_chunks(
     """Compute the attention of the rows in ``tiles`` of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same
     shape, contiguous).
 
-    ``tiles`` is ``[tiles, 4]``, int32: sequence, first row, number of rows (0: padding), position of the first row. A
-    tile has at most `tile_rows` rows of one sequence. The tokens up to the last row are in the blocks of
-    ``tables[sequence]``. ``keys`` and ``values`` are those of a layer (`engine.model.kv_pool.LayerKV`). ``scale`` and
-    ``softcap`` are those of `engine.kernels.cuda_paged_attention.attend_decodes`.
+    ``tiles`` is ``[tiles, 4]``, int32: sequence, first row, number of rows (0: padding, a row whose result is 0),
+    position of the first row. A tile has at most `tile_rows` rows of one sequence. The tokens up to the last row are in
+    the blocks of ``tables[sequence]``. ``keys`` and ``values`` are those of a layer
+    (`engine.model.kv_pool.LayerKV`). ``scale`` and ``softcap`` are those of
+    `engine.kernels.cuda_paged_attention.attend_decodes`.
     """
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape

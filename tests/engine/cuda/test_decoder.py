@@ -234,6 +234,13 @@ def test_logits_that_do_not_depend_on_the_batch(family: str, dtype: str, device:
     with torch.inference_mode():
         padded = graphs.logits(decodes, LastTokens(torch.zeros(0, dtype=torch.int64)))
     assert torch.equal(padded[0], alone[-1])
+    tiles = torch.tensor([[0, 0, 1, 26], [1, 1, 0, 0]], dtype=torch.int32, device=device)
+    query = torch.ones(2, BASE["num_attention_heads"], runner.pool.head_dim, dtype=TORCH_DTYPES[dtype], device=device)
+    out, kv = torch.full_like(query, torch.nan), runner.pool.layers[0]
+    table = torch.tensor([[3, 5, 6, 7]] * 2, dtype=torch.int32, device=device)
+    cuda_paged_attention.attend_chunks(query, kv.k, kv.v, table, tiles, None, 1.0, out)
+    assert out[0].isfinite().all()
+    assert not out[1].any()
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
