@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import secrets
 import socket
+from pathlib import Path
 
 import psutil
 
@@ -40,7 +42,10 @@ def first_port(base: int, ordinal: int, gateways: int = 1) -> int:
 
 
 _PROPOSALS = 20
-"""How many ports of the system are tried until those after one are free, too."""
+"""How many ports are tried until one and those after it are free."""
+
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PROPOSED, _LEAST_PROPOSED = 24_000, 1000
 
 _HINTS = {
     "gateway.port": " with --port",
@@ -83,12 +88,22 @@ def _users_of(port: int) -> str:
     return ", ".join(names) or "another connection, or a process that this user may not see"
 
 
+def _proposed() -> int:
+    """A random port below those that the system gives to outgoing connections; 0 if there are few of them."""
+    try:
+        end = int(_OUTGOING.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+    count = end - _FIRST_PROPOSED
+    return _FIRST_PROPOSED + secrets.randbelow(count) if count >= _LEAST_PROPOSED else 0
+
+
 def free_ports(host: str, port: int, count: int, key: str = "gateway.port") -> int:
-    """The first of ``count`` ports in a row that are free: ``port``, or for 0 one that the system proposes. Errors are
-    those of `free_port`."""
+    """The first of ``count`` ports in a row that are free: ``port``, or for 0 one that no outgoing connection can take
+    until it is used. Errors are those of `free_port`."""
     for proposal in range(_PROPOSALS, 0, -1):
-        first = free_port(host, port, key)
         try:
+            first = free_port(host, port or _proposed(), key)
             for number in range(1, count):
                 free_port(host, first + number, key)
         except (LaunchError, OverflowError):
