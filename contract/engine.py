@@ -116,7 +116,7 @@ class Ready(Message, frozen=True):
 
     ``pool_handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``max_model_len`` is in
     tokens. ``load_s`` is the time from start to ready. ``eos_token_ids`` end every request that does not ignore them.
-    ``dtype`` is that of the computed numbers, ``notes`` are messages for the user.
+    The engine computes in ``dtype``. ``notes`` are messages for the user.
     """
 
     layout: KVLayout

@@ -204,7 +204,7 @@ def layout_facts(status: ServiceStatus) -> dict[str, Any]:
     except ModelError:
         return facts
     layout = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    numbers = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    numbers = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # per token; of one byte each in FP8
     return {**facts, "layout": {**layout, "dtype": FP8 if status.kv_bytes_per_token == numbers else status.dtype}}
 
 

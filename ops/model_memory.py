@@ -129,6 +129,7 @@ class ServedModel:
         engine, shape = config.engine, source.shape
         layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
         dtype = _dtype_of(source, config)
+        keep_fp8 = device == "cuda" and dtype == "bfloat16" and not engine.batch_invariant  # where the GPU can
         tokens = max(engine.max_num_seqs, *(engine.token_budget(device, role) for role in Role))
         if engine.num_blocks is not None:
             pool_bytes = engine.num_blocks * layout.block_bytes
@@ -139,7 +140,7 @@ class ServedModel:
         return cls(
             layout,
             engine.max_model_len or shape.max_position_embeddings,
-            shape.weight_bytes(dtype, keep_fp8=device == "cuda"),
+            shape.weight_bytes(dtype, keep_fp8),
             pool_bytes,
             activation_bytes(shape, dtype, tokens, engine.max_num_seqs),
         )

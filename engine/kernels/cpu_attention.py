@@ -208,7 +208,7 @@ class CPUAttention(Attention):
         return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
     def fetch(self, layer: LayerKV, pages: torch.Tensor, rows: int) -> torch.Tensor:
-        """The keys and values in `pages`: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
+        """The keys and values in ``pages``: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
         fetched = self._keys_values.take(pages.shape[0], layer.pages.shape[1])
         if layer.pages.dtype is fetched.dtype:
             torch.index_select(layer.pages, 0, pages, out=fetched)

@@ -170,7 +170,8 @@ def check_attention(pool: KVPool, shape: ModelShape, chunks: FlashInferPrefill |
     tokens = blocks * pool.layout.block_size - 1  # the last block is not full
     rows = min(tokens, _CHECKED_ROWS)
     draw, table = torch.Generator(device).manual_seed(0), list(range(blocks))
-    pool.tensor[:blocks].copy_(torch.empty(pool.tensor[:blocks].shape, device=device).normal_(generator=draw))
+    for numbers in (plane[:blocks] for layer in (pool.layers[0], pool.layers[-1]) for plane in (layer.k, layer.v)):
+        numbers.copy_(torch.empty(numbers.shape, device=device).normal_(generator=draw))
     query = torch.empty(rows, shape.num_heads, pool.head_dim, device=device, dtype=dtype).normal_(generator=draw)
     chunk = ScheduledSeq("check", [0] * rows, tokens - rows, table, False, SamplingParams())
     decode = ScheduledSeq("check", [0], tokens - 1, table, False, SamplingParams())

@@ -106,6 +106,7 @@ def _gate_times(x, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.cons
 
 @triton.jit
 def _fp8(x):
+    """``x`` in FP8, whose largest number is 448."""
     return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0).to(tl.float8e4nv)
 
 
@@ -323,7 +324,7 @@ class CUDALayer(DecoderLayer):
         return LoopedExperts(weights, shape.experts, shape.activation, products, CUDAMLP)
 
     def normed(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        return x if norm is None else rms_norm(x, norm.weight, norm.eps)
+        return x if norm is None else rms_norm(x.contiguous(), norm.weight, norm.eps)
 
     def _rotate_and_write(
         self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], kv: LayerKV, slots: torch.Tensor

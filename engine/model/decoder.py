@@ -13,7 +13,7 @@ from torch.nn import functional
 from checkpoints.shape import ModelShape, Rope
 from engine.model.attention import AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.layers import GatedMLP, LoopedExperts, Products, RMSNorm, RoutedExperts, fixed_linear, linear
+from engine.model.layers import FixedLinear, GatedMLP, LoopedExperts, Products, RMSNorm, RoutedExperts, linear
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
@@ -80,8 +80,8 @@ class DecoderLayer:
 
     @staticmethod
     def products(batch_invariant: bool) -> Products:
-        """The products of the device."""
-        return fixed_linear if batch_invariant else linear
+        """What makes the products of the device; with ``batch_invariant`` from plain weights only."""
+        return FixedLinear if batch_invariant else linear
 
     def _make_mlp(
         self, weights: MLPWeights | ExpertWeights, shape: ModelShape, batch_invariant: bool
@@ -98,7 +98,7 @@ class DecoderLayer:
         heads are applied, those per head are not."""
         qkv = self.qkv(x)
         for columns, norm in self.span_norms:
-            qkv[:, columns] = self.normed(qkv[:, columns].contiguous(), norm)
+            qkv[:, columns] = self.normed(qkv[:, columns], norm)
         return qkv.view(x.shape[0], -1, self.head_dim)
 
     def __call__(
@@ -152,7 +152,7 @@ class Decoder:
 
     It empties ``weights.layers``, so that packed weights are not in memory twice. ``layer_type`` is the layer of the
     device. ``long_rope`` selects the long factors of longrope. ``batch_invariant``: what is computed of a row does not
-    depend on the other rows of a step, given such an attention.
+    depend on the other rows of a step, if that is so for the attention.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ from runtime.host_memory import available_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POOL_DTYPES = TORCH_DTYPES | {FP8: torch.float8_e4m3fn}
-FP8_LARGEST = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,9 @@ class LayerKV:
         """Write ``vectors`` (``[rows, head_dim]``) to the places ``slots`` of `vectors`. Numbers that FP8 cannot hold
         become its largest."""
         if self.vectors.dtype is torch.float8_e4m3fn:
-            held = vectors.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
-            self.vectors.view(torch.uint8).index_copy_(0, slots, held)
+            largest = torch.finfo(self.vectors.dtype).max
+            held = vectors.clamp(-largest, largest).to(self.vectors.dtype)
+            self.vectors.view(torch.uint8).index_copy_(0, slots, held.view(torch.uint8))
         else:
             self.vectors.index_copy_(0, slots, vectors)
 
@@ -50,7 +50,7 @@ class KVPool:
     """The pool. ``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so a block is one run of
     ``layout.block_bytes`` bytes. The `probe_area` follows the last block.
 
-    ``compute_dtype`` is the type of the numbers that are computed with, and by default those of the pool.
+    Keys and values are computed with in ``compute_dtype`` (default: the pool's dtype).
     ``handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``layout`` has one kind of
     cache.
     """

@@ -15,11 +15,12 @@ _NATIVE = (9, 10)
 """The compute capabilities (major numbers) whose grouped products are native."""
 
 _FIXED_ROWS = 16
+"""Rows of a product that does not depend on the batch."""
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability that converts and multiplies FP8 numbers."""
 
-FP8_MAX = 448.0
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 FP8_LEAST_ROW = 1e-10
 """The least maximum of a row that is quantized, so that a row of zeros has a scale."""
 
@@ -85,7 +86,7 @@ class FP8Linear(Linear):
     and the sums are in float32."""
 
     def __init__(self, weight: QuantizedTensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__(weight.values.t(), bias)
+        super().__init__(weight.values.t(), bias)  # [in, out], as the product wants it
         self._scales = weight.scales.t()
 
     def quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,12 +113,12 @@ def multiplies_fp8(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class FixedLinear(Linear):
-    """Products of a fixed number of rows, whatever the batch: a product of PyTorch may sum in another order if it has
-    another number of rows."""
+    """The product, by products of PyTorch that have a fixed number of rows, whatever the batch: with another number
+    they may sum in another order. The weight is not quantized."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        self._product = linear(weight, bias)
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+        assert isinstance(weight, torch.Tensor)
+        self._product = linear(weight, bias)  # which may have copied the weight, so that it is not kept here
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
@@ -142,12 +143,6 @@ def linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
     return Linear(weight, bias)
 
 
-def fixed_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-    """`Products` that do not depend on the batch."""
-    assert isinstance(weight, torch.Tensor)
-    return FixedLinear(weight, bias)
-
-
 def _packs() -> bool:
     return bool(torch._C._has_mkldnn) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -158,8 +153,8 @@ class RMSNorm:
 
     In bfloat16 the arithmetic is in float32 and the result is rounded once, in as few passes as possible:
     ``x / hypot(|x|, sqrt(hidden * eps)) * (weight * sqrt(hidden))`` is the same number. For a single row on a CPU the
-    number of calls dominates, so it uses a layer norm: ``(x, -x)`` has mean 0 and the mean square of ``x``. Not so if
-    ``batch_invariant``.
+    number of calls dominates, so it uses a layer norm: ``(x, -x)`` has mean 0 and the mean square of ``x``. With
+    ``batch_invariant`` it is computed like several rows.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0, batch_invariant: bool = False) -> None:

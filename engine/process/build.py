@@ -80,12 +80,12 @@ def build_engine(
     # The pool must not matter here: the workers of a service may have pools of different sizes.
     long_rope = shape.uses_long_rope(spec.max_model_len or shape.max_position_embeddings)
     shape.check_context(spec.max_model_len)
-    fp8 = not spec.batch_invariant and multiplies_fp8(TORCH_DTYPES[dtype], device)
+    keep_fp8 = not spec.batch_invariant and multiplies_fp8(TORCH_DTYPES[dtype], device)
     with source.unchanged():
         model_hash = source.model_hash(long_rope)
-        weights = load_weights(source, TORCH_DTYPES[dtype], device, fp8)
+        weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8)
     if spec.kv_dtype == "fp8":
-        if on_gpu and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             raise ConfigError("engine.kv_dtype: fp8 needs a GPU of compute capability 8.9 or later; use auto")
         model_hash = xxhash.xxh3_128_hexdigest(model_hash.encode() + weights.scale_kv())
     layout = KVLayout.uniform(

@@ -115,7 +115,8 @@ class CudaBuild:
         attention = self._parts.attention(pool, model)
         graphs = None
         if self._spec.cuda_graphs and not self._recordable(model):
-            log.warning("decode runs without CUDA graphs: PyTorch's grouped products of experts are not native here")
+            log.warning("decode runs without CUDA graphs: experts need PyTorch's grouped products, which are native in "
+                        "bfloat16 on some GPUs, and compute neither in FP8 nor batch-invariantly")  # fmt: skip
         if self._recordable(model):
             blocks = layout.blocks_for(max_model_len)
             graphs = self._parts.graphs(model, pool, attention, self._spec.max_num_seqs, blocks)
@@ -126,7 +127,7 @@ class CudaBuild:
         return runner
 
     def _recordable(self, model: Decoder) -> bool:
-        """Whether decode steps are recorded. Those of experts need PyTorch's native grouped products."""
+        """Whether decode steps are recorded. Those of experts have to be native grouped products."""
         if not self._spec.cuda_graphs:
             return False
         grouped = model.shape.experts is None or groups_natively(model.dtype, model.device)

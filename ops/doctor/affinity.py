@@ -38,8 +38,11 @@ def pci_addresses(environment: Mapping[str, str]) -> dict[str, str]:
 
 def affinity_of(pci_address: str, sysfs: Path = SYSFS) -> Affinity:
     """The place of the GPU at ``pci_address`` (as ``0000:18:00.0``). The nearest interfaces are those that share most
-    of the path of PCI bridges with it; interfaces without a device, as bridges and loopback, do not count."""
+    of the path of PCI bridges with it; interfaces without a device, as bridges and loopback, do not count. Of a GPU
+    that sysfs does not have, nothing is known."""
     gpu = (sysfs / "bus/pci/devices" / pci_address).resolve()
+    if not gpu.exists():
+        return Affinity(None, (), None)
     numa_node = _numa_node(gpu)
     devices = {
         each.name: (each / "device").resolve()

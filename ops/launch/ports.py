@@ -45,7 +45,8 @@ _PROPOSALS = 20
 """How many ports are tried until one and those after it are free."""
 
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PROPOSED, _LEAST_PROPOSED = 24_000, 1000
+_FIRST_PROPOSED = 24_000  # above those of services that count their ports from `DEFAULT_BASE`
+_LEAST_PROPOSED = 1000  # with fewer ports to choose from, services that start at once would often choose the same
 
 _HINTS = {
     "gateway.port": " with --port",

@@ -48,7 +48,7 @@ class WorkerInfo:
     pid: int
     engine_pid: int
     layout: KVLayout
-    dtype: str  # of the computed numbers; that of the pool is the layout's
+    dtype: str  # that the engine computes in; the pool has that of the layout
     num_blocks: int
     max_model_len: int
     max_num_batched_tokens: int

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ops.launch import ports
 from ops.launch.members import Members
 from ops.launch.plan import Node, worker_bundles
 from ops.launch.ports import first_port, free_ports, port_base
@@ -148,6 +149,15 @@ def test_the_key_of_offloaded_kv_is_made_once_and_only_its_user_reads_it(
     path.chmod(0o640)
     with pytest.raises(LaunchError, match=r"cache_key: others can read or change it \(mode 640\)"):
         cache_key()
+
+
+def test_a_free_port_is_not_one_of_outgoing_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "range").write_text("30000\t60999\n")
+    monkeypatch.setattr(ports, "_OUTGOING", tmp_path / "range")
+    assert all(24_000 <= free_ports("127.0.0.1", 0, 1) < 30_000 for _ in range(20))
+    for few in ("24500\t60999\n", ""):
+        (tmp_path / "range").write_text(few)
+        assert free_ports("127.0.0.1", 0, 1) > 0  # the system chooses
 
 
 def test_the_ports_of_several_gateways_follow_each_other() -> None:
