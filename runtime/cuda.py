@@ -146,6 +146,17 @@ class Cuda:
 
         return wait
 
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Allocate memory of the host (uint8) that GPUs copy from while the host does other work."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_device(self, source: torch.Tensor, target: torch.Tensor, index: int) -> Callable[[], None]:
+        """Have the current stream of GPU ``index`` copy ``source``, which is `pinned`, to ``target``, which has its
+        dtype. Does not wait. Returns a function that waits until the GPU has copied it; until then ``source`` must not
+        change."""
+        target.copy_(source, non_blocking=True)
+        return self.record(index).synchronize
+
     def stream(self, index: int) -> Stream:
         """A stream of GPU ``index`` for the caller alone, until `give_back`. Its work does not wait for that of other
         streams, and vice versa, and comes before work of ordinary priority. RuntimeError if CUDA makes none.

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.cuda import Cuda, Graph, MemoryFigures, Stream
-from tests.strict_streams import StrictStream, current_stream
+from tests.strict_streams import POISON, StrictStream, current_stream
 
 _TORCH_STREAMS = 32  # c10::cuda::kStreamsPerPool
 
@@ -166,6 +166,8 @@ class StrictCuda(Cuda):
         self._streams: dict[int, list[StrictStream]] = {}
         self._torch_streams: dict[int, list[StrictStream]] = defaultdict(list)
         self.calls: list[str] = []
+        self.pinned_storages: list[torch.UntypedStorage] = []
+        """All memory that was pinned so far."""
         self._multiprocessors, self._changed = multiprocessors, threading.Condition()
 
     @contextmanager
@@ -277,6 +279,24 @@ class StrictCuda(Cuda):
     def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> Callable[[], list[torch.Tensor]]:
         self.use(index, "results are copied to the host", same_device=True)
         return StrictHostCopy(self, tensors, index).wait
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.use(0, "memory is pinned", synchronises=True)
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.pinned_storages.append(memory.untyped_storage())
+        return memory
+
+    def to_device(self, source: torch.Tensor, target: torch.Tensor, index: int) -> Callable[[], None]:
+        self.use(index, "memory of the host is copied to the GPU", same_device=True)
+        if all(source.untyped_storage() is not pinned for pinned in self.pinned_storages):
+            raise CudaMisuse("a copy from memory that is not pinned: the host waits for it")
+        target.view(-1).view(torch.uint8).fill_(POISON)
+
+        def wait() -> None:
+            self.use(index, "a copy is waited for", same_device=True, synchronises=True)
+            target.copy_(source)
+
+        return wait
 
     def stream(self, index: int) -> StrictStream:
         self.use(index, "a stream is created", synchronises=True)

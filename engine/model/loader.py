@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from checkpoints.families import family_of
 from checkpoints.shape import ModelShape
 from checkpoints.source import DUMMY_SEED, ModelSource, read_tensor_shapes
+from engine.model.reading import Piece, TensorFile, pieces_of, read_pieces
 from engine.model.weights import Matrix, ModelWeights, QuantizedTensor, named_tensors, quantized_parts
 from pdserve.core.errors import ModelError
+from runtime.cuda import Cuda
 
 _DUMMY_STD = 0.02
 _DUMMY_LEVELS = 40.0  # standard deviation of quantized weights
 _UNUSED = (".input_scale", ".weight_format")  # of activations, which are not quantized; of bitsandbytes
 
 
-def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, keep_fp8: bool = False) -> ModelWeights:
+def load_weights(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_fp8: bool = False,
+    cuda: Cuda | None = None,
+) -> ModelWeights:
     """Load all weights of ``source``, converted to ``dtype``. Matrices that are stored in 8 bits are dequantized;
-    with ``keep_fp8`` those that `engine.model.layers.FP8Linear` can compute with stay as they are.
+    with ``keep_fp8`` those that `engine.model.layers.FP8Linear` can compute with stay as they are. ``cuda`` is how
+    ``device`` is reached if it is a GPU (default: torch).
 
     Raises `ModelError` with the file and tensor that is missing, unexpected, of a wrong shape, corrupt, truncated, or
     beyond the range of ``dtype``.
@@ -32,7 +39,8 @@ def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, 
     if source.folder is None:
         _fill_randomly(weights, device)
     else:
-        _fill_from_folder(weights, source)
+        cuda = Cuda() if cuda is None and device.type == "cuda" else cuda
+        _fill_from_folder(weights, source, cuda, device.index or 0)
     weights.arrange()
     return weights
 
@@ -104,65 +112,50 @@ def _find_tensors(wanted: Mapping[str, tuple[tuple[int, ...], ...]], source: Mod
     return found
 
 
-def _fill_from_folder(weights: ModelWeights, source: ModelSource) -> None:
+def _fill_from_folder(weights: ModelWeights, source: ModelSource, cuda: Cuda | None, index: int) -> None:
     targets = named_tensors(weights)
     found = _find_tensors(_stored_shapes(weights), source)
     quantized = _quantized_names(weights.shape)
     with contextlib.ExitStack() as stack:
-        files = {path: _opened(path, stack) for path in dict.fromkeys(found.values())}
+        opened = {path: stack.enter_context(TensorFile(path)) for path in dict.fromkeys(found.values())}
+        files = {name: opened[path] for name, path in found.items()}
+        pieces: list[Piece] = []
         for name, target in targets.items():
-            path = found[name]
-            try:
-                tensor = files[path].get_tensor(name)
-                if name in quantized:
-                    _fill_quantized(target, tensor, name, weights.shape, files, found)
-                elif isinstance(target, torch.Tensor):
-                    target.copy_(tensor)
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: corrupt or truncated: {' '.join(str(error).split())}") from None
-            converted = weights.norm.dtype is torch.float16 and tensor.dtype is not torch.float16
+            if name in quantized:
+                pieces += _quantized_pieces(target, name, weights.shape, files)
+            elif isinstance(target, torch.Tensor):
+                pieces += pieces_of(files[name], name, target)
+        read_pieces(pieces, cuda, index)
+        for name, target in targets.items():
+            converted = weights.norm.dtype is torch.float16 and files[name].dtype(name) is not torch.float16
             if converted and isinstance(target, torch.Tensor) and not bool(target.isfinite().all()):
                 raise ModelError(
-                    f"{path}: tensor {name!r} has values that float16 cannot hold; set model.dtype to float32 or "
-                    "bfloat16"
+                    f"{found[name]}: tensor {name!r} has values that float16 cannot hold; set model.dtype to float32 "
+                    "or bfloat16"
                 )
 
 
-def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
-    try:
-        return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: corrupt or truncated: {' '.join(str(error).split())}") from None
-
-
-def _fill_quantized(
-    target: Matrix,
-    values: torch.Tensor,
-    name: str,
-    shape: ModelShape,
-    files: Mapping[Path, Any],
-    found: Mapping[str, Path],
-) -> None:
+def _quantized_pieces(target: Matrix, name: str, shape: ModelShape, files: Mapping[str, TensorFile]) -> Iterable[Piece]:
+    """The pieces of a matrix that is stored in 8 bits. Fills the scales of ``target`` if it stays so."""
     quantization = shape.quantization
     assert quantization is not None
-    if str(values.dtype).removeprefix("torch.") != quantization.values:
+    dtype = str(files[name].dtype(name)).removeprefix("torch.")
+    if dtype != quantization.values:
         raise ModelError(
-            f"{found[name]}: tensor {name!r} is {str(values.dtype).removeprefix('torch.')}, but config.json requires "
-            f"{quantization.values}"
+            f"{files[name].path}: tensor {name!r} is {dtype}, but config.json requires {quantization.values}"
         )
     scale = quantization.scale_name(name)
-    scales = files[found[scale]].get_tensor(scale).float() / quantization.divisor
-    rows, columns = values.shape
-    expanded = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(scales.shape[0], -1)
-    height = quantization.block[0] or rows
-    expanded = expanded.repeat_interleave(height, dim=0)[:rows] if height > 1 else expanded
-    expanded = expanded.expand(rows, quantization.column_groups(columns))
-    stored = QuantizedTensor(values, expanded, quantization.block[1])
+    scales = files[scale].load(scale).float() / quantization.divisor
+    scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(scales.shape[0], -1)
+    height, groups = quantization.block[0] or target.shape[0], quantization.column_groups(target.shape[1])
+
+    def of_rows(numbers: torch.Tensor) -> torch.Tensor:
+        return scales[numbers // height].expand(-1, groups)
+
     if isinstance(target, torch.Tensor):
-        target.copy_(stored.dequantized(torch.float32))
-    else:
-        target.values.copy_(stored.values)
-        target.scales.copy_(stored.scales)
+        return pieces_of(files[name], name, target, of_rows, quantization.block[1])
+    target.scales.copy_(of_rows(torch.arange(target.shape[0])))
+    return pieces_of(files[name], name, target.values)
 
 
 def _check_ignorable(name: str, path: Path, source: ModelSource) -> None:

@@ -83,7 +83,7 @@ def build_engine(
     keep_fp8 = not spec.batch_invariant and multiplies_fp8(TORCH_DTYPES[dtype], device)
     with source.unchanged():
         model_hash = source.model_hash(long_rope)
-        weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8)
+        weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8, cuda if on_gpu else None)
     if spec.kv_dtype == "fp8":
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             raise ConfigError("engine.kv_dtype: fp8 needs a GPU of compute capability 8.9 or later; use auto")

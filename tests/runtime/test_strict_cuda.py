@@ -72,3 +72,17 @@ def test_work_of_a_stream_is_done_when_the_host_waits_for_it() -> None:
     assert event.query()
     cuda.synchronize(0)
     assert target.tolist() == [4, 5, 0, 1]
+
+
+def test_copies_to_a_gpu_come_from_pinned_memory_that_stays_as_it_is_until_they_are_done() -> None:
+    cuda = StrictGpus().process()
+    cuda.init(0)
+    staged, target = cuda.pinned(4), torch.zeros(4, dtype=torch.uint8)
+    staged.fill_(1)
+    wait = cuda.to_device(staged, target, 0)
+    assert target.tolist() == [POISON] * 4
+    staged.fill_(2)
+    wait()
+    assert target.tolist() == [2] * 4
+    with pytest.raises(CudaMisuse, match="not pinned"):
+        cuda.to_device(torch.ones(4, dtype=torch.uint8), target, 0)
