@@ -247,10 +247,12 @@ def _causes(arms: Sequence[Rows], added: Figures | None, loaded: bool, seed: int
 def handoffs(cell: FinishedCell, rows: Rows) -> Figures:
     """The transfers of disaggregated requests: ``exposed_ms`` (an interval), and its mean ``achieved_ms``; ``wire_ms``,
     ``request_to_ready_ms``, ``prefill_ms``; ``ceiling_gbs``, ``clock_error_ms``, ``transports_used``; ``predicted_ms``,
-    the exposed time by arithmetic, with ``fixed_ms``. Null where nothing was handed off, or for the last two if the
-    model's layers are unknown or the link was not measured."""
+    the exposed time by arithmetic, with ``fixed_ms``. Null where nothing was handed off, where engines of others did
+    it, which tell no times, or for the last two if the model's layers are unknown or the link was not measured."""
     import pandas  # takes long
 
+    transports_used = sorted({row.transport for row in rows}) if rows else None
+    rows = [row for row in rows if "decode_leg" not in row.stages_ms.get(Figure.TTFT_DECODE, {})]
     columns = ("exposed_ms", "wire_ms", "import_ms", "request_to_ready_ms", "ceiling_gbs")
     moved = pandas.DataFrame([row.transfer for row in rows], columns=columns).fillna(0.0)
     figures = {
@@ -267,7 +269,7 @@ def handoffs(cell: FinishedCell, rows: Rows) -> Figures:
         "exposed_ms": plain_mean(moved.exposed_ms.tolist()),
         **found,
         **predicted(cell, prompt_len, found["prefill_ms"] or 0.0, figures["ceiling_gbs"]),
-        "transports_used": sorted({row.transport for row in rows}) if rows else None,
+        "transports_used": transports_used,
     }
 
 

@@ -17,6 +17,7 @@ from prometheus_client import Metric
 from checkpoints.source import ModelSource, tokenizer_note
 from contract.control import MAX_BEAT_BYTES
 from contract.scaling import GatewayLoad, ScalingReport
+from external_engines.directory import EngineDirectory
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
@@ -93,12 +94,15 @@ class Gateway:
         self._registry_port = int(registry_port)
         # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
         self.registry = WorkerRegistry(RunningAwakeClock(), config.router, config.gateway.replicas)
-        both_roles = config.cluster.prefill and config.cluster.decode
+        both_roles = config.cluster.num_prefill and config.cluster.num_decode
         if restarted:
             self.registry.expect_workers(list(Mode) if both_roles else [Mode.COLOCATED])
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
         self.directory = WorkerDirectory(self.registry, connect, service)
+        urls = {Role.PREFILL: config.cluster.prefill_urls, Role.DECODE: config.cluster.decode_urls}
+        pause_s = max(config.router.heartbeat_s, config.router.heartbeat_timeout_s / 4)
+        self._engines = EngineDirectory(self.registry, urls, model, config.model.dtype, pause_s, clock)
         note = tokenizer_note(model.folder)
         if note:
             log.warning("%s", note)
@@ -116,6 +120,7 @@ class Gateway:
             config.public_settings,
             [note] if note else [],
             security.callers.problem,
+            self._engines,
         )
         tokenizer = load_tokenizer(model.folder)
         self._context_length = config.engine.max_model_len or model.shape.max_position_embeddings
@@ -205,6 +210,7 @@ class Gateway:
         self._servers = [public, internal]
         if self._http is not None:
             await self._http.start()
+        self._engines.start()
         self.registry.subscribe_workers(self._changed.set)
         heartbeats_s = min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4)
         self._tasks = [
@@ -277,6 +283,7 @@ class Gateway:
             await asyncio.gather(public.stop(grace_s), http)
             await internal.stop(None)
             self._servers = []
+        await self._engines.close()
         await self.directory.close()
         if self._tracing is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._tracing.close)

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from contract.scaling import ScalingReport
+from external_engines.directory import EngineDirectory
 from gateway.validation import Limits
 from pdserve.core.clock import Clock
 from pdserve.core.worker import Role
@@ -23,7 +24,8 @@ from worker.cores import sharing_note
 
 class StatusReport:
     """The answer of `GetStatus`, and the limits that requests are checked against. ``settings`` of the configuration
-    are told to everyone. ``problem``: what is wrong with the configuration now, for operators."""
+    are told to everyone. ``problem``: what is wrong with the configuration now, for operators. ``engines``: the servers
+    of other engines."""
 
     def __init__(
         self,
@@ -37,6 +39,7 @@ class StatusReport:
         settings: Mapping[str, Any],
         model_notes: Sequence[str],
         problem: Callable[[], str],
+        engines: EngineDirectory | None = None,
     ) -> None:
         self._registry = registry
         self._router = router
@@ -48,6 +51,7 @@ class StatusReport:
         self._settings = {key: json.dumps(value) for key, value in settings.items()}
         self._model_notes = tuple(model_notes)
         self._problem = problem
+        self._engines = engines
         self._started_s = clock.now()
         self._limits: Limits | None = None
         self._limits_are_old = True
@@ -94,9 +98,11 @@ class StatusReport:
     def message(self) -> pb.GetStatusResponse:
         """The current status, for operators."""
         registered = {worker.worker_id for worker in self._registry.workers}
+        engines = self._engines
+        expected = self.expected | (engines.expected if engines else {})
         awaited = [
             pb.WorkerStatus(worker_id=worker_id, role=role, state="awaited")
-            for worker_id, role in sorted(self.expected.items())
+            for worker_id, role in sorted(expected.items())
             if worker_id not in registered
         ]
         costs = self._registry.cost_model.refit()
@@ -114,7 +120,12 @@ class StatusReport:
             checkpoint_dtype=self._checkpoint_dtype,
             settings=self._settings,
             costs=[*costs.describe(), *([in_words] if in_words else [])],
-            notes=[*self._model_notes, *self.notes, *filter(None, (shared, self._problem()))],
+            notes=[
+                *self._model_notes,
+                *self.notes,
+                *filter(None, (shared, self._problem())),
+                *(engines.notes if engines else ()),
+            ],
         )
         if self.scaling is not None:
             status.scaling.CopyFrom(_scaling_status(self.scaling))

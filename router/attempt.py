@@ -192,7 +192,8 @@ class Attempt:
     async def _on_pair(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
         share, decode, request = self._assignment.prefill, decode_share.worker, self._request
         self._session.result.decode_worker = decode.worker_id
-        self._session.result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
+        if decode.info.proves_transfers:
+            self._session.result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
         self._send(share.worker, decode)
         self._dispatched = True
         # Both workers at once. Prefill comes first, because token 1 waits for it; decode has its whole prefill to

@@ -56,6 +56,8 @@ _BEFORE_ROUTER = frozenset({EventKind.RECEIVED, EventKind.TOKENIZED})
 _ALL_ATTEMPT = frozenset(EventKind) - _BEFORE_ROUTER
 _TOKEN_2 = frozenset(
     {
+        EventKind.DECODE_SENT,
+        EventKind.DECODE_ANSWERED,
         EventKind.ROOM_MADE,
         EventKind.KV_VERIFIED,
         EventKind.DECODE_SCHEDULED,

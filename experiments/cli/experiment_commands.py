@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -25,14 +27,19 @@ from ops.cli.options import (
     access_of,
     print_json,
     print_note,
+    progress,
     settings_of,
     stderr_console,
     stdout_console,
     target_option,
 )
+from ops.launch.detach import start_detached, stop_detached
+from ops.launch.state import target_here
 from pdserve.client.target import AccessOptions
+from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.request import counted
+from pdserve.core.worker import Role
 
 app = typer.Typer()
 
@@ -54,6 +61,11 @@ _COMMON: Mapping[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "prefill_url": (
+        _annotated(list[str] | None, "measure this server of another engine as a prefill worker; repeatable"),
+        None,
+    ),
+    "decode_url": (_annotated(list[str] | None, "the same as a decode worker; repeatable"), None),
     "output": (_annotated(Path, "folder in which NAME/STAMP is made for the run"), Path("results")),
     "resume": (_annotated(Path | None, "go on with the interrupted run in this folder, with its options"), None),
     "quick": (_annotated(bool, "fewer parameters and repeats: minutes on 2 cores", "--quick"), False),
@@ -89,7 +101,8 @@ def _add(
         settings = [key for key in ("config", "set") if kept[key]]
         if common["target"] is not None and settings:
             raise InvalidRequest(_KEEPS.format(settings[0]))
-        run(common, given, access_of(common))
+        with _before_servers(common) as chosen:
+            run(chosen, given, access_of(common))
 
     command.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -99,6 +112,28 @@ def _add(
         ]
     )
     app.command(name, help=text)(command)
+
+
+@contextmanager
+def _before_servers(common: Given) -> Iterator[Given]:
+    """``common``, with the target of a service that is started before the servers of ``--prefill-url`` and
+    ``--decode-url`` if there are some, and ended afterwards."""
+    urls = {f"cluster.{role}_urls": common[f"{role}_url"] for role in Role if common[f"{role}_url"]}
+    if not urls:
+        yield common
+        return
+    for key in ("target", "resume"):
+        if common[key] is not None:
+            raise InvalidRequest(f"--{key}: servers are given by their URLs; leave one of the two out")
+    settings = {"gateway.port": 0, "gateway.http_port": 0, **settings_of(common["set_"]), **urls}
+    config = PdserveConfig.load(common["config"], settings)
+    console = stderr_console()
+    with progress(console, "starting a gateway before the servers") as report:
+        port = start_detached(config, report, partial(print_note, console))
+    try:
+        yield {**common, "target": target_here(config.gateway, port), "config": None, "set_": None}
+    finally:
+        stop_detached(port, 0.0)
 
 
 def _run_one(

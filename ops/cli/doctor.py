@@ -61,6 +61,8 @@ def _show(console: Console, report: DoctorReport) -> None:
     fails, warnings = (sum(finding.level == level for finding in report.findings) for level in ("fail", "warn"))
     verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
     examined = f"{counted(len(report.nodes), 'node')}, {counted(len(report.pairs), 'pair')} examined"
+    if servers := report.config.cluster.servers:
+        examined = f"{counted(len(servers), 'server')} examined"
     console.print(f"{verdict}: {examined}; {fails} would fail, {counted(warnings, 'warning')}")
 
 

@@ -45,10 +45,12 @@ _ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="conf
 _SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a key of the configuration; repeatable")
 ]
-_SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
+_SERVICE_OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "model": ("model.path", str, "folder, or org/name on the hub"),
     "prefill": ("cluster.prefill", int, "prefill workers"),
     "decode": ("cluster.decode", int, "decode workers"),
+    "prefill_url": ("cluster.prefill_urls", list[str], "prefill server (vLLM); repeatable"),
+    "decode_url": ("cluster.decode_urls", list[str], "decode server (vLLM); repeatable"),
     "device": ("cluster.device", str, "auto, cpu or cuda"),
     "oversubscribe": ("cluster.oversubscribe", bool, "let workers share device slots"),
     "placement": ("cluster.placement", str, "pack, spread or strict_spread"),
@@ -95,7 +97,9 @@ def _settings(given: dict[str, Any]) -> PdserveConfig:
     from pdserve.core.config import PdserveConfig
 
     chosen = {key: given[name] for name, (key, _, _) in _SERVICE_OPTIONS.items()}
-    overrides = {key: value for key, value in chosen.items() if value is not None and value is not False}
+    overrides = {
+        key: value for key, value in chosen.items() if value is not None and value is not False and value != []
+    }
     return PdserveConfig.load(given["config"], {**settings_of(given["set_"]), **overrides})
 
 

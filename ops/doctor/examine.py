@@ -19,6 +19,7 @@ from ops.doctor.network import REMEDIES, Obstacle, dial
 from ops.doctor.node_report import NodeReport, report_versions
 from ops.doctor.probes import Site, local_site
 from ops.doctor.report import DoctorReport, Endpoints, ExaminedNode, ExaminedPair, Meeting, Seat, fail, warn
+from ops.doctor.servers import examine_servers
 from ops.launch.discovery import prepare_environment
 from ops.launch.plan import Node, plan, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import first_port, port_base
@@ -54,6 +55,8 @@ Progress = Callable[[str], None]
 def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> DoctorReport:
     """Examine the hosts that ``config`` would run on. A Ray that cannot be joined is a finding, too."""
     address = config.cluster.address
+    if config.cluster.servers:
+        return examine_servers(config)
     if address == "local":
         return Examination(config, local_site(config.cluster.device), progress).run()
     progress(f"joining Ray at {address}")

@@ -118,9 +118,9 @@ def count_slots(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> in
 
 def roles_of(config: ClusterConfig) -> list[Role]:
     """The role of each configured worker; LaunchError if there are none."""
-    if not config.prefill + config.decode:
+    if not config.num_prefill + config.num_decode:
         raise LaunchError("cluster.prefill and cluster.decode are both 0; start at least one worker")
-    return [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+    return [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
 
 
 def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> dict[Role, Bundle]:

@@ -39,7 +39,9 @@ def prepare(
     source = resolve_model(config.model.path, report, check)
     source.shape.check_context(config.engine.max_model_len)
     head = RayHead() if config.cluster.address == "local" else None
-    if source.folder is not None and head is not None:  # on a cluster, each host has its own files
+    if (
+        source.folder is not None and head is not None and not config.cluster.servers
+    ):  # on a cluster, each host has its own files
         check_weight_files(source.folder)
     note = tokenizer_note(source.folder)  # the gateway adds it to its status itself
     notes = [note] if note else []

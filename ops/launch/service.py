@@ -106,7 +106,9 @@ class Service:
     @property
     def counts(self) -> dict[Role, int]:
         """Workers of each role, including those that wait for a node."""
-        members = self._members
+        members, cluster = self._members, self.config.cluster
+        if cluster.servers:
+            return {Role.PREFILL: cluster.num_prefill, Role.DECODE: cluster.num_decode}
         return {role: len(members.of(role)) if members else 0 for role in Role}
 
     @property
@@ -292,6 +294,8 @@ class Service:
         self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool
     ) -> operator_pb2.Scaled:
         members = self._members
+        if self.config.cluster.servers:
+            raise LaunchError("its workers are servers that pdserve does not start; start it again with other URLs")
         if members is None:
             raise LaunchError("the service is not running")
         for role, count in wanted.items():
@@ -403,6 +407,9 @@ class Service:
         cluster, gateway, host = self.config.cluster, self.config.gateway, "127.0.0.1"
         if not self.session.owned:
             host = ray.util.get_node_ip_address()
+        if cluster.servers:
+            self._start_before_servers(host)
+            return
         nodes, device, bundles = self._await_nodes()
         self._fetch_model(hosts_of(nodes, bundles), self._report, self._check)
         shape = self._source.shape
@@ -447,6 +454,17 @@ class Service:
         with contextlib.suppress(LaunchError):  # a gateway that is slow to answer serves all the same
             self._tell(self.status().notes)  # of what the workers have reported
         self._send_members()
+
+    def _start_before_servers(self, host: str) -> None:
+        """Start gateways before the servers that the configuration names, and wait until these answer."""
+        cluster, count = self.config.cluster, self.config.gateway.replicas
+        base = free_ports(host, port_base(cluster), count, "cluster.port_base")
+        self._report(f"starting the gateway on port {self.port}, before {len(cluster.servers)} servers")
+        self._start_gateways(self.config, [join_address(host, base + number) for number in range(count)])
+        timeout_s = cluster.start_limit_s("cpu")
+        self._await_gateways(timeout_s)
+        self._await_gateways(timeout_s, timeout_s)
+        self._tell(self.status().notes)
 
     def _fetch_model(self, nodes: Sequence[Node], report: Report, check: Check = lambda: None) -> None:
         """Have the model's files on these nodes before workers start there, whose start has a time limit."""

@@ -135,7 +135,7 @@ class _Supervisor:
             start_timeout_s=config.cluster.start_limit_s(config.cluster.device),
             target=target_here(config.gateway, config.gateway.port),
             model=config.model.name or prepared.source.name,
-            workers=f"{config.cluster.prefill}P{config.cluster.decode}D",
+            workers=f"{config.cluster.num_prefill}P{config.cluster.num_decode}D",
             phase="starting",
             ray_address="" if head is not None else config.cluster.address,
             since_s=time.time(),

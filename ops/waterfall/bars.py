@@ -16,8 +16,11 @@ COLORS: Mapping[str, str] = {
     "prefix_fetch": "#b5533c",
     "prefill_queue": "#f2c14e",
     "prefill": "#3fa34d",
+    "prefill_leg": "#2f7d3b",
     "kv_exposed": "#d62246",
     "decode_queue": "#f79256",
+    "leg_gap": "#8c564b",
+    "decode_leg": "#e377c2",
     "first_decode": "#a0c55f",
     UNATTRIBUTED: "#444444",
 }
@@ -81,6 +84,8 @@ def reused(generation: Generation) -> str:
 def proof(generation: Generation) -> str:
     """One line on the KV bytes that were transferred: 'kv 1.2 MB = expected, 5 blocks over grpc_stream'."""
     if not generation.kv_bytes and not generation.kv_bytes_expected and not generation.kv_blocks_skipped:
+        if generation.mode == "pd" and not generation.transport and len(generation.token_ids) > 1:
+            return "kv transferred by the engine, which counts the bytes of all requests together"
         why = "colocated" if generation.mode == "colocated" else "no hand-off needed"
         return f"kv not transferred ({why})"
     parts = [f"kv {human_bytes(generation.kv_bytes)}"]

@@ -104,7 +104,9 @@ def _proof_line(generation: Generation) -> Text:
     if generation.kv_bytes:
         transfer = generation.transfer
         text.append(
-            f"\ntransfer exposed {transfer.exposed_ms:.2f} ms; export {transfer.export_ms:.2f}, wire "
+            f"\nwire {transfer.wire_ms:.2f} ms by the engine's own clock"
+            if not transfer.request_to_ready_ms
+            else f"\ntransfer exposed {transfer.exposed_ms:.2f} ms; export {transfer.export_ms:.2f}, wire "
             f"{transfer.wire_ms:.2f}, import {transfer.import_ms:.2f} ms"
             f"\nrequest to ready {transfer.request_to_ready_ms:.2f} ms; {transfer.gbs:.2f} GB/s{_of_ceiling(transfer)}",
             style="dim",

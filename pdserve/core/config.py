@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -91,6 +92,17 @@ KVFailurePolicy = Literal["retry", "recompute", "fail"]
 """See `TransferConfig.on_kv_failure`."""
 
 
+def _server_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ValueError("Input should be the URL of a server without a path, such as http://host:8100")
+    return url.rstrip("/")
+
+
+Url = Annotated[str, AfterValidator(_server_url)]
+"""The URL of a server."""
+
+
 _PLACES = ("engine.offload_folder", "transfer.interface")
 """Folders and interfaces of the hosts."""
 
@@ -122,6 +134,11 @@ class ClusterConfig(_Section):
     """prefill workers"""
     decode: int = Field(1, ge=0, le=1024)
     """decode workers"""
+    prefill_urls: Annotated[tuple[Url, ...], Field(max_length=1024)] = ()
+    """servers of another engine that prefill, such as http://host:8100, instead of workers that are started; see
+    docs/vllm.md"""
+    decode_urls: Annotated[tuple[Url, ...], Field(max_length=1024)] = ()
+    """servers of another engine that decode"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where Ray sees GPUs, else cpu"""
     cores_per_worker: Positive = 1
@@ -165,6 +182,30 @@ class ClusterConfig(_Section):
     """its private key, in PEM, without a passphrase"""
     tls_ca: File | None = None
     """the CA of these certificates, used for nothing else; in PEM"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _servers_instead_of_workers(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or not (data.get("prefill_urls") or data.get("decode_urls")):
+            return data
+        if data.get("prefill") or data.get("decode"):
+            raise ValueError("prefill_urls and decode_urls name all workers; leave out prefill and decode")
+        return {**data, "prefill": 0, "decode": 0}
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The workers that are servers of another engine, which pdserve does not start."""
+        return self.prefill_urls + self.decode_urls
+
+    @property
+    def num_prefill(self) -> int:
+        """Prefill workers, whatever their engine."""
+        return self.prefill + len(self.prefill_urls)
+
+    @property
+    def num_decode(self) -> int:
+        """Decode workers, whatever their engine."""
+        return self.decode + len(self.decode_urls)
 
     def start_limit_s(self, device: str) -> float:
         """`start_timeout_s`, or its default for ``device`` (``auto``: the longest)."""

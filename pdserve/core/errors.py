@@ -15,6 +15,7 @@
         ├── TransferTimeout   a peer did not answer within the deadline
         ├── PeerLost          the connection to the peer broke
         ├── LayoutMismatch    two workers' KV layouts or models differ; never retry, fix the deployment
+        ├── HandOffMissing    prefill's engine does not hand its KV over; never retry, fix the deployment
         ├── TransferRefused   the receiver refused a message (stale, foreign, malformed, out of bounds)
         └── ChecksumMismatch  the payload was changed on the way
 
@@ -110,6 +111,12 @@ class PeerLost(TransferError):
 
 class LayoutMismatch(TransferError):
     """The two ends' KV layouts differ; the message names the field and both values."""
+
+    retryable = False
+
+
+class HandOffMissing(TransferError):
+    """The engine of a prefill worker has answered without what decode needs to fetch the KV."""
 
     retryable = False
 

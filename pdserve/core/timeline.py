@@ -31,8 +31,11 @@ class EventKind(StrEnum):
     PREFIX_READY = "prefix_ready"  # p: this KV is verified and in the pool, or it was given up
     PREFILL_SCHEDULED = "prefill_scheduled"  # p: first step that computes any of its tokens begins
     TOKEN_1_SAMPLED = "token_1_sampled"  # p
+    PREFILL_ANSWERED = "prefill_answered"  # g: the first token of an engine that tells nothing of the above is there
     TOKEN_1_ARRIVED = "token_1_arrived"  # g: the router has it
     TOKEN_1_EMITTED = "token_1_emitted"  # g: written to the client's stream
+    DECODE_SENT = "decode_sent"  # g: the request leaves for a decode engine that fetches KV by itself
+    DECODE_ANSWERED = "decode_answered"  # g: ... and its repetition of token 1 is there
     ROOM_MADE = "room_made"  # d: blocks for the prompt are allocated
     KV_VERIFIED = "kv_verified"  # d: the last block is verified and in the pool
     DECODE_READY = "decode_ready"  # d: the same, where token 1 was held back until then (router.first_token: decode)
@@ -112,6 +115,7 @@ def _stages(arrived: EventKind, emitted: EventKind, *sent: EventKind) -> tuple[S
             "waiting for the engine",
         ),
         Stage("prefill", ((_K.PREFILL_SCHEDULED, _K.TOKEN_1_SAMPLED),), "computing the prompt"),
+        Stage("prefill_leg", ((_K.PREFILL_SENT, _K.PREFILL_ANSWERED),), "all of prefill, on an external engine"),
     )
 
 
@@ -122,7 +126,20 @@ _HANDOFF = (
         ((_K.KV_VERIFIED, _K.TOKEN_1_SAMPLED, _K.DECODE_SCHEDULED),),
         "waiting for a decode step",
     ),
-    Stage("first_decode", ((_K.DECODE_SCHEDULED, _K.TOKEN_2_SAMPLED),), "the step that makes token 2"),
+    Stage("leg_gap", ((_K.PREFILL_ANSWERED, _K.DECODE_SENT),), "between the two requests to external engines"),
+    Stage(
+        "decode_leg",
+        ((_K.DECODE_SENT, _K.DECODE_ANSWERED),),
+        "KV transfer, allocation, waiting and the first step, on an external engine",
+    ),
+    Stage(
+        "first_decode",
+        (
+            (_K.DECODE_SCHEDULED, _K.TOKEN_2_SAMPLED),
+            (_K.DECODE_ANSWERED, _K.PREFILL_ANSWERED, _K.TOKEN_2_ARRIVED),
+        ),
+        "the step that makes token 2",
+    ),
 )
 
 STAGES: Mapping[Figure, tuple[Stage, ...]] = {
@@ -130,6 +147,7 @@ STAGES: Mapping[Figure, tuple[Stage, ...]] = {
         *_stages(_K.TOKEN_1_ARRIVED, _K.TOKEN_1_EMITTED, _K.DECODE_READY, _K.TOKEN_1_SAMPLED),
         # Only of requests whose token 1 was held back.
         Stage("kv_exposed", ((_K.TOKEN_1_SAMPLED, _K.DECODE_READY),), _HANDOFF[0].what),
+        Stage("decode_leg", ((_K.PREFILL_ANSWERED, _K.DECODE_READY),), _HANDOFF[3].what),
     ),
     Figure.TTFT_DECODE: (*_stages(_K.TOKEN_2_ARRIVED, _K.TOKEN_2_EMITTED, _K.TOKEN_2_SAMPLED), *_HANDOFF),
 }

@@ -63,6 +63,7 @@ class WorkerInfo:
     service: str = ""  # the one it was started for
     eos_token_ids: tuple[int, ...] = ()
     max_num_seqs: int = 0  # requests in one step; 0: not bounded
+    proves_transfers: bool = True  # each hand-off to it has a proof; else only where one runs at a time
 
     @property
     def worker_epoch(self) -> WorkerEpoch:

@@ -161,7 +161,7 @@ def test_the_options_of_up_fit_a_screen_and_set_reaches_every_key(
     pdserve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert len(pdserve("up", "--help").out.strip().splitlines()) < 24
+    assert len(pdserve("up", "--help").out.strip().splitlines()) < 26
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for pair, message in (
         ("engine.max_model_len=4096", "error: engine.max_model_len: 4096 exceeds the model's context of 2048 tokens"),

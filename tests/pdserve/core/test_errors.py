@@ -9,6 +9,7 @@ import pytest
 
 import pdserve.core.errors
 from pdserve.core.errors import (
+    HandOffMissing,
     LayoutMismatch,
     NotReady,
     PdserveError,
@@ -43,7 +44,7 @@ def test_the_docstring_draws_the_tree_as_it_is() -> None:
 
 def test_retryable_is_what_another_worker_may_cure() -> None:
     retryable = {kind for kind in KINDS if kind.retryable}
-    assert retryable == {NotReady, WorkerLost, *tree(TransferError)} - {LayoutMismatch}
+    assert retryable == {NotReady, WorkerLost, *tree(TransferError)} - {LayoutMismatch, HandOffMissing}
 
 
 def test_foreign_errors_keep_their_type_in_the_message() -> None:

@@ -46,6 +46,8 @@ TRUE_MS = {
     K.TOKEN_2_EMITTED: 107.0,
     K.FINISHED: 200.0,
 }
+# The same of a request to engines that tell nothing of what happens in them.
+EXTERNAL_MS = {K.PREFILL_ANSWERED: 58.0, K.DECODE_SENT: 61.0, K.DECODE_ANSWERED: 88.0}
 ON_PREFILL = {K.PREFILL_RECEIVED, K.PREFIX_AWAITED, K.PREFIX_READY, K.PREFILL_SCHEDULED, K.TOKEN_1_SAMPLED}
 ON_DECODE = {K.ROOM_MADE, K.KV_VERIFIED, K.DECODE_SCHEDULED, K.TOKEN_2_SAMPLED}
 
@@ -103,7 +105,7 @@ def stages(subject: Timeline, figure: Figure, client_total_ms: float | None = No
 
 
 def test_the_events_of_this_test_are_all_there_are() -> None:
-    assert {*TRUE_MS, K.DECODE_READY} == set(EventKind)
+    assert {*TRUE_MS, *EXTERNAL_MS, K.DECODE_READY} == set(EventKind)
 
 
 def test_ttft() -> None:
@@ -133,7 +135,8 @@ def test_network_is_the_clients_total_minus_the_gateways() -> None:
     got = stages(timeline(), TTFT, client_total_ms=72.5)
     assert got == pytest.approx({NETWORK: 12.5} | TTFT_MS)
     assert list(got) == [NETWORK, *(stage.name for stage in STAGES[TTFT] if stage.name in got), UNATTRIBUTED]
-    assert tuple(stages(timeline(), TTFT_DECODE, 120.0)) == (*STAGE_NAMES, UNATTRIBUTED)
+    own = [name for name in STAGE_NAMES if name in (NETWORK, *TTFT_DECODE_MS)]
+    assert list(stages(timeline(), TTFT_DECODE, 120.0)) == [*own, UNATTRIBUTED]
 
 
 def test_ttft_of_a_token_that_was_held_back_has_the_hand_off() -> None:
@@ -143,6 +146,24 @@ def test_ttft_of_a_token_that_was_held_back_has_the_hand_off() -> None:
     expected = {**TTFT_MS, "gateway": 2.0 + 0.5, "dispatch": 5.0 + 2.5, "kv_exposed": 20.0}
     assert stages(held, TTFT) == pytest.approx(expected)
     assert stages(held, TTFT_DECODE) == pytest.approx(TTFT_DECODE_MS)
+
+
+def external(*leave_out: EventKind) -> Timeline:
+    result = timeline(leave_out=(*ON_PREFILL, *ON_DECODE))
+    for kind, time_ms in EXTERNAL_MS.items():
+        if kind not in leave_out:
+            result.record(kind, "d0", time_ms / 1e3)
+    return result
+
+
+def test_an_engine_that_tells_nothing_has_the_stages_that_are_seen_from_outside() -> None:
+    before = {"gateway": 2.0 + 1.0, "route": 3.0, "prefill_leg": 52.0}
+    assert stages(external(), TTFT) == pytest.approx(before | {UNATTRIBUTED: 2.0})
+    after = {"gateway": 2.0 + 3.0, "leg_gap": 3.0, "decode_leg": 27.0, "first_decode": 16.0}
+    assert stages(external(), TTFT_DECODE) == pytest.approx(before | after | {UNATTRIBUTED: 1.0})
+    colocated = external(K.DECODE_SENT, K.DECODE_ANSWERED)
+    alone = before | {"gateway": 2.0 + 3.0, "first_decode": 46.0, UNATTRIBUTED: 1.0}
+    assert stages(colocated, TTFT_DECODE) == pytest.approx(alone)
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
@@ -209,18 +230,19 @@ def test_a_one_token_request_has_no_ttft_decode_but_a_ttft() -> None:
     assert stages(subject, TTFT) == pytest.approx(TTFT_MS)
 
 
-@pytest.mark.parametrize("missing", sorted(set(EventKind) - {K.RECEIVED, K.TOKEN_2_EMITTED}))
+@pytest.mark.parametrize("missing", sorted(set(EventKind) - {K.RECEIVED, K.TOKEN_2_EMITTED, *EXTERNAL_MS}))
 def test_what_a_missing_event_leaves_open_is_unattributed_and_nothing_else_changes(missing: EventKind) -> None:
     got = stages(timeline(leave_out=(missing,)), TTFT_DECODE)
     lost_ms = 0.0
-    for stage in STAGES[TTFT_DECODE]:
-        for span in stage.spans:
+    own = {stage: [span for span in stage.spans if not {*span} & {*EXTERNAL_MS}] for stage in STAGES[TTFT_DECODE]}
+    for spans in own.values():
+        for span in spans:
             if span[0] is missing and len(span) == 3:  # decode_queue then starts at token 1
                 lost_ms -= TRUE_MS[missing] - TRUE_MS[span[1]]
             elif missing in (span[0], span[-1]):
                 lost_ms += TRUE_MS[span[-1]] - TRUE_MS[span[0]]
     assert got[UNATTRIBUTED] == pytest.approx(1.0 + lost_ms)
-    untouched = [s.name for s in STAGES[TTFT_DECODE] if all(missing not in p for p in s.spans)]
+    untouched = [stage.name for stage, spans in own.items() if spans and all(missing not in span for span in spans)]
     assert {name: got[name] for name in untouched} == pytest.approx({name: TTFT_DECODE_MS[name] for name in untouched})
 
 

@@ -1,0 +1,125 @@
+"""What pdserve needs to know of an engine that is not its own, and how that is spoken to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import httpx2
+
+from pdserve.core.request import Request
+from pdserve.core.sampling import FinishReason, TokenLogprobs
+from pdserve.core.worker import WorkerLoad
+
+HandOff = Mapping[str, Any]
+"""What the answer of a prefill says for the decode that follows it, in the engine's own words."""
+
+
+class Description(NamedTuple):
+    """What a server says of itself. Two servers can hand KV to each other if they have the
+    same engine, version, model, and blocks."""
+
+    kind: str
+    version: str
+    model: str
+    block_size: int
+    kv_dtype: str
+    max_model_len: int
+    num_blocks: int
+    life: str
+    """Different after a restart."""
+    hands_off: bool
+    """Whether its metrics show that it can hand KV over."""
+
+    def difference(self, other: Description) -> str:
+        """The first field in which two servers that should hand KV to each other differ, in words; empty if none
+        does."""
+        for name in ("kind", "version", "model", "block_size", "kv_dtype"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {mine!r} and {theirs!r}"
+        return ""
+
+
+class Source(NamedTuple):
+    """Where the KV of all prompt tokens of a server came from, in tokens, and the bytes that were moved for them, and
+    the time that this took; since its start."""
+
+    computed: int = 0
+    cached: int = 0
+    received: int = 0
+    received_bytes: int = 0
+    wire_ms: float = 0.0
+
+    def since(self, start: Source) -> Source:
+        """What has come in addition to ``start``."""
+        return Source(
+            self.computed - start.computed,
+            self.cached - start.cached,
+            self.received - start.received,
+            self.received_bytes - start.received_bytes,
+            self.wire_ms - start.wire_ms,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """All prompt tokens."""
+        return self.computed + self.cached + self.received
+
+
+class Step(NamedTuple):
+    """A part of an answer: tokens, why the output ended (None: it goes on), and how many tokens of the prompt were
+    cached (None: not told)."""
+
+    tokens: list[tuple[int, TokenLogprobs | None]]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
+
+
+class Adapter(Protocol):
+    """One kind of engine. Bodies of requests are made, and answers are read, by pure functions.
+
+    A hand-off has two requests with the same id: prefill computes the prompt and one token, and decode, which gets the
+    `HandOff` of prefill's answer, fetches the KV and repeats that token."""
+
+    kind: str
+    path: str
+    """Where requests are sent to."""
+    transport: str
+    """What moves the KV."""
+
+    async def describe(self, http: httpx2.AsyncClient) -> Description | None:
+        """What a server says of itself; None if it is an engine of another kind. httpx2.HTTPError if it does not
+        answer."""
+        ...
+
+    async def load(self, http: httpx2.AsyncClient, num_blocks: int) -> tuple[WorkerLoad, Source, str]:
+        """What a server has to do, where its KV came from, and its `Description.life`. httpx2.HTTPError if it does not
+        answer."""
+        ...
+
+    def lacks(self, request: Request) -> str:
+        """What ``request`` asks for and the engine cannot do, with the field's name first; empty if there is
+        nothing."""
+        ...
+
+    def alone(self, request: Request, model: str) -> dict[str, Any]:
+        """The body of a request that one server serves."""
+        ...
+
+    def prefill(self, request: Request, model: str) -> dict[str, Any]:
+        """The body of the prefill of a hand-off."""
+        ...
+
+    def decode(self, request: Request, model: str, hand_off: HandOff) -> dict[str, Any]:
+        """The body of the decode of a hand-off."""
+        ...
+
+    def hand_off(self, answer: Mapping[str, Any]) -> HandOff:
+        """What prefill's ``answer`` says for decode. `HandOffMissing` if it says nothing that decode can use."""
+        ...
+
+    def read(self, part: Mapping[str, Any]) -> Step:
+        """Read an answer, or a part of one that is streamed. KeyError, TypeError, ValueError or IndexError if it is not
+        what the engine is known to send; `PdserveError` if it reports an error."""
+        ...

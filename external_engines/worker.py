@@ -1,0 +1,369 @@
+"""A server with an engine that is not pdserve's, as a worker of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import httpx2
+import msgspec
+
+from external_engines.adapter import Adapter, HandOff, Source, Step
+from pdserve.core.clock import Clock
+from pdserve.core.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    NotReady,
+    PdserveError,
+    TransferError,
+    TransferRefused,
+    WorkerLost,
+)
+from pdserve.core.handoff import KVPeer, PrefixSource, TransferProof
+from pdserve.core.request import Request
+from pdserve.core.sampling import FinishReason, TokenLogprobs
+from pdserve.core.timeline import ClockOffset, Event, EventKind
+from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+_UNREADABLE = (KeyError, TypeError, ValueError, IndexError)
+_DATA = "data: "
+_DONE = "[DONE]"
+
+HandOffs = dict[str, "asyncio.Future[tuple[int, HandOff] | None]"]
+"""Token 1 and the hand-off that decode waits for, by attempt. None: token 1 has ended the request."""
+
+
+class EngineWorker:
+    """A server as `contract.control.WorkerHandle`. Its requests are HTTP calls of the gateway's event loop, so its
+    events are on the gateway's clock. ``hand_offs`` are shared by all servers of the gateway: the prefill of a pair
+    puts there what its decode waits for.
+
+    Token 1 comes from prefill. Decode repeats it, and goes on with token 2; if it repeats another one, the hand-off has
+    failed, because the client has token 1 already."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        model: str,
+        adapter: Adapter,
+        http: httpx2.AsyncClient,
+        hand_offs: HandOffs,
+        clock: Clock,
+    ) -> None:
+        self.info = info
+        self.clock = ClockOffset(0.0, 0.0)
+        self.handed_off_tokens = 0
+        """Prompt tokens of the hand-offs that it has received, which its engine should not have computed."""
+        self._model = model
+        self._adapter = adapter
+        self._http = http
+        self._hand_offs = hand_offs
+        self._time = clock
+        self._sinks: dict[str, OutputSink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closed = asyncio.Event()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request of this gateway."""
+        return not self._tasks
+
+    # --- WorkerHandle ------------------------------------------------------------------------------------------------
+
+    def run(self, request: Request, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
+        """See `contract.control.WorkerHandle`."""
+        self._begin(request, sink, self._run(request))
+
+    def push(self, request: Request, peer: KVPeer, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
+        """See `contract.control.WorkerHandle`."""
+        self._hand_offs[request.attempt_id] = asyncio.get_running_loop().create_future()
+        self._begin(request, sink, self._push(request))
+
+    def receive(self, request: Request, peer: KVPeer, sink: OutputSink, tell_ready: bool = False) -> None:
+        """See `contract.control.WorkerHandle`."""
+        self._begin(request, sink, self._receive(request, tell_ready))
+
+    def send_prefix(self, request: Request, peer: KVPeer, sink: OutputSink) -> None:
+        """Fail: servers of other engines send no prefix."""
+        sink.failed(TransferRefused(f"{self.info.worker_id}: {self._adapter.kind} sends no prefix"))
+
+    def forget(self, attempt_id: str) -> None:
+        """See `contract.control.WorkerHandle`."""
+        self._sinks.pop(attempt_id, None)
+
+    async def abort(self, attempt_id: str) -> None:
+        """See `contract.control.WorkerHandle`. The server notices that the call is closed."""
+        self._sinks.pop(attempt_id, None)
+        self._hand_offs.pop(attempt_id, None)
+        if (task := self._tasks.get(attempt_id)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def request_heartbeat(self) -> None:
+        """Nothing: `external_engines.directory` asks by itself."""
+
+    async def wait_closed(self) -> None:
+        """See `contract.control.WorkerHandle`."""
+        await self._closed.wait()
+
+    async def aclose(self) -> None:
+        """End all calls. Their requests fail with `WorkerLost`."""
+        for attempt_id in list(self._sinks):
+            self._fail(attempt_id, WorkerLost(f"worker {self.info.worker_id} is lost: the gateway closed its calls"))
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._closed.set()
+
+    # --- one request -------------------------------------------------------------------------------------------------
+
+    async def _run(self, request: Request) -> None:
+        events: tuple[Event, ...] | None = None
+        async with aclosing(self._stream(request, self._adapter.alone(request, self._model))) as steps:
+            async for step in steps:
+                if step.tokens:
+                    events = () if events is not None else (self._event(EventKind.PREFILL_ANSWERED),)
+                self._give(request, step, events or ())
+
+    async def _push(self, request: Request) -> None:
+        """Prefill, and tell decode where the KV is, unless token 1 ends the request."""
+        waiting = self._hand_offs[request.attempt_id]
+        answer = await self._answer(request, self._adapter.prefill(request, self._model))
+        events = (self._event(EventKind.PREFILL_ANSWERED),)
+        step = self._read(answer)
+        if len(step.tokens) != 1:
+            raise WorkerLost(f"worker {self.info.worker_id} answered a prefill with {len(step.tokens)} tokens")
+        ends = step.finish_reason is FinishReason.STOP
+        found = None if ends else (step.tokens[0][0], self._adapter.hand_off(answer))
+        if not waiting.done():  # else decode was aborted
+            waiting.set_result(found)
+        self._give(request, step if ends else step._replace(finish_reason=None), events)
+
+    async def _receive(self, request: Request, tell_ready: bool) -> None:
+        """Wait for prefill's answer, have decode fetch the KV, and give what follows token 1."""
+        attempt_id = request.attempt_id
+        # They count all requests, so they prove the hand-off of one that runs alone.
+        before = None if len(self._tasks) > 1 else asyncio.create_task(self._count())
+        if (waiting := self._hand_offs.get(attempt_id)) is None:  # prefill was aborted
+            return
+        try:
+            found = await waiting
+        finally:
+            self._hand_offs.pop(attempt_id, None)
+        if found is None:
+            self._output(request, TokenOutput(None, FinishReason.STOP))
+            return
+        repeated = False
+        try:
+            async with aclosing(self._decoded(request, *found, tell_ready, before)) as outputs:
+                async for step, events, proof in outputs:
+                    repeated = True
+                    self._give(request, step, events, proof)
+        except WorkerLost as error:
+            if repeated:
+                raise
+            # Engines do not tell why a request failed.
+            raise TransferError(f"{error}, before its first token: it may have failed to fetch the KV") from None
+
+    async def _decoded(
+        self,
+        request: Request,
+        token_1: int,
+        hand_off: HandOff,
+        tell_ready: bool,
+        before: asyncio.Task[Source | None] | None,
+    ) -> AsyncGenerator[tuple[Step, tuple[Event, ...], TransferProof | None], None]:
+        """What decode gives after token 1, with the events of the hand-off at first, and its proof at last. ``before``
+        reads the counters before it."""
+        events: tuple[Event, ...] = (self._event(EventKind.DECODE_SENT),)
+        after: asyncio.Task[Source | None] | None = None
+        repeated = False
+        async with aclosing(self._stream(request, self._adapter.decode(request, self._model, hand_off))) as steps:
+            async for step in steps:
+                if step.tokens and not repeated:
+                    repeated = True
+                    events += (self._event(EventKind.DECODE_ANSWERED),)
+                    self.handed_off_tokens += request.num_tokens
+                    if (token_id := step.tokens[0][0]) != token_1:
+                        raise TransferError(
+                            f"worker {self.info.worker_id} decodes another token 1 ({token_id}) than prefill "
+                            f"({token_1}): it has other KV, or another order of computing in its batch"
+                        )
+                    step = step._replace(tokens=step.tokens[1:])
+                    if tell_ready:
+                        events += (self._event(EventKind.DECODE_READY),)
+                        self._output(request, TokenOutput(None, events=events))
+                ended = step.finish_reason is not None
+                if not (step.tokens or ended):
+                    continue
+                yield (
+                    step,
+                    events,
+                    self._proof(request, await before, await after) if ended and before and after else None,
+                )
+                events = ()
+                if before and not after:  # token 2 does not wait for it, because its latency is measured
+                    after = asyncio.create_task(self._count())
+
+    async def _count(self) -> Source | None:
+        """The server's counters; None if it does not tell them."""
+        with contextlib.suppress(httpx2.HTTPError):
+            return (await self._adapter.load(self._http, self.info.num_blocks))[1]
+        return None
+
+    def _proof(self, request: Request, before: Source | None, after: Source | None) -> TransferProof | None:
+        """The proof of a hand-off, of which the counters say what was moved; None if they have counted something else,
+        too."""
+        if before is None or after is None:
+            return None
+        moved = after.since(before)
+        return self._proof_of(moved) if moved.tokens == request.num_tokens else None
+
+    def _proof_of(self, moved: Source) -> TransferProof:
+        layout = self.info.layout
+        return TransferProof(
+            transport=self._adapter.transport,
+            kv_bytes=moved.received_bytes,
+            kv_bytes_retried=0,
+            blocks_received=moved.received_bytes // layout.block_bytes,
+            blocks_skipped=moved.cached // layout.block_size,
+            messages=0,
+            checksum=f"counted by {self._adapter.kind}",
+            export_ms=0.0,
+            wire_ms=moved.wire_ms,
+            import_ms=0.0,
+            span_ms=0.0,
+            request_to_ready_ms=0.0,
+            ceiling_gbs=0.0,
+        )
+
+    def _give(
+        self, request: Request, step: Step, events: tuple[Event, ...], proof: TransferProof | None = None
+    ) -> None:
+        """Give the tokens of a step to the request's sink, and ``proof`` with the last one."""
+        wanted = request.sampling.logprobs
+        if not step.tokens and step.finish_reason is not None:  # the router asks for a token with it
+            self._output(request, TokenOutput(None, step.finish_reason))
+        for number, (token_id, logprobs) in enumerate(step.tokens, 1):
+            if logprobs is not None and wanted is not None:
+                logprobs = TokenLogprobs(logprobs.logprob, logprobs.top[:wanted])
+            reason, proven = (step.finish_reason, proof) if number == len(step.tokens) else (None, None)
+            cached = step.cached_tokens or 0
+            self._output(request, TokenOutput(token_id, reason, events, proven, logprobs, cached))
+
+    # --- HTTP --------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._http.post(
+            self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=_TIMEOUT
+        )
+        if answer.status_code != 200:
+            raise self._refusal(answer.status_code, answer.text)
+        return self._object(answer.content)
+
+    async def _stream(self, request: Request, body: dict[str, Any]) -> AsyncGenerator[Step, None]:
+        """The parts of a streamed answer. `WorkerLost` if it ends before its last token."""
+        ended = False
+        async with self._http.stream(
+            "POST", self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=_TIMEOUT
+        ) as answer:
+            if answer.status_code != 200:
+                raise self._refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
+            async for line in answer.aiter_lines():
+                if not line.startswith(_DATA):
+                    continue
+                if (data := line[len(_DATA) :]) == _DONE:
+                    break
+                step = self._read(self._object(data.encode()))
+                ended |= step.finish_reason is not None
+                yield step
+        if not ended:
+            raise WorkerLost(f"worker {self.info.worker_id} ended its answer before the last token")
+
+    def _object(self, data: bytes) -> dict[str, Any]:
+        try:
+            value = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise WorkerLost(f"worker {self.info.worker_id} sent what is no JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise WorkerLost(f"worker {self.info.worker_id} sent a {type(value).__name__} instead of an object")
+        return value
+
+    def _read(self, part: dict[str, Any]) -> Step:
+        try:
+            return self._adapter.read(part)
+        except _UNREADABLE as error:
+            raise WorkerLost(
+                f"worker {self.info.worker_id} does not answer as {self._adapter.kind} does "
+                f"({type(error).__name__}: {error})"
+            ) from None
+
+    def _refusal(self, status: int, text: str) -> PdserveError:
+        try:
+            message = json.loads(text)["error"]["message"]
+        except _UNREADABLE:
+            message = text
+        what = f"worker {self.info.worker_id} ({self._adapter.kind}) answered {status}: {str(message)[:500]}"
+        if status == 429:
+            return CapacityExceeded(what)
+        if status == 503:
+            return NotReady(what)
+        return InvalidRequest(f"request: {what}") if 400 <= status < 500 and status != 404 else WorkerLost(what)
+
+    # --- plumbing ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, sink: OutputSink, work: Coroutine[Any, Any, None]) -> None:
+        attempt_id = request.attempt_id
+        if self._closed.is_set():
+            work.close()
+            sink.failed(WorkerLost(f"worker {self.info.worker_id} is lost"))
+        elif lacking := self._adapter.lacks(request):
+            work.close()
+            sink.failed(InvalidRequest(lacking))
+        else:
+            self._sinks[attempt_id] = sink
+            task = self._tasks[attempt_id] = asyncio.create_task(self._finish(attempt_id, work))
+            task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
+
+    async def _finish(self, attempt_id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do the ``work``; what ends it goes to the sink."""
+        try:
+            await work
+        except PdserveError as error:
+            self._fail(attempt_id, error)
+        except httpx2.HTTPError as error:
+            what = str(error) or type(error).__name__
+            self._fail(attempt_id, WorkerLost(f"worker {self.info.worker_id} is lost: {what}"))
+        except Exception as error:
+            log.exception("unexpected error in a call of worker %s", self.info.worker_id)
+            self._fail(attempt_id, WorkerLost(f"worker {self.info.worker_id}: {type(error).__name__}: {error}"))
+        finally:
+            self._sinks.pop(attempt_id, None)
+
+    def _output(self, request: Request, output: TokenOutput) -> None:
+        if (sink := self._sinks.get(request.attempt_id)) is not None:
+            sink.output(output)
+
+    def _fail(self, attempt_id: str, error: PdserveError) -> None:
+        if (sink := self._sinks.pop(attempt_id, None)) is not None:
+            sink.failed(error)
+
+    def _event(self, kind: EventKind) -> Event:
+        return Event(kind, self.info.worker_id, self._time.now())
+
+
+_TIMEOUT = httpx2.Timeout(None, connect=5.0)
+"""A request may wait for as long as its deadline allows. Whether the server lives is known from its metrics."""
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return {"Content-Type": "application/json", "X-Request-Id": request.attempt_id}

@@ -1,0 +1,97 @@
+"""`pdserve doctor`, `up` and the other commands with servers of another engine as workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ops.doctor.examine import diagnose
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import ConfigError
+from tests.e2e.conftest import Cli
+from tests.external_engines.recorded_vllm import RecordedVLLM, serving
+from tests.local_cluster import free_port
+
+
+@contextmanager
+def running(*servers: RecordedVLLM) -> Iterator[None]:
+    """Serve on a thread."""
+    loop, ready, end = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(*servers):
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    ready.wait(10.0)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join()
+        loop.close()
+
+
+def pair() -> tuple[RecordedVLLM, RecordedVLLM]:
+    prefill, decode = RecordedVLLM("engine-p"), RecordedVLLM("engine-d")
+    decode.peers = {"engine-p": prefill}
+    return prefill, decode
+
+
+def examined(prefill: str, decode: str) -> list[tuple[str, str]]:
+    config = PdserveConfig.load(None, {"cluster.prefill_urls": [prefill], "cluster.decode_urls": [decode]})
+    return [(finding.level, finding.what) for finding in diagnose(config).findings]
+
+
+def test_the_doctor_asks_the_servers() -> None:
+    prefill, decode = pair()
+    with running(prefill, decode):
+        assert [level for level, _ in examined(prefill.url, decode.url)] == ["ok", "ok"]
+        decode.version = "0.31.0"
+        assert examined(prefill.url, decode.url)[-1] == (
+            "fail",
+            "they cannot hand KV over: version is '0.32.0' and '0.31.0'",
+        )
+        decode.has_connector = False
+        assert any("no metrics of a KV connector" in what for _, what in examined(prefill.url, decode.url))
+        assert ("fail", "All connection attempts failed") in examined(prefill.url, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("url", ["localhost:8100", "ftp://localhost", "http://localhost/v1", "http://"])
+def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.prefill_urls.0: .*such as http://host:8100"):
+        PdserveConfig.load(None, {"cluster.prefill_urls": [url]})
+
+
+def test_servers_are_all_workers() -> None:
+    with pytest.raises(ConfigError, match="leave out prefill and decode"):
+        PdserveConfig.load(None, {"cluster.prefill_urls": ["http://localhost:1"], "cluster.decode": 1})
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+@pytest.mark.timeout(200)
+def test_a_service_before_servers(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    cli, port = Cli.of(tmp_path), free_port()
+    with running(prefill, decode):
+        urls = ("--prefill-url", prefill.url, "--decode-url", decode.url)
+        try:
+            up = cli.done("up", *urls, "--port", str(port), "--detach")
+            assert "1P1D" in up.stderr
+            result = json.loads(cli.done("generate", "Hello", "--port", str(port), "--mode", "pd", "--json").stdout)
+            assert (result["prefill_worker"], result["decode_worker"]) == ("prefill-0", "decode-0")
+            assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
+            scaled = cli.run("scale", "--prefill", "2", "--port", str(port))
+            assert "servers that pdserve does not start" in scaled.stderr
+            assert decode.url in cli.done("status", "--port", str(port)).stdout
+        finally:
+            cli.run("down", "--port", str(port), "--now")
