@@ -172,7 +172,7 @@ class EngineWorker:
             if repeated:
                 raise
             # Engines do not tell why a request failed.
-            raise TransferError(f"{error}, before its first token: it may have failed to fetch the KV") from None
+            raise TransferError(f"{error}, before token 2: it may have failed to fetch the KV") from None
 
     async def _decoded(
         self,
@@ -205,11 +205,8 @@ class EngineWorker:
                 ended = step.finish_reason is not None
                 if not (step.tokens or ended):
                     continue
-                yield (
-                    step,
-                    events,
-                    self._proof(request, await before, await after) if ended and before and after else None,
-                )
+                proof = self._proof(request, await before, await after) if ended and before and after else None
+                yield step, events, proof
                 events = ()
                 if before and not after:  # token 2 does not wait for it, because its latency is measured
                     after = asyncio.create_task(self._count())
