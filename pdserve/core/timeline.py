@@ -46,6 +46,10 @@ class EventKind(StrEnum):
     FINISHED = "finished"  # g: the last token was written
 
 
+EXTERNAL_EVENTS = frozenset({EventKind.PREFILL_ANSWERED, EventKind.DECODE_SENT, EventKind.DECODE_ANSWERED})
+"""Those of requests to engines that are not pdserve's."""
+
+
 class Figure(StrEnum):
     """The two latency figures: token 1 at the client, and token 2 at the client, which includes the hand-off."""
 

@@ -14,7 +14,8 @@ from tests.random_models import save_random_model
 
 HANDOFF = ("kv_exposed", "decode_queue", "first_decode")
 FETCHED = "prefix_fetch"  # only of requests whose prefix is fetched: tests.e2e.test_prefix_fetch
-IN_TTFT = [stage.name for stage in STAGES[Figure.TTFT] if stage.name not in (*HANDOFF, FETCHED)]
+EXTERNAL = ("prefill_leg", "decode_leg")  # only of engines that are not pdserve's: tests/external_engines
+IN_TTFT = [stage.name for stage in STAGES[Figure.TTFT] if stage.name not in (*HANDOFF, *EXTERNAL, FETCHED)]
 STAGES_OF = {Figure.TTFT: ("network", *IN_TTFT), Figure.TTFT_DECODE: ("network", *IN_TTFT, *HANDOFF)}
 DELAY_MS = 200.0
 READ_MS = 0.5  # between two readings of a clock

@@ -42,6 +42,7 @@ STATUS_OF = {
     "TransferTimeout": ("UNAVAILABLE", 503),
     "PeerLost": ("UNAVAILABLE", 503),
     "LayoutMismatch": ("FAILED_PRECONDITION", 503),
+    "HandOffMissing": ("FAILED_PRECONDITION", 503),
     "TransferRefused": ("UNAVAILABLE", 503),
     "ChecksumMismatch": ("UNAVAILABLE", 503),
 }

@@ -15,7 +15,7 @@ from gateway.tokenizer import NUM_THREADS, Tokenizer
 from pdserve.core.errors import TransferError
 from pdserve.core.prefix_digests import keyed_salt
 from pdserve.core.sampling import TokenLogprobs
-from pdserve.core.timeline import EventKind
+from pdserve.core.timeline import EXTERNAL_EVENTS, EventKind
 from pdserve.core.worker import TokenOutput
 from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import FakeWorker, Point
@@ -61,7 +61,9 @@ async def test_tokens_then_one_complete_account(service: Service) -> None:
     assert (transfer.transport, transfer.block_size, transfer.blocks_sent, transfer.messages) == ("loopback", 4, 2, 1)
     assert transfer.request_to_ready_ms > 0
     # Only of tokens that were held back, and of prompts of which KV was fetched.
-    expected = set(EventKind) - {EventKind.DECODE_READY, EventKind.PREFIX_AWAITED, EventKind.PREFIX_READY}
+    expected = (
+        set(EventKind) - EXTERNAL_EVENTS - {EventKind.DECODE_READY, EventKind.PREFIX_AWAITED, EventKind.PREFIX_READY}
+    )
     assert {event.kind for event in completion.events} == {str(kind) for kind in expected}
     assert {clock.worker for clock in completion.clocks} == {"p0", "d0"}
     assert 0 <= transfer.room_wait_ms <= transfer.exposed_ms
