@@ -41,7 +41,7 @@ class Description(NamedTuple):
         return ""
 
 
-class Source(NamedTuple):
+class KVCounters(NamedTuple):
     """Where the KV of all prompt tokens of a server came from, in tokens, and the bytes that were moved for them, and
     the time that this took; since its start."""
 
@@ -51,9 +51,9 @@ class Source(NamedTuple):
     received_bytes: int = 0
     wire_ms: float = 0.0
 
-    def since(self, start: Source) -> Source:
+    def since(self, start: KVCounters) -> KVCounters:
         """What has come in addition to ``start``."""
-        return Source(
+        return KVCounters(
             self.computed - start.computed,
             self.cached - start.cached,
             self.received - start.received,
@@ -93,7 +93,7 @@ class Adapter(Protocol):
         answer."""
         ...
 
-    async def load(self, http: httpx2.AsyncClient, num_blocks: int) -> tuple[WorkerLoad, Source, str]:
+    async def load(self, http: httpx2.AsyncClient, num_blocks: int) -> tuple[WorkerLoad, KVCounters, str]:
         """What a server has to do, where its KV came from, and its `Description.life`. httpx2.HTTPError if it does not
         answer."""
         ...

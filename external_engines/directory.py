@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from checkpoints.source import ModelSource
-from external_engines.adapter import Adapter, Description, Source
+from external_engines.adapter import Adapter, Description, KVCounters
 from external_engines.vllm import VLLM
 from external_engines.worker import EngineWorker, HandOffs
 from pdserve.core.clock import Clock
@@ -45,7 +45,7 @@ class _Server:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     problem: str = ""
     computed_itself: str = ""
-    source_at_start: Source = field(default_factory=Source)
+    source_at_start: KVCounters = field(default_factory=KVCounters)
 
 
 class EngineDirectory:
@@ -134,7 +134,7 @@ class EngineDirectory:
             for prefill in self._servers:  # which may have a link to it now
                 self._beat(prefill)
 
-    def _compare(self, server: _Server, now: Source, handed_off: int) -> None:
+    def _compare(self, server: _Server, now: KVCounters, handed_off: int) -> None:
         """Note whether a decode server has computed prompts whose KV it should have fetched."""
         since = now.since(server.source_at_start)
         missing = handed_off - since.received - since.cached
@@ -155,7 +155,7 @@ class EngineDirectory:
             return False
         return self._registry.heartbeat(server.worker_id, server.load, worker.info, self._links(server))
 
-    async def _register(self, server: _Server, source: Source) -> None:
+    async def _register(self, server: _Server, source: KVCounters) -> None:
         adapter, description = server.adapter, server.description
         assert adapter is not None
         assert description is not None

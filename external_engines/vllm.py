@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from external_engines.adapter import Description, HandOff, Source, Step
+from external_engines.adapter import Description, HandOff, KVCounters, Step
 from pdserve.core.errors import HandOffMissing, InvalidRequest, PdserveError, WorkerLost
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -87,7 +87,7 @@ class VLLM:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PdserveError(f"it does not describe itself as vLLM does ({type(error).__name__}: {error})") from None
 
-    async def load(self, http: httpx2.AsyncClient, num_blocks: int) -> tuple[WorkerLoad, Source, str]:
+    async def load(self, http: httpx2.AsyncClient, num_blocks: int) -> tuple[WorkerLoad, KVCounters, str]:
         """See `external_engines.adapter.Adapter`."""
         answer = await http.get("/metrics")
         samples = _samples(answer.raise_for_status().text)
@@ -110,7 +110,7 @@ class VLLM:
             for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
         )
         moved, seconds = sums["nixl_bytes_transferred_sum"], sums["nixl_xfer_time_seconds_sum"]
-        source = Source(computed, cached, received, int(moved), seconds * 1e3)
+        source = KVCounters(computed, cached, received, int(moved), seconds * 1e3)
         return load, source, _life(samples)
 
     def lacks(self, request: Request) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
@@ -13,7 +12,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from external_engines.adapter import Adapter, HandOff, Source, Step
+from external_engines.adapter import Adapter, HandOff, KVCounters, Step
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (
     CapacityExceeded,
@@ -35,6 +34,8 @@ log = logging.getLogger(__name__)
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError)
 _DATA = "data: "
 _DONE = "[DONE]"
+_TIMEOUT = httpx2.Timeout(None, connect=5.0)
+"""A request may wait for as long as its deadline allows. Whether the server lives is known from its metrics."""
 
 HandOffs = dict[str, "asyncio.Future[tuple[int, HandOff] | None]"]
 """Token 1 and the hand-off that decode waits for, by attempt. None: token 1 has ended the request."""
@@ -151,7 +152,7 @@ class EngineWorker:
     async def _receive(self, request: Request, tell_ready: bool) -> None:
         """Wait for prefill's answer, have decode fetch the KV, and give what follows token 1."""
         attempt_id = request.attempt_id
-        # They count all requests, so they prove the hand-off of one that runs alone.
+        # The counters are those of all requests, so they prove the hand-off of one that runs alone.
         before = None if len(self._tasks) > 1 else asyncio.create_task(self._count())
         if (waiting := self._hand_offs.get(attempt_id)) is None:  # prefill was aborted
             return
@@ -180,12 +181,12 @@ class EngineWorker:
         token_1: int,
         hand_off: HandOff,
         tell_ready: bool,
-        before: asyncio.Task[Source | None] | None,
+        before: asyncio.Task[KVCounters | None] | None,
     ) -> AsyncGenerator[tuple[Step, tuple[Event, ...], TransferProof | None], None]:
         """What decode gives after token 1, with the events of the hand-off at first, and its proof at last. ``before``
         reads the counters before it."""
         events: tuple[Event, ...] = (self._event(EventKind.DECODE_SENT),)
-        after: asyncio.Task[Source | None] | None = None
+        after: asyncio.Task[KVCounters | None] | None = None
         repeated = False
         async with aclosing(self._stream(request, self._adapter.decode(request, self._model, hand_off))) as steps:
             async for step in steps:
@@ -211,21 +212,17 @@ class EngineWorker:
                 if before and not after:  # token 2 does not wait for it, because its latency is measured
                     after = asyncio.create_task(self._count())
 
-    async def _count(self) -> Source | None:
+    async def _count(self) -> KVCounters | None:
         """The server's counters; None if it does not tell them."""
         with contextlib.suppress(httpx2.HTTPError):
             return (await self._adapter.load(self._http, self.info.num_blocks))[1]
         return None
 
-    def _proof(self, request: Request, before: Source | None, after: Source | None) -> TransferProof | None:
+    def _proof(self, request: Request, before: KVCounters | None, after: KVCounters | None) -> TransferProof | None:
         """The proof of a hand-off, of which the counters say what was moved; None if they have counted something else,
         too."""
-        if before is None or after is None:
+        if before is None or after is None or (moved := after.since(before)).tokens != request.num_tokens:
             return None
-        moved = after.since(before)
-        return self._proof_of(moved) if moved.tokens == request.num_tokens else None
-
-    def _proof_of(self, moved: Source) -> TransferProof:
         layout = self.info.layout
         return TransferProof(
             transport=self._adapter.transport,
@@ -306,8 +303,8 @@ class EngineWorker:
 
     def _refusal(self, status: int, text: str) -> PdserveError:
         try:
-            message = json.loads(text)["error"]["message"]
-        except _UNREADABLE:
+            message = msgspec.json.decode(text)["error"]["message"]
+        except (*_UNREADABLE, msgspec.DecodeError):
             message = text
         what = f"worker {self.info.worker_id} ({self._adapter.kind}) answered {status}: {str(message)[:500]}"
         if status == 429:
@@ -356,10 +353,6 @@ class EngineWorker:
 
     def _event(self, kind: EventKind) -> Event:
         return Event(kind, self.info.worker_id, self._time.now())
-
-
-_TIMEOUT = httpx2.Timeout(None, connect=5.0)
-"""A request may wait for as long as its deadline allows. Whether the server lives is known from its metrics."""
 
 
 def _headers(request: Request) -> dict[str, str]:

@@ -17,12 +17,9 @@ import httpx2
 import pytest
 
 from checkpoints.source import resolve_model
-from gateway.gateway import Gateway
 from pdserve import AsyncClient
 from pdserve.client.generation import Generation
-from pdserve.core.config import PdserveConfig
-from pdserve.core.worker import WorkerInfo
-from runtime.secret import ServiceSecret
+from tests.external_engines.test_vllm_protocol import gateway_before
 from tests.local_cluster import free_port
 
 VLLM = os.environ.get("VLLM", "")
@@ -92,25 +89,9 @@ def _await(url: str, folder: Path) -> None:
     raise AssertionError("\n".join(path.read_text()[-2000:] for path in folder.glob("*.log")))
 
 
-async def never(info: WorkerInfo, epoch: str) -> None:
-    raise AssertionError("no worker of pdserve's own is connected")
-
-
 async def test_a_hand_off_gives_the_tokens_and_the_bytes_that_it_should(servers: list[str]) -> None:
     """Greedy tokens are those of a server alone, one at a time and under load; no prompt is computed twice."""
-    settings = {
-        "cluster.prefill_urls": servers[:1],
-        "cluster.decode_urls": servers[1:],
-        "model.dtype": "float32",
-        "gateway.port": 0,
-        "gateway.http_port": 0,
-    }
-    gateway = Gateway(
-        PdserveConfig.load(None, settings),
-        model=resolve_model("tiny"),
-        connect=never,  # type: ignore[arg-type]
-        secret=ServiceSecret.new(),
-    )
+    gateway = gateway_before(*servers, **{"model.dtype": "float32"})
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(5, 500))] for _ in range(PROMPTS)]
     await gateway.start()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -36,6 +35,23 @@ async def never(info: WorkerInfo, epoch: str) -> None:
     raise AssertionError("no worker of pdserve's own is connected")
 
 
+def gateway_before(prefill_url: str, decode_url: str, **settings: object) -> Gateway:
+    """A gateway before two servers, which serve the model ``tiny``. ``settings`` are by dotted key."""
+    overrides = {
+        "cluster.prefill_urls": [prefill_url],
+        "cluster.decode_urls": [decode_url],
+        "gateway.port": 0,
+        "gateway.http_port": 0,
+        **settings,
+    }
+    return Gateway(
+        PdserveConfig.load(None, overrides),
+        model=resolve_model("tiny"),
+        connect=never,  # type: ignore[arg-type]
+        secret=ServiceSecret.new(),
+    )
+
+
 @asynccontextmanager
 async def service(*settings: tuple[str, object], **faults: object) -> AsyncIterator[Service]:
     """A gateway before two servers, 1P1D. ``faults`` are attributes of ``prefill`` or ``decode``."""
@@ -45,21 +61,8 @@ async def service(*settings: tuple[str, object], **faults: object) -> AsyncItera
         role, _, attribute = name.partition("_")
         setattr({"prefill": prefill, "decode": decode}[role], attribute, value)
     async with serving(prefill, decode):
-        overrides = {
-            "cluster.prefill_urls": [prefill.url],
-            "cluster.decode_urls": [decode.url],
-            "gateway.port": 0,
-            "gateway.http_port": 0,
-            "router.heartbeat_s": 0.05,
-            "router.heartbeat_timeout_s": 0.4,
-            **dict(settings),
-        }
-        gateway = Gateway(
-            PdserveConfig.load(None, overrides),
-            model=resolve_model("tiny"),
-            connect=never,  # type: ignore[arg-type]
-            secret=ServiceSecret.new(),
-        )
+        beats = {"router.heartbeat_s": 0.05, "router.heartbeat_timeout_s": 0.4}
+        gateway = gateway_before(prefill.url, decode.url, **beats, **dict(settings))
         await gateway.start()
         try:
             async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
@@ -238,7 +241,7 @@ async def test_a_server_that_restarts_is_registered_anew() -> None:
         assert list((await served.generate()).token_ids) == EXPECTED
 
 
-async def test_a_server_that_is_not_there_is_noted(tmp_path: Path) -> None:
+async def test_a_server_that_is_not_there_is_noted() -> None:
     async with service(("cluster.decode_urls", ["http://127.0.0.1:9"])) as served:
         await served.until(lambda: "decode-0: does not answer" in served.notes())
         states = {worker.worker_id: worker.state for worker in served.gateway.status().workers}
