@@ -76,9 +76,9 @@ class Service:
         self.gateway, self.client, self.prefill, self.decode = gateway, client, prefill, decode
 
     async def ready(self) -> None:
-        await self.gateway.wait_serving(5.0)
+        await self.gateway.wait_serving(20.0)
 
-    async def generate(self, mode: str = "pd", max_tokens: int = 8, timeout_s: float = 5.0) -> Generation:
+    async def generate(self, mode: str = "pd", max_tokens: int = 8, timeout_s: float = 20.0) -> Generation:
         await self.ready()
         stream = self.client.generate(
             PROMPT, max_tokens=max_tokens, mode=mode, ignore_eos=True, timeout_s=timeout_s, salt="of a test"
@@ -86,7 +86,7 @@ class Service:
         return await stream.result()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(20.0):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -241,10 +241,14 @@ async def test_a_server_that_restarts_is_registered_anew() -> None:
         assert list((await served.generate()).token_ids) == EXPECTED
 
 
+def states(served: Service) -> dict[str, str]:
+    """The state of each worker, by worker id."""
+    return {worker.worker_id: worker.state for worker in served.gateway.status().workers}
+
+
 async def test_a_server_that_is_not_there_is_noted() -> None:
     async with service(("cluster.decode_urls", ["http://127.0.0.1:9"])) as served:
         await served.until(lambda: "decode-0: does not answer" in served.notes())
-        states = {worker.worker_id: worker.state for worker in served.gateway.status().workers}
-        assert states == {"prefill-0": "ready", "decode-0": "awaited"}
+        await served.until(lambda: states(served) == {"prefill-0": "ready", "decode-0": "awaited"})
         alone = served.client.generate(PROMPT, max_tokens=8, mode="colocated", ignore_eos=True, timeout_s=5.0)
         assert list((await alone.result()).token_ids) == EXPECTED
