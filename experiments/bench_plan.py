@@ -15,11 +15,10 @@ from experiments.load import Load, Outcome, run_load
 from experiments.modes import SLO
 from experiments.workloads import catalog
 from experiments.workloads.arrivals import ClosedLoop, Schedule, all_at_once, ramp, random_arrivals, timed_arrivals
-from experiments.workloads.conversation import Conversation
+from experiments.workloads.conversation import Conversation, LoadTarget
 from experiments.workloads.options import LoadOptions
 from experiments.workloads.trace import Trace
 from ops.settled import settled
-from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
@@ -151,14 +150,14 @@ class BenchPlan(LoadOptions):
         return ClosedLoop(self.concurrency or CONCURRENCY)
 
 
-async def fitted(client: AsyncClient, plan: BenchPlan, status: ServiceStatus) -> BenchPlan:
+async def fitted(client: LoadTarget, plan: BenchPlan, status: ServiceStatus) -> BenchPlan:
     """``plan`` with a workload that fits the service (`experiments.workloads.catalog.fitted`)."""
     workload = plan.workload.first(plan.count) if isinstance(plan.workload, Trace) else plan.workload
     return plan.model_copy(update={"workload": await catalog.fitted(workload, client, status)})
 
 
 async def run_bench(
-    client: AsyncClient,
+    client: LoadTarget,
     plan: BenchPlan,
     status: ServiceStatus,
     on_done: Callable[[Outcome], None],

@@ -19,9 +19,8 @@ import numpy as np
 import psutil
 
 from experiments.workloads.arrivals import ClosedLoop, Schedule
-from experiments.workloads.conversation import Conversation
+from experiments.workloads.conversation import Conversation, LoadTarget
 from ops.machine_load import CpuUse
-from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.request import Prompt
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -105,7 +104,7 @@ class Load:
 
 
 async def run_load(
-    client: AsyncClient,
+    client: LoadTarget,
     conversations: Iterable[Conversation],
     schedule: Schedule,
     *,

@@ -43,6 +43,8 @@ Figures = dict[str, Any]
 """What a summary, one of its cells, or an arm has by name; plain values."""
 Parameters = Mapping[str, Any]
 """What tells a cell from others."""
+UNKNOWN_TOKEN = 2**32 - 1
+"""Stands for each token of a server that returns no token ids."""
 LAG = "lag"
 """The stage of `RequestRow.since_due` in which a request waits in the load generator."""
 
@@ -57,8 +59,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     ``scheduled_s`` and ``sent_s`` count from the start of the cell; a difference means that the load generator was
     late. Latencies are the client's own, in milliseconds; ``stages_ms`` has the breakdown of each figure.
     ``others_cpu_s`` are the CPU seconds that processes which are not the measurement's used on this host meanwhile.
-    ``token_hash`` identifies the generated tokens. A failed request has ``error`` (class and message) and neither
-    latencies nor tokens."""
+    ``token_hash`` identifies the generated tokens (empty: they are not known). A failed request has ``error`` (class
+    and message) and neither latencies nor tokens."""
 
     cell: str
     arm: str
@@ -137,7 +139,9 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def token_hash(token_ids: tuple[int, ...]) -> str:
-    """A short digest of the generated tokens: equal exactly if the tokens are."""
+    """A short digest of the generated tokens: equal exactly if the tokens are. Empty if one is `UNKNOWN_TOKEN`."""
+    if UNKNOWN_TOKEN in token_ids:
+        return ""
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
 
 

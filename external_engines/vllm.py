@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from external_engines.adapter import Description, HandOff, KVCounters, Step
-from pdserve.core.errors import HandOffMissing, InvalidRequest, PdserveError, WorkerLost
+from external_engines.answers import error_of
+from pdserve.core.errors import HandOffMissing, PdserveError, WorkerLost
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.core.worker import WorkerLoad
@@ -148,7 +149,7 @@ class VLLM:
     def read(self, part: Mapping[str, Any]) -> Step:
         """See `external_engines.adapter.Adapter`."""
         if "error" in part:
-            raise error_of(part["error"])
+            raise error_of(part["error"], "vLLM")
         usage = part.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not part["choices"]:  # the last part, which has the usage alone
@@ -160,15 +161,6 @@ class VLLM:
         if reason is not None and reason not in _REASONS:
             raise WorkerLost(f"vLLM ended the request ({reason})")
         return Step(list(zip(ids, logprobs, strict=True)), None if reason is None else _REASONS[reason], cached)
-
-
-def error_of(error: Any) -> PdserveError:
-    """The error that an error object of the API describes."""
-    message = str(error.get("message", error) if isinstance(error, Mapping) else error)[:500]
-    code = error.get("code") if isinstance(error, Mapping) else None
-    if isinstance(code, int) and 400 <= code < 500:
-        return InvalidRequest(f"request: vLLM refuses it: {message}")
-    return WorkerLost(f"vLLM failed: {message}")
 
 
 def _body(request: Request, model: str) -> dict[str, Any]:

@@ -13,11 +13,10 @@ import httpx2
 import msgspec
 
 from external_engines.adapter import Adapter, HandOff, KVCounters, Step
+from external_engines.answers import TIMEOUT, UNREADABLE, object_of, parts_of, refusal
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (
-    CapacityExceeded,
     InvalidRequest,
-    NotReady,
     PdserveError,
     TransferError,
     TransferRefused,
@@ -30,12 +29,6 @@ from pdserve.core.timeline import ClockOffset, Event, EventKind
 from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
 
 log = logging.getLogger(__name__)
-
-_UNREADABLE = (KeyError, TypeError, ValueError, IndexError)
-_DATA = "data: "
-_DONE = "[DONE]"
-_TIMEOUT = httpx2.Timeout(None, connect=5.0)
-"""A request may wait for as long as its deadline allows. Whether the server lives is known from its metrics."""
 
 HandOffs = dict[str, "asyncio.Future[tuple[int, HandOff] | None]"]
 """Token 1 and the hand-off that decode waits for, by attempt. None: token 1 has ended the request."""
@@ -62,6 +55,7 @@ class EngineWorker:
         self.clock = ClockOffset(0.0, 0.0)
         self.handed_off_tokens = 0
         """Prompt tokens of the hand-offs that it has received, which its engine should not have computed."""
+        self._name = f"worker {info.worker_id} ({adapter.kind})"
         self._model = model
         self._adapter = adapter
         self._http = http
@@ -258,60 +252,31 @@ class EngineWorker:
 
     async def _answer(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._http.post(
-            self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=_TIMEOUT
+            self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=TIMEOUT
         )
         if answer.status_code != 200:
-            raise self._refusal(answer.status_code, answer.text)
-        return self._object(answer.content)
+            raise refusal(self._name, answer.status_code, answer.text, answer.headers)
+        return object_of(answer.content, self._name)
 
     async def _stream(self, request: Request, body: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """The parts of a streamed answer. `WorkerLost` if it ends before its last token."""
         ended = False
         async with self._http.stream(
-            "POST", self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=_TIMEOUT
+            "POST", self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=TIMEOUT
         ) as answer:
-            if answer.status_code != 200:
-                raise self._refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
-            async for line in answer.aiter_lines():
-                if not line.startswith(_DATA):
-                    continue
-                if (data := line[len(_DATA) :]) == _DONE:
-                    break
-                step = self._read(self._object(data.encode()))
+            async for part in parts_of(answer, self._name):
+                step = self._read(part)
                 ended |= step.finish_reason is not None
                 yield step
         if not ended:
-            raise WorkerLost(f"worker {self.info.worker_id} ended its answer before the last token")
-
-    def _object(self, data: bytes) -> dict[str, Any]:
-        try:
-            value = msgspec.json.decode(data)
-        except msgspec.DecodeError as error:
-            raise WorkerLost(f"worker {self.info.worker_id} sent what is no JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise WorkerLost(f"worker {self.info.worker_id} sent a {type(value).__name__} instead of an object")
-        return value
+            raise WorkerLost(f"{self._name} ended its answer before the last token")
 
     def _read(self, part: dict[str, Any]) -> Step:
         try:
             return self._adapter.read(part)
-        except _UNREADABLE as error:
-            raise WorkerLost(
-                f"worker {self.info.worker_id} does not answer as {self._adapter.kind} does "
-                f"({type(error).__name__}: {error})"
-            ) from None
-
-    def _refusal(self, status: int, text: str) -> PdserveError:
-        try:
-            message = msgspec.json.decode(text)["error"]["message"]
-        except (*_UNREADABLE, msgspec.DecodeError):
-            message = text
-        what = f"worker {self.info.worker_id} ({self._adapter.kind}) answered {status}: {str(message)[:500]}"
-        if status == 429:
-            return CapacityExceeded(what)
-        if status == 503:
-            return NotReady(what)
-        return InvalidRequest(f"request: {what}") if 400 <= status < 500 and status != 404 else WorkerLost(what)
+        except UNREADABLE as error:
+            what = f"{type(error).__name__}: {error}"
+            raise WorkerLost(f"{self._name} does not answer as {self._adapter.kind} does ({what})") from None
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 

@@ -5,25 +5,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 
 
-async def settled(client: AsyncClient, timeout_s: float = 10.0) -> ServiceStatus:
+class ReportsStatus(Protocol):
+    """What can be asked how a service is: a client of it."""
+
+    async def status(self) -> ServiceStatus:
+        """How it is now."""
+
+
+async def settled(client: ReportsStatus, timeout_s: float = 10.0) -> ServiceStatus:
     """The service's status once it is idle, no KV block is in use and every worker has reported since this call, or the
     last one after ``timeout_s``. A worker may keep blocks for a moment after its last request: until a transfer of them
     has ended at both ends."""
     return await _poll(client, lambda status: status.used_blocks == 0, timeout_s)
 
 
-async def leaked_blocks(client: AsyncClient, before: ServiceStatus, timeout_s: float = 10.0) -> int:
+async def leaked_blocks(client: ReportsStatus, before: ServiceStatus, timeout_s: float = 10.0) -> int:
     """KV blocks that were free at ``before`` and are not any more, after waiting up to ``timeout_s`` for them."""
     after = await _poll(client, lambda status: _missing(before, status) == 0, timeout_s)
     return _missing(before, after)
 
 
-async def _poll(client: AsyncClient, good: Callable[[ServiceStatus], bool], timeout_s: float) -> ServiceStatus:
+async def _poll(client: ReportsStatus, good: Callable[[ServiceStatus], bool], timeout_s: float) -> ServiceStatus:
     started_s = time.monotonic()
     while True:
         status = await client.status()

@@ -14,6 +14,7 @@ import typer
 
 from experiments.workloads.options import LoadOptions, WorkloadOptions, declared
 from ops.cli.options import (
+    CONNECTION,
     JsonOption,
     TargetOption,
     print_json,
@@ -27,6 +28,7 @@ from pdserve.core.errors import InvalidRequest, PdserveError
 
 if TYPE_CHECKING:
     from experiments.bench_plan import BenchPlan
+    from experiments.openai_server import OpenAIServer
 
 Report = dict[str, Any]
 """What ``--json`` prints of a load."""
@@ -61,6 +63,13 @@ def bench(
     ] = None,
     save_result: Annotated[bool, typer.Option("--save-result", hidden=True)] = False,
     goodput: Annotated[str | None, typer.Option(hidden=True)] = None,
+    openai_url: Annotated[
+        str | None,
+        typer.Option(
+            help="a server with OpenAI's API to measure instead of the target, like http://HOST:8000",
+            rich_help_panel=CONNECTION,
+        ),
+    ] = None,
 ) -> None:
     """Put a load on the service and report latencies, throughput, goodput, failures, and leaked KV blocks.
 
@@ -83,13 +92,18 @@ def bench(
     from experiments.bench_plan import BenchPlan
     from experiments.bench_report import latency_table
     from experiments.cli.progress import printed
+    from experiments.openai_server import OpenAIServer
     from experiments.workloads.catalog import workload_of
     from ops.machine_load import LOAD
+    from pdserve.core.request import Mode
 
     workload = workload_of(WorkloadOptions(**{name: value for name, value in data.items() if value is not None}))
     plan = BenchPlan.of(workload, **{**load, "slo": _objectives(load["slo"], goodput, context.args)})
     into = output or (Path("results") if save_result else None)
-    reports, page = asyncio.run(_run(Target.of(target, **access), plan, into))
+    measured = OpenAIServer(openai_url, access) if openai_url is not None else Target.of(target, **access)
+    if openai_url is not None and plan.mode != Mode.AUTO:
+        raise InvalidRequest(f"mode: a server with OpenAI's API has no modes; leave out {plan.mode}")
+    reports, page = asyncio.run(_run(measured, plan, into))
     partial, leaked = any(map(itemgetter("partial"), reports)), reports[-1]["leaked_blocks"]
     parts = {report["mode"]: report for report in reports}
     if as_json:
@@ -104,7 +118,7 @@ def bench(
             console.print(line, soft_wrap=True, markup=False)
     if partial:
         raise typer.Exit(130)
-    if any(report["failed"] for report in reports) or leaked != 0:
+    if any(report["failed"] for report in reports) or (leaked != 0 and openai_url is None):
         raise typer.Exit(1)
 
 
@@ -120,9 +134,9 @@ def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> str | 
     return ",".join(f"{'e2e' if key == 'e2el' else key}={value}" for key, _, value in parts)
 
 
-async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[Report], Path | None]:
-    """Reports of the loads, of which the last one has the leaked blocks and the machine's load of all; and the page of
-    the run's folder, if one is to be made in ``into``."""
+async def _run(measured: Target | OpenAIServer, plan: BenchPlan, into: Path | None) -> tuple[list[Report], Path | None]:
+    """Measure a service, or a server with OpenAI's API. Returns the reports of the loads, of which the last one has the
+    leaked blocks and the machine's load of all; and the page of the run's folder, if one is to be made in ``into``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from experiments.bench_plan import fitted, run_bench
@@ -137,7 +151,8 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
 
     bars = TextColumn("bench"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = stderr_console()
-    async with AsyncClient(target) as client:
+    target = measured if isinstance(measured, Target) else measured.target
+    async with AsyncClient(measured) if isinstance(measured, Target) else measured as client:
         before = await settled(client)
         plan = await fitted(client, plan, before)
         stop, hurry = asyncio.Event(), asyncio.Event()
@@ -163,7 +178,9 @@ async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list
             loads = await run_bench(client, plan, before, on_done, stop, own if complete else None)
             load_facts = meter.facts()
             reports = [report_of(plan, *load) for load in loads]
-            leaked = await _unless(hurry, leaked_blocks(client, before))
+            leaked = None
+            if isinstance(client, AsyncClient):
+                leaked = await _unless(hurry, leaked_blocks(client, before))
             reports[-1] |= {"leaked_blocks": leaked, **load_facts}
     if recorder is None:
         return reports, None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.workloads.conversation import Room, Workload
+from experiments.workloads.conversation import LoadTarget, Room, Workload
 from experiments.workloads.options import WorkloadOptions
 from experiments.workloads.prompt_files import OwnPrompts, ShareGPT, TextLines
 from experiments.workloads.synthetic import PUBLISHED_SHAPES, Synthetic, parse_lengths, published
 from experiments.workloads.trace import Trace
-from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 
@@ -71,7 +70,7 @@ def _scales(text: str) -> tuple[float, float]:
     return scales[0], scales[-1]
 
 
-async def fitted(workload: Workload, client: AsyncClient, status: ServiceStatus) -> Workload:
+async def fitted(workload: Workload, client: LoadTarget, status: ServiceStatus) -> Workload:
     """``workload`` with requests that fit the service. The characters per token of a text are measured with one
     request. Raises what a request that does not fit would fail with."""
     if isinstance(workload, ShareGPT | TextLines):

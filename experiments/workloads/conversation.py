@@ -6,12 +6,34 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self, Unpack
 
 import numpy as np
 
+from pdserve.client.generation import Generation
+from pdserve.client.request import GenerateOptions, Prompt
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
+
+
+class Sent(Protocol):
+    """A request."""
+
+    async def result(self) -> Generation:
+        """The whole answer; `PdserveError` if it failed."""
+
+
+class LoadTarget(Protocol):
+    """What a load is put on: `pdserve.AsyncClient`, or `experiments.openai_server.OpenAIServer`."""
+
+    async def connect(self) -> None:
+        """Raises `PdserveError` if it does not answer."""
+
+    async def status(self) -> ServiceStatus:
+        """What is known of it."""
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Sent:
+        """A request, which is sent when its result is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +46,11 @@ class Room:
 
     @classmethod
     def of(cls, status: ServiceStatus) -> Self:
-        """The room on a service; `NotReady` if no worker has registered."""
+        """The room on a service, of which only the context is known if it says nothing of its workers. `NotReady` if no
+        worker has registered."""
         if not status.vocab_size:
             raise NotReady("no worker has registered with the service; wait until `pdserve status` shows some")
-        return cls(status.context_length, status.pool_tokens)
+        return cls(status.context_length, status.pool_tokens if status.workers else status.context_length)
 
     @property
     def tokens(self) -> int:
