@@ -51,7 +51,8 @@ def setup_of(run: RunData, method: str, **more: str) -> list[tuple[str, str]]:
     rows = [("machine", f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, {machine.get('system', '')}")]
     if service:
         workers = service.get("workers", [])
-        rows.append(("service", f"{service.get('model', '?')} in {service.get('dtype', '?')}, {len(workers)} workers"))
+        known = f" in {service.get('dtype', '?')}, {len(workers)} workers" if workers else ""  # of a foreign server
+        rows.append(("service", f"{service.get('model', '?')}{known}"))
     packages = ", ".join(f"{name} {version}" for name, version in machine.get("packages", {}).items())
     return [*rows, ("method", method), ("versions", packages), *((name, text) for name, text in more.items() if text)]
 

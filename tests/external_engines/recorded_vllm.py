@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 import xxhash
@@ -174,8 +175,17 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
+class App(Protocol):
+    """A server: what it serves, and the port, once it is served."""
+
+    port: int
+
+    def app(self) -> FastAPI:
+        """A new app."""
+
+
 @contextlib.asynccontextmanager
-async def serving(*servers: RecordedVLLM) -> AsyncIterator[None]:
+async def serving(*servers: App) -> AsyncIterator[None]:
     """Serve on free ports of loopback."""
     running = []
     for server in servers:
@@ -193,3 +203,24 @@ async def serving(*servers: RecordedVLLM) -> AsyncIterator[None]:
         for listener, task in running:
             listener.should_exit = listener.force_exit = True
             await task
+
+
+@contextlib.contextmanager
+def running(*servers: App) -> Iterator[None]:
+    """Serve on a thread, on free ports of loopback."""
+    loop, ready, end = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(*servers):
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    ready.wait(10.0)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join()
+        loop.close()

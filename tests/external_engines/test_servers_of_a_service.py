@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,29 +11,8 @@ from ops.doctor.examine import diagnose
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError
 from tests.e2e.conftest import Cli
-from tests.external_engines.recorded_vllm import RecordedVLLM, serving
+from tests.external_engines.recorded_vllm import RecordedVLLM, running
 from tests.local_cluster import free_port
-
-
-@contextmanager
-def running(*servers: RecordedVLLM) -> Iterator[None]:
-    """Serve on a thread."""
-    loop, ready, end = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with serving(*servers):
-            ready.set()
-            await end.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    ready.wait(10.0)
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(end.set)
-        thread.join()
-        loop.close()
 
 
 def pair() -> tuple[RecordedVLLM, RecordedVLLM]:
