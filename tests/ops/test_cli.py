@@ -385,7 +385,8 @@ def test_model_info_notes_what_a_folder_lacks(pdserve: Any, tmp_path: Path) -> N
     assert f"note: {folder} has no tokenizer.json: prompts must be token ids" in shown
     assert "note: no eos_token_id: outputs end by their length alone, and JSON and regex are refused" in shown
     assert "note: no chat template: chats are refused" in shown
-    assert json.loads(pdserve("model-info", "tiny", "--json").out)["notes"] == []
+    notes = json.loads(pdserve("model-info", "tiny", "--json").out)["notes"]
+    assert not [note for note in notes if "model.dtype: auto converts" not in note]  # as CPUs without bfloat16 do
 
 
 def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
