@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints.source import resolve_model
@@ -220,7 +221,7 @@ def rounded_fp8(x):  # type: ignore[no-untyped-def]
     return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float8e4nv)
 
 
-def product_in_order(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
+def product_in_order(a: NDArray[Any], b: NDArray[Any], dtype: Any) -> Any:
     """NumPy's product, by which the interpreter computes `tl.dot`, with sums in a fixed order. On some CPUs that of the
     library depends on a row's place in the matrix."""
     return (a[:, :, None].astype(dtype) * b[None].astype(dtype)).sum(1)
