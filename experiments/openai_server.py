@@ -1,13 +1,13 @@
-"""A server with OpenAI's API, as a load sees it: no status, no stages, and what its stream tells of each request."""
+"""Sends a load's requests to a server with OpenAI's API, and times the parts of its streams."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -22,6 +22,7 @@ from pdserve.client.status import ServiceStatus
 from pdserve.client.target import AccessOptions, Target
 from pdserve.core.address import join_address
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, NotReady, WorkerLost
+from pdserve.core.tls_files import read_certificates, read_key_pair
 from pdserve.pb import inference_pb2 as pb
 
 VOCABULARY = 256
@@ -32,8 +33,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class OpenAIServer:
-    """The server at ``url`` (``http://host:port``, with or without ``/v1``). Has what `experiments.load.run_load` needs
-    of a client. The first model that the server lists is used.
+    """The server at ``url`` (``http://host:port``, with or without ``/v1``), as a
+    `experiments.workloads.conversation.LoadTarget`. The first model that the server lists is used.
 
     A request asks for ``ignore_eos``, ``return_token_ids`` and ``cache_salt``, which vLLM and pdserve know and others
     may ignore. A server that ignores the first may end an output early. One that ignores the second gives no token ids:
@@ -41,7 +42,8 @@ class OpenAIServer:
     ``usage``."""
 
     def __init__(self, url: str, access: AccessOptions) -> None:
-        """`InvalidRequest` if ``url`` has another form, or ``access`` does not go with it."""
+        """`InvalidRequest` if ``url`` has another form, or ``access`` does not go with it; `ConfigError` names a file
+        that cannot be used."""
         try:
             parsed = httpx2.URL(url)
         except httpx2.InvalidURL as error:
@@ -121,8 +123,10 @@ class OpenAIServer:
         return answer.generation(time.monotonic())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Request:
+    """A request, which is sent when its result is asked for."""
+
     server: OpenAIServer
     body: dict[str, Any]
     timeout_s: float | None
@@ -198,11 +202,14 @@ def _status(model: str, context_length: int | None) -> ServiceStatus:
 
 
 def _ssl_context(target: Target) -> ssl.SSLContext | bool:
-    """The certificates that ``target`` names; True: those of the system."""
-    if not (target.ca or target.cert):
+    """The certificates that ``target`` names; True: those of the system. `ConfigError` names a file that cannot be
+    used."""
+    if target.ca is None and target.cert is None:
         return True
-    context = ssl.create_default_context(cafile=target.ca)
-    if target.cert:
+    roots = None if target.ca is None else read_certificates(target.ca, "ca").decode()
+    context = ssl.create_default_context(cadata=roots)
+    if target.cert is not None and target.key is not None:
+        read_key_pair(target.cert, target.key, "cert", "key")  # checks them
         context.load_cert_chain(target.cert, target.key)
     return context
 

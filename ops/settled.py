@@ -11,10 +11,10 @@ from pdserve.client.status import ServiceStatus
 
 
 class ReportsStatus(Protocol):
-    """What can be asked how a service is: a client of it."""
+    """Something that has a service's status, such as a client of the service."""
 
     async def status(self) -> ServiceStatus:
-        """How it is now."""
+        """The service's status now; `PdserveError` if it does not answer."""
 
 
 async def settled(client: ReportsStatus, timeout_s: float = 10.0) -> ServiceStatus:

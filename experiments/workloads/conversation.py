@@ -10,6 +10,7 @@ from typing import Protocol, Self, Unpack
 
 import numpy as np
 
+from ops.settled import ReportsStatus
 from pdserve.client.generation import Generation
 from pdserve.client.request import GenerateOptions, Prompt
 from pdserve.client.status import ServiceStatus
@@ -17,20 +18,17 @@ from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
 
 
 class Sent(Protocol):
-    """A request."""
+    """One request of a load."""
 
     async def result(self) -> Generation:
-        """The whole answer; `PdserveError` if it failed."""
+        """The whole answer; `PdserveError` if the request failed."""
 
 
-class LoadTarget(Protocol):
-    """What a load is put on: `pdserve.AsyncClient`, or `experiments.openai_server.OpenAIServer`."""
+class LoadTarget(ReportsStatus, Protocol):
+    """What conversations are sent to: `pdserve.AsyncClient`, or `experiments.openai_server.OpenAIServer`."""
 
     async def connect(self) -> None:
-        """Raises `PdserveError` if it does not answer."""
-
-    async def status(self) -> ServiceStatus:
-        """What is known of it."""
+        """Reach the service; `PdserveError` if it does not answer."""
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Sent:
         """A request, which is sent when its result is asked for."""

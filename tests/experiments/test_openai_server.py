@@ -167,6 +167,7 @@ def test_a_token_is_not_sent_to_another_host_in_clear() -> None:
         (["--openai-url", "http://127.0.0.1:9"], 1, "error: the server at 127.0.0.1:9 does not answer"),
         (["--openai-url", "127.0.0.1:9"], 2, "error: openai_url: '127.0.0.1:9' is not of the form http://HOST:PORT"),
         (["--openai-url", "http://h/v2"], 2, "error: openai_url: 'http://h/v2' is not of the form"),
+        (["--openai-url", "https://h:1", "--ca", "/no/such"], 2, "error: ca: /no/such"),
         (["--openai-url", "http://h:1", "--mode", "pd"], 2, "error: mode: a server with OpenAI's API has no modes"),
     ],
 )
