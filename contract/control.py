@@ -86,6 +86,13 @@ class Receive(Message, frozen=True):
     tell_ready: bool = False
 
 
+class HandOver(Message, frozen=True):
+    """What the prefill worker's answer says for a `Receive` (`TokenOutput.hand_off`). There is no `Reply`."""
+
+    attempt_id: str
+    hand_off: bytes
+
+
 class Abort(Message, frozen=True):
     """Abort a request in any state. The `Reply` is sent when its resources are released."""
 
@@ -194,8 +201,8 @@ class MessageDecoder(Generic[M]):
             raise PdserveError(f"an unreadable message ({error}); gateway and worker differ in version") from None
 
 
-TO_WORKER: MessageDecoder[Hello | Work | Call | RequestHeartbeat] = MessageDecoder(
-    Hello | Work | Call | RequestHeartbeat  # type: ignore[arg-type]  # a union
+TO_WORKER: MessageDecoder[Hello | Work | HandOver | Call | RequestHeartbeat] = MessageDecoder(
+    Hello | Work | HandOver | Call | RequestHeartbeat  # type: ignore[arg-type]  # a union
 )
 TO_GATEWAY: MessageDecoder[Reply | Outputs] = MessageDecoder(Reply | Outputs)  # type: ignore[arg-type]  # a union
 BEATS = MessageDecoder(Beat)
@@ -254,6 +261,10 @@ class WorkerHandle(Protocol):
         With ``tell_ready``, an output with the event DECODE_READY and no token precedes token 2, as soon as all KV is
         there.
         """
+        ...
+
+    def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
+        """Give a request that was sent by `receive` what prefill's output says for it (`TokenOutput.hand_off`)."""
         ...
 
     def run(self, request: Request, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:

@@ -31,14 +31,20 @@ class Description(NamedTuple):
     hands_off: bool
     """Whether its metrics show that it can hand KV over."""
 
-    def difference(self, other: Description) -> str:
-        """The first field in which two servers that should hand KV to each other differ, in words; empty if none
-        does."""
-        for name in ("kind", "version", "model", "block_size", "kv_dtype"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {mine!r} and {theirs!r}"
-        return ""
+    @property
+    def in_common(self) -> tuple[tuple[str, str], ...]:
+        """What servers that hand KV to each other must have in common (`pdserve.core.handoff.KVPeer.engine`)."""
+        names = ("kind", "version", "model", "block_size", "kv_dtype")
+        return tuple((name, str(getattr(self, name))) for name in names)
+
+
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The first of the values that two servers must have in common in which they differ, in words; empty if there is
+    none."""
+    for name, value in mine.items():
+        if value != theirs.get(name):
+            return f"{name} is {value!r} and {theirs.get(name)!r}"
+    return ""
 
 
 class KVCounters(NamedTuple):

@@ -30,14 +30,22 @@ from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
 
 log = logging.getLogger(__name__)
 
-HandOffs = dict[str, "asyncio.Future[tuple[int, HandOff] | None]"]
-"""Token 1 and the hand-off that decode waits for, by attempt. None: token 1 has ended the request."""
+
+class _HandedOff(msgspec.Struct, frozen=True):
+    """What decode gets of prefill's answer (`pdserve.core.worker.TokenOutput.hand_off`): token 1, and the hand-off in
+    the engine's words; None if token 1 has ended the request."""
+
+    token_1: int
+    hand_off: HandOff | None
+
+
+_HANDED_OFF = msgspec.json.Decoder(_HandedOff)
 
 
 class EngineWorker:
-    """A server as `contract.control.WorkerHandle`. Its requests are HTTP calls of the gateway's event loop, so its
-    events are on the gateway's clock. ``hand_offs`` are shared by all servers of the gateway: the prefill of a pair
-    puts there what its decode waits for.
+    """A server as `contract.control.WorkerHandle`. Its requests are HTTP calls of the event loop that it is used on:
+    the gateway's, or that of the process that has started the server (`external_engines.started`). Events are on the
+    ``clock`` of that process.
 
     Token 1 comes from prefill. Decode repeats it, and goes on with token 2; if it repeats another one, the hand-off has
     failed, because the client has token 1 already."""
@@ -48,7 +56,6 @@ class EngineWorker:
         model: str,
         adapter: Adapter,
         http: httpx2.AsyncClient,
-        hand_offs: HandOffs,
         clock: Clock,
     ) -> None:
         self.info = info
@@ -59,7 +66,7 @@ class EngineWorker:
         self._model = model
         self._adapter = adapter
         self._http = http
-        self._hand_offs = hand_offs
+        self._hand_offs: dict[str, asyncio.Future[_HandedOff]] = {}  # those that decodes wait for, by attempt
         self._time = clock
         self._sinks: dict[str, OutputSink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -67,7 +74,7 @@ class EngineWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no request of this gateway."""
+        """Whether it has no request."""
         return not self._tasks
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
@@ -78,12 +85,18 @@ class EngineWorker:
 
     def push(self, request: Request, peer: KVPeer, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
         """See `contract.control.WorkerHandle`."""
-        self._hand_offs[request.attempt_id] = asyncio.get_running_loop().create_future()
         self._begin(request, sink, self._push(request))
 
     def receive(self, request: Request, peer: KVPeer, sink: OutputSink, tell_ready: bool = False) -> None:
         """See `contract.control.WorkerHandle`."""
         self._begin(request, sink, self._receive(request, tell_ready))
+        if request.attempt_id in self._tasks:
+            self._hand_offs[request.attempt_id] = asyncio.get_running_loop().create_future()
+
+    def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
+        """See `contract.control.WorkerHandle`."""
+        if (waiting := self._hand_offs.get(attempt_id)) is not None and not waiting.done():
+            waiting.set_result(_HANDED_OFF.decode(hand_off))
 
     def send_prefix(self, request: Request, peer: KVPeer, sink: OutputSink) -> None:
         """Fail: servers of other engines send no prefix."""
@@ -96,7 +109,6 @@ class EngineWorker:
     async def abort(self, attempt_id: str) -> None:
         """See `contract.control.WorkerHandle`. The server notices that the call is closed."""
         self._sinks.pop(attempt_id, None)
-        self._hand_offs.pop(attempt_id, None)
         if (task := self._tasks.get(attempt_id)) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -131,35 +143,28 @@ class EngineWorker:
 
     async def _push(self, request: Request) -> None:
         """Prefill, and tell decode where the KV is, unless token 1 ends the request."""
-        waiting = self._hand_offs[request.attempt_id]
         answer = await self._answer(request, self._adapter.prefill(request, self._model))
         events = (self._event(EventKind.PREFILL_ANSWERED),)
         step = self._read(answer)
         if len(step.tokens) != 1:
             raise WorkerLost(f"worker {self.info.worker_id} answered a prefill with {len(step.tokens)} tokens")
         ends = step.finish_reason is FinishReason.STOP
-        found = None if ends else (step.tokens[0][0], self._adapter.hand_off(answer))
-        if not waiting.done():  # else decode was aborted
-            waiting.set_result(found)
-        self._give(request, step if ends else step._replace(finish_reason=None), events)
+        handed_off = _HandedOff(step.tokens[0][0], None if ends else self._adapter.hand_off(answer))
+        step = step if ends else step._replace(finish_reason=None)
+        self._give(request, step, events, hand_off=msgspec.json.encode(handed_off))
 
     async def _receive(self, request: Request, tell_ready: bool) -> None:
         """Wait for prefill's answer, have decode fetch the KV, and give what follows token 1."""
-        attempt_id = request.attempt_id
         # The counters are those of all requests, so they prove the hand-off of one that runs alone.
         before = None if len(self._tasks) > 1 else asyncio.create_task(self._count())
-        if (waiting := self._hand_offs.get(attempt_id)) is None:  # prefill was aborted
-            return
-        try:
-            found = await waiting
-        finally:
-            self._hand_offs.pop(attempt_id, None)
-        if found is None:
+        found = await self._hand_offs[request.attempt_id]
+        if found.hand_off is None:
             self._output(request, TokenOutput(None, FinishReason.STOP))
             return
         repeated = False
         try:
-            async with aclosing(self._decoded(request, *found, tell_ready, before)) as outputs:
+            decoded = self._decoded(request, found.token_1, found.hand_off, tell_ready, before)
+            async with aclosing(decoded) as outputs:
                 async for step, events, proof in outputs:
                     repeated = True
                     self._give(request, step, events, proof)
@@ -235,7 +240,12 @@ class EngineWorker:
         )
 
     def _give(
-        self, request: Request, step: Step, events: tuple[Event, ...], proof: TransferProof | None = None
+        self,
+        request: Request,
+        step: Step,
+        events: tuple[Event, ...],
+        proof: TransferProof | None = None,
+        hand_off: bytes = b"",
     ) -> None:
         """Give the tokens of a step to the request's sink, and ``proof`` with the last one."""
         wanted = request.sampling.logprobs
@@ -246,7 +256,8 @@ class EngineWorker:
                 logprobs = TokenLogprobs(logprobs.logprob, logprobs.top[:wanted])
             reason, proven = (step.finish_reason, proof) if number == len(step.tokens) else (None, None)
             cached = step.cached_tokens or 0
-            self._output(request, TokenOutput(token_id, reason, events, proven, logprobs, cached))
+            output = TokenOutput(token_id, reason, events, proven, logprobs, cached, hand_off=hand_off)
+            self._output(request, output)
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
@@ -307,6 +318,7 @@ class EngineWorker:
             self._fail(attempt_id, WorkerLost(f"worker {self.info.worker_id}: {type(error).__name__}: {error}"))
         finally:
             self._sinks.pop(attempt_id, None)
+            self._hand_offs.pop(attempt_id, None)
 
     def _output(self, request: Request, output: TokenOutput) -> None:
         if (sink := self._sinks.get(request.attempt_id)) is not None:

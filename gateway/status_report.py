@@ -124,6 +124,7 @@ class StatusReport:
                 *self._model_notes,
                 *self.notes,
                 *filter(None, (shared, self._problem())),
+                *(worker.load.note for worker in self._registry.workers if worker.load.note and not worker.lost),
                 *(engines.notes if engines else ()),
             ],
         )

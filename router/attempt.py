@@ -203,6 +203,8 @@ class Attempt:
         decode.handle.receive(request, share.worker.info.peer, decoding, self._hold_first_token)
         self._watch_for_standstill(share.worker, decoding)
         arrival = await self._first_of(prefilling, decoding)
+        if arrival.output.hand_off:
+            decode.handle.hand_over(request.attempt_id, arrival.output.hand_off)
         share.end()
         if self._hold_first_token and arrival.output.finish_reason is None:
             arrival = arrival._replace(time_s=await self._until_ready(prefilling, decoding))

@@ -178,6 +178,9 @@ class FakeWorker:
         """Token 2 and on; nothing is ever skipped."""
         self._feed(request, self._receive(request, peer, tell_ready), sink)
 
+    def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
+        """Nothing: the workers of a fleet tell each other."""
+
     def send_prefix(self, request: Request, peer: KVPeer, sink: OutputSink) -> None:
         """Nothing but an end."""
         self._feed(request, self._send_prefix(request), sink)

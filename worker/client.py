@@ -14,6 +14,7 @@ from contract.control import (
     TO_GATEWAY,
     Abort,
     Call,
+    HandOver,
     Hello,
     Ping,
     Push,
@@ -122,6 +123,11 @@ class WorkerClient:
     def receive(self, request: Request, peer: KVPeer, sink: OutputSink, tell_ready: bool = False) -> None:
         """Receive the prompt's KV from ``peer``, and decode on this worker. Gives token 2 and the following ones."""
         self._begin(Receive(request, peer, tell_ready), sink)
+
+    def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
+        """Send what prefill's output says for a request that was sent by `receive`. Never raises."""
+        with contextlib.suppress(PdserveError):  # the request has its own way to learn of it
+            self._send(encode(HandOver(attempt_id, hand_off)))
 
     def run(self, request: Request, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
         """Prefill and decode on this worker. Gives all tokens."""

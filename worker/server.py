@@ -18,6 +18,7 @@ from contract.control import (
     TO_WORKER,
     Abort,
     Failure,
+    HandOver,
     Hello,
     Outputs,
     Ping,
@@ -91,6 +92,10 @@ class ControlledWorker(Protocol):
         """Begin to serve a request. PdserveError if the worker refuses it."""
         ...
 
+    def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
+        """Give a request what prefill's answer says for it. Unknown ids are ignored."""
+        ...
+
     async def abort(self, attempt_id: str) -> None:
         """Abort a request. Returns when its resources are released."""
         ...
@@ -157,6 +162,8 @@ class ControlServer:
                     outbox.gateway_epoch = message.gateway_epoch
                 elif isinstance(message, Ping):
                     outbox.reply(Reply(message.call_id, received_s, received_s))
+                elif isinstance(message, HandOver):
+                    self._worker.hand_over(message.attempt_id, message.hand_off)
                 elif isinstance(message, RequestHeartbeat):
                     self._worker.request_heartbeat()
                 elif isinstance(message, Abort):

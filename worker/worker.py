@@ -332,6 +332,9 @@ class Worker:
         served = ServedRequest(work, resources, outbox, worker_id=worker_id, received_s=received_s)
         self._table.begin(served, handler)
 
+    def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
+        """Nothing: pdserve's engines tell each other over the KV link."""
+
     async def abort(self, attempt_id: str) -> None:
         """Abort a request. Returns when its resources are released. Unknown ids are ignored."""
         await self._table.abort(attempt_id)

@@ -110,6 +110,9 @@ class StubWorker:
     def _events(self, time_s: float, *kinds: EventKind) -> tuple[Event, ...]:
         return tuple(Event(kind, self.worker_id, time_s) for kind in kinds)
 
+    def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
+        """Nothing: no prefill answers with a hand-off."""
+
     async def abort(self, attempt_id: str) -> None:
         """End a request."""
         if attempt_id in self._running:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import httpx2
 
 from checkpoints.source import resolve_model
-from external_engines.adapter import Description
-from external_engines.directory import client_of, describe
+from external_engines.adapter import Description, difference
+from external_engines.server import client_of, describe
 from ops.doctor.report import DoctorReport, Finding, fail, ok, warn
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ModelError, PdserveError
@@ -59,6 +59,6 @@ def _alone(name: str, description: Description) -> Iterator[Finding]:
 def _together(found: dict[Role, list[tuple[str, Description]]]) -> Iterator[Finding]:
     for prefill, mine in found[Role.PREFILL]:
         for decode, theirs in found[Role.DECODE]:
-            if difference := mine.difference(theirs):
+            if differs := difference(dict(mine.in_common), dict(theirs.in_common)):
                 remedy = "start both with the same version, model and options"
-                yield fail("server", f"{prefill} → {decode}", f"they cannot hand KV over: {difference}", remedy)
+                yield fail("server", f"{prefill} → {decode}", f"they cannot hand KV over: {differs}", remedy)

@@ -17,11 +17,14 @@ class KVEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class KVPeer:
-    """A worker at the other end of a KV link. ``epoch`` identifies its incarnation. ``endpoints`` are best first."""
+    """A worker at the other end of a KV link. ``epoch`` identifies its incarnation. ``endpoints`` are best first.
+    ``engine`` describes an engine that is not pdserve's own: names and values, all of which both ends of a hand-off
+    must have in common."""
 
     worker_id: str
     epoch: str
     endpoints: tuple[KVEndpoint, ...]
+    engine: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

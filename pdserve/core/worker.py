@@ -64,6 +64,7 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...] = ()
     max_num_seqs: int = 0  # requests in one step; 0: not bounded
     proves_transfers: bool = True  # each hand-off to it has a proof; else only where one runs at a time
+    engine: tuple[tuple[str, str], ...] = ()  # of an engine that is not pdserve's own (`KVPeer.engine`)
 
     @property
     def worker_epoch(self) -> WorkerEpoch:
@@ -73,7 +74,7 @@ class WorkerInfo:
     @property
     def peer(self) -> KVPeer:
         """This worker as the other end of a KV link."""
-        return KVPeer(self.worker_id, self.epoch, self.kv_endpoints)
+        return KVPeer(self.worker_id, self.epoch, self.kv_endpoints, self.engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,8 @@ class WorkerLoad:
     requests its engine admitted, how many of those were cached, the blocks that can be found now, and the cold blocks
     kept outside of the pool; how many KV messages it refused, by reason; the requests that it has of other gateways
     than the one that it reports to, and the tokens that they have still to compute on it (``others_prompt_tokens``: of
-    prompts without a first token); the cores that it shares with other engines at present; and whether it can compute
-    nothing until hand-offs with other workers proceed."""
+    prompts without a first token); the cores that it shares with other engines at present; whether it can compute
+    nothing until hand-offs with other workers proceed; and what operators have to know of it (``note``)."""
 
     free_blocks: int = 0
     running: int = 0
@@ -110,6 +111,7 @@ class WorkerLoad:
     others_prompt_tokens: int = 0
     shared_cores: tuple[SharedCores, ...] = ()
     stalled: bool = False
+    note: str = ""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -122,7 +124,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
     in the prefix cache, or got it from another worker's; ``prefix_fetch`` reports the latter, with the events
     PREFIX_AWAITED and PREFIX_READY. ``prompt_logprobs`` come with the same token, if they were asked for: those of each
-    token of the prompt after the first.
+    token of the prompt after the first. ``hand_off``, with token 1 of prefill, is what the engine wants the decode of
+    the hand-off to know (empty: nothing, because the two tell each other over a KV link).
     """
 
     token_id: int | None
@@ -133,6 +136,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     prefix_fetch: PrefixFetch | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    hand_off: bytes = b""
 
 
 class OutputSink(Protocol):
