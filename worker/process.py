@@ -14,11 +14,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from contract import control
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.worker import WorkerInfo
 from runtime.logs import set_up_logging
@@ -26,9 +25,7 @@ from runtime.process import end_with_parent, freeze_heap
 from runtime.secret import ServiceSecret
 from worker.cores import claim_cores, leave_engine_cores, shared_cores, sharing_note
 from worker.mps import MpsMembership, join_mps
-from worker.request_table import Handler
 from worker.spec import WorkerSpec
-from worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +35,26 @@ SWITCH_INTERVAL_S = 0.0001
 0.5 ms token 2 came later, at the same CPU time; the default is 5 ms."""
 
 
+class RunnableWorker(Protocol):
+    """A worker that a process can run: `worker.worker.Worker`, or one with another engine. It is made on the event loop
+    that it runs on."""
+
+    started: asyncio.Future[WorkerInfo]
+    """The worker's info once it can serve, or the error that kept it from starting."""
+    notes: list[str]
+    """For the user."""
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises the error that ends it."""
+        ...
+
+
+MakeWorker = Callable[[WorkerSpec, ServiceSecret], RunnableWorker]
+
+
 class WorkerThread:
-    """A worker of the service with this ``secret``, on a thread with an event loop of its own, which starts at once.
+    """A worker of the service with this ``secret``, as ``make`` makes it, on a thread with an event loop of its own,
+    which starts at once.
 
     ``prepare`` is called first, on that thread. ``on_end`` is called `END_PAUSE_S` after the worker has failed. A
     failure before the worker is ready is raised by `wait_ready` instead, unless ``restarted`` says that `wait_ready`
@@ -48,7 +63,7 @@ class WorkerThread:
     def __init__(
         self,
         spec: WorkerSpec,
-        handlers: Mapping[type[control.Work], Handler],
+        make: MakeWorker,
         secret: ServiceSecret,
         on_end: Callable[[], None] | None = None,
         *,
@@ -57,13 +72,13 @@ class WorkerThread:
     ) -> None:
         self._spec = spec
         self._prepare = prepare
-        self._handlers = handlers
+        self._make = make
         self._secret = secret
         self._on_end = on_end
         self._restarted = restarted
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
-        self.worker: Worker | None = None
+        self.worker: RunnableWorker | None = None
         self._ready: concurrent.futures.Future[WorkerInfo] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._main, name=f"worker-{spec.worker_id}", daemon=True)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -86,7 +101,7 @@ class WorkerThread:
             if self._restarted and self._on_end is not None:
                 self._on_end()
             return
-        self.worker = worker = Worker(self._spec, self._handlers, self._secret)
+        self.worker = worker = self._make(self._spec, self._secret)
         worker.started.add_done_callback(self._pass_on)
         try:
             await worker.run()
@@ -136,7 +151,7 @@ class WorkerProcess:
     def __init__(
         self,
         spec: WorkerSpec,
-        handlers: Mapping[type[control.Work], Handler],
+        make: MakeWorker,
         secret: ServiceSecret,
         *,
         restarted: bool = False,
@@ -151,7 +166,7 @@ class WorkerProcess:
         self._mps: MpsMembership | None = None
         self._start_timeout_s = spec.config.cluster.start_limit_s(spec.device)
         self._worker = WorkerThread(
-            spec, handlers, secret, on_end=lambda: os._exit(1), restarted=restarted, prepare=self._join_mps
+            spec, make, secret, on_end=lambda: os._exit(1), restarted=restarted, prepare=self._join_mps
         )
 
     def wait_ready(self) -> None:
@@ -186,17 +201,17 @@ class WorkerProcess:
 
 class ActorBody:
     """The base class of both Ray actors: a `WorkerProcess` whose arguments and answers are plain values. ``secret`` is
-    the service's in hexadecimal. ``handlers`` serve all kinds of requests, so that the worker can take the other role.
-    Ray itself is known to the actors only."""
+    the service's in hexadecimal. ``make`` makes a worker that serves all kinds of requests, so that it can take the
+    other role. Ray itself is known to the actors only."""
 
     ray: Any
 
-    def __init__(self, spec: dict[str, Any], secret: str, handlers: Mapping[type[control.Work], Handler]) -> None:
+    def __init__(self, spec: dict[str, Any], secret: str, make: MakeWorker) -> None:
         node = self.ray.util.get_node_ip_address()
         restarted = self.ray.get_runtime_context().was_current_actor_reconstructed
         parsed = WorkerSpec.from_wire(spec)
         parsed = replace(parsed, host=parsed.host or node, node=node)
-        self._process = WorkerProcess(parsed, handlers, ServiceSecret.from_hex(secret), restarted=restarted)
+        self._process = WorkerProcess(parsed, make, ServiceSecret.from_hex(secret), restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
         """``{"notes": [messages for the user], "niceness": of this process}`` once the engine is ready, or ``{"error":
@@ -212,16 +227,17 @@ class ActorBody:
         self._process.stop()
 
 
-def serve(handlers: Mapping[type[control.Work], Handler]) -> None:
-    """Run the worker whose spec, as JSON, is this program's argument, until SIGTERM or the end of the parent process.
-    The service's secret comes from the environment. Exits with 1 and one line on stderr if the worker cannot start."""
+def serve(make: MakeWorker) -> None:
+    """Run the worker that ``make`` makes, whose spec, as JSON, is this program's argument, until SIGTERM or the end of
+    the parent process. The service's secret comes from the environment. Exits with 1 and one line on stderr if the
+    worker cannot start."""
     end_with_parent(signal.SIGTERM)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
     try:
         secret = ServiceSecret.from_environment()
-        worker = WorkerProcess(WorkerSpec.from_wire(json.loads(sys.argv[1])), handlers, secret)
+        worker = WorkerProcess(WorkerSpec.from_wire(json.loads(sys.argv[1])), make, secret)
         worker.wait_ready()
     except PdserveError as error:
         sys.exit(f"error: {error}")

@@ -25,7 +25,7 @@ from decode_worker.actor import DecodeWorkerActor
 from ops.launch.node_tasks import Check, Report, answers, one_line
 from ops.launch.plan import Bundle, Node, plan, shared_bundles
 from ops.launch.ports import first_port
-from ops.launch.worker import HANDLERS
+from ops.launch.worker import make_worker
 from pdserve.core.config import PdserveConfig, PlacementPolicy
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
@@ -259,7 +259,7 @@ class Members:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             # The secret is an argument, because Ray shows options and environment.
-            .remote(spec.to_wire(), self._secret.hex(), HANDLERS)
+            .remote(spec.to_wire(), self._secret.hex(), make_worker)
         )
 
     def _free_name(self, role: Role) -> str:

@@ -14,7 +14,11 @@ from ops.launch.ray_head import RayHead
 from ops.launch.state import cache_key, last_report
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import ConfigError
 from runtime.plane_tls import plane_tls
+
+OTHER_ENGINE_START_S = 900.0
+"""Time limit of the start-up of servers of another engine, unless `cluster.start_timeout_s` sets one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,12 @@ def prepare(
         source.folder is not None and head is not None and not config.cluster.servers
     ):  # on a cluster, each host has its own files
         check_weight_files(source.folder)
+    cluster = config.cluster
+    if config.worker.engine != "pdserve":
+        if source.folder is None:
+            raise ConfigError(f"model.path: {config.model.path} has no files that {config.worker.engine} could load")
+        if cluster.start_timeout_s is None:
+            cluster = cluster.model_copy(update={"start_timeout_s": OTHER_ENGINE_START_S})
     note = tokenizer_note(source.folder)  # the gateway adds it to its status itself
     notes = [note] if note else []
     if len(roles := set(roles_of(config.cluster))) == 1:
@@ -56,6 +66,8 @@ def prepare(
         free_ports(gateway.host, gateway.served_http_port, gateway.replicas, "gateway.http_port")
     settled = {"port": port, "report": gateway.report or last_report()}
     model = config.model.model_copy(update={"path": source.path})
-    chosen = config.model_copy(update={"gateway": gateway.model_copy(update=settled), "model": model})
+    chosen = config.model_copy(
+        update={"gateway": gateway.model_copy(update=settled), "model": model, "cluster": cluster}
+    )
     kept = cache_key() if config.engine.offload_folder is not None else None
     return Preparation(chosen, source, head, kept, tuple(notes))

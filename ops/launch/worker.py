@@ -1,5 +1,4 @@
-"""What every worker of a service serves. `python -m ops.launch.worker SPEC_JSON` runs a worker without Ray (see
-`worker.process`)."""
+"""The workers of a service. `python -m ops.launch.worker SPEC_JSON` runs one without Ray (see `worker.process`)."""
 
 from __future__ import annotations
 
@@ -8,11 +7,24 @@ from collections.abc import Mapping
 import decode_worker.receive
 import prefill_worker.push
 from contract import control
-from worker.process import serve
+from runtime.secret import ServiceSecret
+from worker.process import RunnableWorker, serve
 from worker.request_table import Handler
+from worker.spec import WorkerSpec
+from worker.worker import Worker
 
 HANDLERS: Mapping[type[control.Work], Handler] = {**prefill_worker.push.HANDLERS, **decode_worker.receive.HANDLERS}
 """How a worker serves each kind of request, whatever its role: a role is what the router gives it."""
 
+
+def make_worker(spec: WorkerSpec, secret: ServiceSecret) -> RunnableWorker:
+    """The worker of this spec, with the engine that the configuration names."""
+    if spec.config.worker.engine == "pdserve":
+        return Worker(spec, HANDLERS, secret)
+    from external_engines.started import StartedServer  # which pdserve's own workers need not import
+
+    return StartedServer(spec, secret)
+
+
 if __name__ == "__main__":
-    serve(HANDLERS)
+    serve(make_worker)

@@ -107,6 +107,14 @@ _PLACES = ("engine.offload_folder", "transfer.interface")
 """Folders and interfaces of the hosts."""
 
 
+_OF_VLLM = frozenset(
+    {f"transfer.{key}" for key in ("transport", "on_kv_failure", "interface")}
+    | {f"engine.{key}" for key in ("block_size", "num_blocks", "kv_memory_mb", "max_num_batched_tokens")}
+    | {f"engine.{key}" for key in ("max_num_seqs", "max_model_len", "kv_dtype", "prefix_caching")}
+)
+"""The keys of these sections that also count for workers with vLLM."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -210,6 +218,17 @@ class ClusterConfig(_Section):
     def start_limit_s(self, device: str) -> float:
         """`start_timeout_s`, or its default for ``device`` (``auto``: the longest)."""
         return self.start_timeout_s or (180.0 if device == "cpu" else 900.0)
+
+
+class WorkerConfig(_Section):
+    """What computes on each worker."""
+
+    engine: Literal["pdserve", "vllm"] = "pdserve"
+    """pdserve: its own engine; vllm: each worker starts a vLLM server, and gives it the requests (docs/vllm.md)"""
+    command: str = "vllm"
+    """the program that starts such a server, on each host"""
+    arguments: tuple[str, ...] = ()
+    """further arguments of that program, such as --tensor-parallel-size and 2"""
 
 
 class EngineConfig(_Section):
@@ -527,6 +546,8 @@ class PdserveConfig(_Section):
     """what is served"""
     cluster: ClusterConfig = ClusterConfig()
     """which workers run, and where"""
+    worker: WorkerConfig = WorkerConfig()
+    """which engine computes"""
     engine: EngineConfig = EngineConfig()
     """memory and scheduling of each engine"""
     transfer: TransferConfig = TransferConfig()
@@ -553,6 +574,23 @@ class PdserveConfig(_Section):
         """The objectives of the service: those of ``scaling``, else of ``router.slo``."""
         own, slo = self.scaling, self.router.slo
         return SloConfig(ttft_ms=own.ttft_ms or slo.ttft_ms, itl_ms=own.itl_ms or slo.itl_ms)
+
+    @model_validator(mode="after")
+    def _check_other_engines(self) -> Self:
+        if self.worker.engine == "pdserve":
+            return self
+        if self.cluster.servers:
+            raise ValueError("worker.engine: prefill_urls and decode_urls name servers that run; leave it out")
+        if self.transfer.transport not in ("auto", "nixl"):
+            raise ValueError("transfer.transport: vLLM servers hand KV over by nixl; leave it out")
+        sections: dict[str, BaseModel] = {"engine": self.engine, "transfer": self.transfer}
+        for name, section in sections.items():
+            for key, field in type(section).model_fields.items():
+                if getattr(section, key) != field.default and f"{name}.{key}" not in _OF_VLLM:
+                    raise ValueError(
+                        f"{name}.{key}: not an option of workers with vLLM; leave it out, or use worker.arguments"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _check_scaling(self) -> Self:

@@ -18,6 +18,7 @@ import pytest
 
 from ops.doctor.checks import check_mps
 from ops.doctor.report import DoctorReport
+from ops.launch.worker import make_worker
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError
 from pdserve.core.worker import Role
@@ -290,7 +291,7 @@ def test_a_worker_that_cannot_join_says_why() -> None:
         registry_addresses=("127.0.0.1:1",),
         version="test",
     )
-    thread = WorkerThread(spec, {}, SECRET, prepare=refuse)
+    thread = WorkerThread(spec, make_worker, SECRET, prepare=refuse)
     with pytest.raises(LaunchError, match=r"cluster\.mps: no"):
         thread.wait_ready(10.0)
     thread.stop()

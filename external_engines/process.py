@@ -1,0 +1,53 @@
+"""The process of a server that pdserve starts, with its children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+_ROOT = str(Path(__file__).resolve().parents[1])
+_LAUNCH = f"import sys; sys.path.insert(0, {_ROOT!r}); from external_engines.launch import main; main()"
+"""Without PYTHONPATH, which the server would inherit: it may have a virtual environment of its own."""
+
+
+class ServerProcess:
+    """Created by `start` and ended by `stop`, or with the thread that started it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.ended = asyncio.create_task(process.wait())
+        """Its exit status, once it has ended."""
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> Self:
+        """Start ``command``, bound to ``cores`` (empty: not bound). What it writes goes where this process's output
+        goes."""
+        bound = ",".join(map(str, cores))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", _LAUNCH, bound, *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its group."""
+        return self._process.pid
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask the process to end, and after ``timeout_s`` kill it and all that it has started."""
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            await asyncio.wait([self.ended], timeout=timeout_s)
+        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+            os.killpg(self.pid, signal.SIGKILL)
+        await self.ended

@@ -1,0 +1,55 @@
+"""How a worker starts a vLLM server: its command line and its environment, from the service's configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.core.config import EngineConfig
+from worker.spec import WorkerSpec
+
+CPU_KV_BYTES = 512 * 2**20
+"""Memory of the KV pool on a CPU, unless the configuration says another one."""
+
+
+def command(spec: WorkerSpec, folder: Path, socket: Path) -> list[str]:
+    """The command that serves the model in ``folder`` on the Unix ``socket``. The arguments of ``worker.arguments``
+    come last, so that they prevail."""
+    config, engine = spec.config, spec.config.engine
+    on_cpu = spec.device == "cpu"
+    hand_off = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+    if on_cpu:
+        hand_off["kv_buffer_device"] = "cpu"
+    kv_bytes = None if engine.kv_memory_mb is None else engine.kv_memory_mb * 2**20
+    if on_cpu and kv_bytes is None and engine.num_blocks is None:
+        kv_bytes = CPU_KV_BYTES
+    options: dict[str, object] = {
+        "--uds": socket,
+        "--served-model-name": config.model.name or folder.name,
+        "--dtype": config.model.dtype,
+        "--kv-transfer-config": json.dumps(hand_off),
+        "--block-size": engine.block_size,
+        "--num-gpu-blocks-override": engine.num_blocks,
+        "--kv-cache-memory-bytes": kv_bytes,
+        "--max-num-batched-tokens": engine.max_num_batched_tokens,
+        "--max-num-seqs": None if engine.max_num_seqs == EngineConfig().max_num_seqs else engine.max_num_seqs,
+        "--max-model-len": engine.max_model_len,
+        "--kv-cache-dtype": None if engine.kv_dtype == "auto" else engine.kv_dtype,
+    }
+    given = [str(part) for option, value in options.items() if value is not None for part in (option, value)]
+    if not engine.prefix_caching:
+        given.append("--no-enable-prefix-caching")
+    return [config.worker.command, "serve", str(folder), *given, *config.worker.arguments]
+
+
+def environment(spec: WorkerSpec, host: str, port: int) -> Mapping[str, str]:
+    """The variables of the server, whose KV others fetch at ``host`` and ``port``. Those of this process prevail, where
+    they say how threads wait."""
+    added = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    if spec.cores:
+        added["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores))
+    # Else the threads of an idle server keep its cores busy.
+    waiting = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if spec.device == "cpu" else {}
+    return {**waiting, **os.environ, **added}

@@ -1,0 +1,273 @@
+"""Workers that start the servers of another engine: real processes of a recorded command, behind the real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from checkpoints.source import resolve_model
+from external_engines.started import StartedServer
+from gateway.gateway import Gateway
+from ops.launch.preparation import prepare
+from pdserve import AsyncClient, LayoutMismatch
+from pdserve.client.generation import Generation
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import ConfigError, LaunchError
+from pdserve.core.worker import Role
+from pdserve.pb import inference_pb2 as pb
+from runtime.secret import ServiceSecret
+from tests.e2e.conftest import Cli
+from tests.external_engines.recorded_command import install, started
+from tests.external_engines.recorded_vllm import greedy
+from tests.local_cluster import free_port
+from worker.client import WorkerClient
+from worker.spec import WorkerSpec
+
+PROMPT = list(range(5, 45))
+EXPECTED = greedy(PROMPT, 8)
+SECRET = ServiceSecret.new()
+
+
+def config_of(folder: Path, **settings: object) -> PdserveConfig:
+    overrides = {
+        "worker.engine": "vllm",
+        "worker.command": install(folder),
+        "gateway.port": 0,
+        "gateway.http_port": 0,
+        "router.heartbeat_s": 0.05,
+        "model.dtype": "bfloat16",
+        **settings,
+    }
+    return PdserveConfig.load(None, overrides)
+
+
+def spec_of(config: PdserveConfig, role: Role, registry: str, cores: tuple[int, ...] = ()) -> WorkerSpec:
+    return WorkerSpec(
+        worker_id=f"{role}-0",
+        role=role,
+        host="127.0.0.1",
+        node="127.0.0.1",
+        device="cpu",
+        registry_addresses=(registry,),
+        version="test",
+        service="s",
+        config=config,
+        cores=cores,
+    )
+
+
+class Service:
+    """A gateway, and a prefill and a decode worker, which have started their servers."""
+
+    def __init__(self, gateway: Gateway, client: AsyncClient, workers: list[StartedServer]) -> None:
+        self.gateway, self.client = gateway, client
+        self.prefill, self.decode = workers
+
+    async def generate(self, mode: str = "pd") -> Generation:
+        await self.gateway.wait_serving(20.0)
+        return await self.client.generate(PROMPT, max_tokens=8, mode=mode, ignore_eos=True, timeout_s=20.0).result()
+
+    def workers(self) -> dict[str, pb.WorkerStatus]:
+        return {worker.worker_id: worker for worker in self.gateway.status().workers}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20.0):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def service(folder: Path, decode: dict[str, Any] | None = None, **settings: object) -> AsyncIterator[Service]:
+    """``decode`` are further settings of the decode worker."""
+    config = config_of(folder, **settings)
+    gateway = Gateway(
+        config,
+        model=resolve_model("tiny"),
+        connect=partial(WorkerClient.connect, secret=SECRET),
+        secret=SECRET,
+        service="s",
+    )
+    await gateway.start()
+    gateway.expect({"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, version=1)
+    registry = gateway.registry_address
+    configs = {Role.PREFILL: config, Role.DECODE: config_of(folder, **settings, **(decode or {}))}
+    workers = [StartedServer(spec_of(configs[role], role, registry), SECRET) for role in Role]
+    running = [asyncio.create_task(worker.run()) for worker in workers]
+    try:
+        await asyncio.gather(*(worker.started for worker in workers))
+        async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
+            yield Service(gateway, client, workers)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        await gateway.stop(0.0)
+        assert not [each for each in started(folder) if psutil.pid_exists(each["pid"])]  # type: ignore[arg-type]
+
+
+async def test_a_hand_off_between_started_servers(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        result = await served.generate()
+        assert list(result.token_ids) == EXPECTED
+        assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
+        assert result.kv_bytes == result.kv_bytes_expected > 0
+        assert list((await served.generate("colocated")).token_ids) == EXPECTED
+        workers = served.workers()
+        assert {worker.state for worker in workers.values()} == {"ready"}
+        assert [link.transport for link in workers["prefill-0"].links] == ["nixl"]
+        assert {worker.engine_pid for worker in workers.values()} == {each["pid"] for each in started(tmp_path)}
+        assert not served.gateway.status().notes
+
+
+async def test_what_a_server_is_started_with(tmp_path: Path) -> None:
+    settings: dict[str, object] = {"engine.kv_memory_mb": 64, "worker.arguments": ["--block-size", "32"]}
+    config = config_of(tmp_path, **settings)
+    core = sorted(os.sched_getaffinity(0))[-1]
+    worker = StartedServer(spec_of(config, Role.PREFILL, "127.0.0.1:1", (core,)), SECRET)
+    task = asyncio.create_task(worker.run())
+    try:
+        info = await worker.started
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    (given,) = started(tmp_path)
+    assert given["model"] == str(resolve_model("tiny").folder)
+    assert (given["dtype"], given["kv_cache_memory_bytes"]) == ("bfloat16", 64 * 2**20)
+    assert json.loads(str(given["kv_transfer_config"]))["kv_load_failure_policy"] == "fail"
+    assert given["block_size"] == info.layout.block_size == 32
+    assert given["cores"] == [core]
+    environment = given["environment"]
+    assert isinstance(environment, dict)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == str(core)
+    assert info.kv_endpoints[0].address == f"127.0.0.1:{environment['VLLM_NIXL_SIDE_CHANNEL_PORT']}"
+    assert not Path(str(given["uds"])).parent.exists()
+
+
+async def test_servers_that_differ_are_no_pair(tmp_path: Path) -> None:
+    async with service(tmp_path, decode={"worker.arguments": ["--block-size", "32"]}) as served:
+        await served.until(lambda: len(served.gateway.registry.workers) == 2)
+        with pytest.raises(LayoutMismatch, match="block_size is '16' and '32'"):
+            await served.client.generate(PROMPT, max_tokens=8, mode="pd", timeout_s=5.0).result()
+
+
+async def test_a_server_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        await served.generate()
+        killed = served.workers()["decode-0"].engine_pid
+        os.kill(killed, signal.SIGKILL)
+        await served.until(lambda: served.workers()["decode-0"].engine_restarts == 1)
+        assert served.workers()["decode-0"].engine_pid != killed
+        assert list((await served.generate()).token_ids) == EXPECTED
+
+
+async def test_a_request_survives_the_end_of_its_server(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        await served.gateway.wait_serving(20.0)
+        stream = served.client.generate(PROMPT, max_tokens=200, mode="pd", ignore_eos=True, timeout_s=20.0)
+        tokens: list[int] = []
+        async for token in stream:
+            tokens.append(token.token_id)
+            if len(tokens) == 20:
+                os.kill(served.workers()["decode-0"].engine_pid, signal.SIGKILL)
+        assert tokens == greedy(PROMPT, 200)
+        assert (await stream.result()).failures
+
+
+async def test_a_client_that_leaves_ends_the_request_on_the_server(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        await served.gateway.wait_serving(20.0)
+        stream = served.client.generate(PROMPT, max_tokens=450, mode="pd", ignore_eos=True)
+        async for token in stream:
+            if token.index == 10:
+                break
+        assert served.decode.report("", None).load.others_requests == 1
+        await stream.aclose()
+        await served.until(lambda: served.decode.report("", None).load.others_requests == 0)
+        await served.until(lambda: served.workers()["decode-0"].running == 0)
+
+
+async def test_workers_take_other_roles(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        await served.generate()
+        served.gateway.expect({"prefill-0": Role.DECODE, "decode-0": Role.PREFILL}, version=2)
+        assert not await served.gateway.directory.wait_roles(["prefill-0", "decode-0"], 10.0)
+        result = await served.generate()
+        assert list(result.token_ids) == EXPECTED
+        assert (result.prefill_worker, result.decode_worker) == ("decode-0", "prefill-0")
+
+
+async def test_a_worker_that_is_dismissed_ends(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        await served.generate()
+        await served.gateway.dismiss(["decode-0"])
+        await served.until(lambda: len([p for p in started(tmp_path) if psutil.pid_exists(p["pid"])]) == 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"worker.arguments": ["--fails"]}, r"vllm ended while it started \(exit status 3\)"),
+        ({"worker.command": "/no/such/program"}, r"exit status 1\); see its log, and worker.command"),
+    ],
+)
+async def test_a_server_that_does_not_start(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    worker = StartedServer(spec_of(config_of(tmp_path, **settings), Role.DECODE, "127.0.0.1:1"), SECRET)
+    with suppress(LaunchError):
+        await worker.run()
+    with pytest.raises(LaunchError, match=message):
+        worker.started.result()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine.chunk_tokens": 64}, "engine.chunk_tokens: not an option of workers with vLLM"),
+        ({"transfer.overlap": "none"}, "transfer.overlap: not an option of workers with vLLM"),
+        ({"transfer.transport": "tcp"}, "vLLM servers hand KV over by nixl"),
+        ({"cluster.prefill_urls": ["http://localhost:1"]}, "worker.engine: prefill_urls and decode_urls name servers"),
+        ({"worker.engine": "other"}, "worker.engine"),
+    ],
+)
+def test_what_the_engine_lacks_is_refused_by_name(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(tmp_path, **settings)
+
+
+def test_a_model_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dummy:135m has no files that vllm could load"):
+        prepare(config_of(tmp_path, **{"model.path": "dummy:135m"}))
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_service_that_starts_its_servers(tmp_path: Path) -> None:
+    """All of it by the command line: start, hand-off, scale, a killed server, and nothing left at the end."""
+    cli, port, command = Cli.of(tmp_path), free_port(), install(tmp_path)
+    settings = ("--set", "worker.engine=vllm", "--set", f"worker.command={command}", "--set", "model.dtype=bfloat16")
+    at = ("--port", str(port))
+    try:
+        up = cli.done("up", *settings, *at, "--detach", "--oversubscribe")
+        assert "1P1D" in up.stderr
+        result = json.loads(cli.done("generate", "Hello", *at, "--mode", "pd", "--json").stdout)
+        assert (result["prefill_worker"], result["decode_worker"]) == ("prefill-0", "decode-0")
+        assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
+        assert "1P2D" in cli.done("scale", "--decode", "2", "--oversubscribe", *at).stderr
+        assert len(started(tmp_path)) == 3
+        status = json.loads(cli.done("status", "--json", *at).stdout)
+        assert {worker["device"] for worker in status["workers"]} == {"vllm"}
+        os.kill(int(str(started(tmp_path)[0]["pid"])), signal.SIGKILL)
+        assert json.loads(cli.done("generate", "Hello", *at, "--json").stdout)["token_ids"] == result["token_ids"]
+    finally:
+        cli.run("down", *at, "--now")
+    assert not [each for each in started(tmp_path) if psutil.pid_exists(int(str(each["pid"])))]
