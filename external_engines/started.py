@@ -136,6 +136,12 @@ class StartedServer:
         source = await in_thread("model", lambda: resolve_model(spec.config.model.path))
         if source.folder is None:
             raise ModelError(f"model.path: {spec.config.model.path} has no folder that {self._kind} could load")
+        program = spec.config.worker.command
+        if shutil.which(program) is None:
+            raise LaunchError(
+                f"worker.command: there is no program {program!r} on {spec.node}; install {self._kind} there, or name "
+                "its path"
+            )
         interface = await in_thread(
             "kv-interface", lambda: resolve_interface(spec.config.transfer.interface, spec.host)
         )

@@ -139,6 +139,8 @@ def check_mps(seen: DoctorReport) -> Iterator[Finding]:
 
 def check_compilers(seen: DoctorReport) -> Iterator[Finding]:
     """Engines on GPUs compile kernels when they start."""
+    if seen.config.worker.engine != "pdserve":
+        return
     for node, report in _reported(seen) if seen.device == "cuda" else ():
         if report.triton_lacks:
             what = f"Triton cannot compile kernels there, without {' and '.join(report.triton_lacks)}"
@@ -163,6 +165,19 @@ def check_affinity(seen: DoctorReport) -> Iterator[Finding]:
                 yield warn("affinity", node.name, f"{what}, on another NUMA node", remedy)
             else:
                 yield ok("affinity", node.name, what)
+
+
+def check_server_command(seen: DoctorReport) -> Iterator[Finding]:
+    """Workers with another engine start its servers. How these fit into memory and reach each other is theirs."""
+    worker = seen.config.worker
+    if worker.engine == "pdserve":
+        return
+    for node, report in _reported(seen):
+        if not report.server_command:
+            what = f"there is no program {worker.command!r}, which would start {worker.engine}"
+            yield fail("engine", node.name, what, f"install {worker.engine} there, or set worker.command to its path")
+    what = f"{worker.engine} takes memory and hands KV over by itself; neither was examined"
+    yield ok("engine", _SERVICE, what)
 
 
 def check_memory(seen: DoctorReport) -> Iterator[Finding]:
@@ -432,6 +447,6 @@ def _claim(worker_id: str, ends: Endpoints | None) -> str:
 
 AT_GATEWAY: Sequence[Check] = (check_gateway_port, check_access, check_tokenizer)
 CHECKS: Sequence[Check] = (
-    check_versions, check_models, check_devices, check_compilers, check_affinity, check_mps, check_cores,
-    check_endpoints, check_memory, check_context, check_clocks, check_reach, check_speed, check_measured,
+    check_versions, check_models, check_devices, check_compilers, check_server_command, check_affinity, check_mps,
+    check_cores, check_endpoints, check_memory, check_context, check_clocks, check_reach, check_speed, check_measured,
 )  # fmt: skip

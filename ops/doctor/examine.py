@@ -144,7 +144,8 @@ class Examination:
         list(pool.map(lambda node: self._start_probes(node, report_s), seen.nodes))
         if seen.source is not None:
             self._decide_dtype(seen.source)
-            seen.need = ServedModel.of(seen.source, seen.config, seen.device)
+            if seen.config.worker.engine == "pdserve":
+                seen.need = ServedModel.of(seen.source, seen.config, seen.device)
         self._say("opening the workers' ports and KV ends")
         list(pool.map(self._open, seen.nodes))
         self._say("connecting to workers, comparing clocks")
@@ -152,7 +153,8 @@ class Examination:
             seen.findings += check(seen)
         seen.findings += checks.check_control(seen, self._timeout_s, pool)
         seen.findings += checks.check_registry(seen, self._site.host, self._timeout_s, pool)
-        seen.pairs = [*self._pairs(seats, pool)]
+        if seen.config.worker.engine == "pdserve":
+            seen.pairs = [*self._pairs(seats, pool)]
         self._say("reading the model's files here")
         seen.here = report_versions(seen.config.model.path)
         for check in checks.CHECKS:
@@ -206,7 +208,11 @@ class Examination:
         for name in [seat.worker_id for seat in node.seats] or ["no worker"]:
             node.probes[name] = self._site.start(node.node, f"the probe of {name}")
         with node.noting(node.name, _NO_PROBE):
-            node.report = node.any_probe.call("report", {"model": self._seen.config.model.path}, report_s, NodeReport)
+            config = self._seen.config
+            arguments = {"model": config.model.path}
+            if config.worker.engine != "pdserve":
+                arguments["command"] = config.worker.command
+            node.report = node.any_probe.call("report", arguments, report_s, NodeReport)
 
     def _decide_dtype(self, source: ModelSource) -> None:
         """Choose one dtype for all workers, as `up` would."""

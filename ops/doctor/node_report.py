@@ -27,8 +27,8 @@ from worker.cores import CoreHolder, core_holders
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    *("pdserve", "contract", "engine", "kv_transfer", "worker", "router"),
-    *("prefill_worker", "decode_worker", "gateway", "ops"),
+    *("pdserve", "contract", "runtime", "checkpoints", "engine", "kv_transfer", "worker", "router"),
+    *("prefill_worker", "decode_worker", "external_engines", "gateway", "ops"),
 )
 
 
@@ -82,10 +82,12 @@ class NodeReport:
     mps: str = ""  # why workers on GPUs cannot use MPS there; empty: they can, or there is no GPU
     triton_lacks: tuple[str, ...] = ()  # what Triton needs to compile kernels, if there is a GPU
     flashinfer_lacks: tuple[str, ...] = ()  # the same for FlashInfer, if it is installed
+    server_command: str = ""  # the path of the program that starts servers of another engine; empty: not found
 
 
-def report_versions(model: str) -> NodeReport:
-    """The report without the parts that need torch, which takes seconds to import."""
+def report_versions(model: str, command: str = "") -> NodeReport:
+    """The report without the parts that need torch, which takes seconds to import. ``command`` starts servers of
+    another engine (empty: none are started)."""
     model_hash = model_error = ""
     try:
         model_hash = resolve_model(model).model_hash()
@@ -105,12 +107,13 @@ def report_versions(model: str) -> NodeReport:
         native={"cpu": tuple(native_dtypes("cpu"))},
         allowed_cores=tuple(sorted(os.sched_getaffinity(0))),
         held_cores=tuple(core_holders()),
+        server_command=(command and shutil.which(command)) or "",
     )
 
 
-def report_node(model: str) -> NodeReport:
+def report_node(model: str, command: str = "") -> NodeReport:
     """The whole report of this node. Imports torch."""
-    report = report_versions(model)
+    report = report_versions(model, command)
     try:
         import torch
     except (ImportError, OSError) as error:

@@ -17,8 +17,10 @@ import httpx2
 import pytest
 
 from checkpoints.source import resolve_model
+from gateway.gateway import Gateway
 from pdserve import AsyncClient
 from pdserve.client.generation import Generation
+from tests.external_engines.test_started_servers import config_of, started_service
 from tests.external_engines.test_vllm_protocol import gateway_before
 from tests.local_cluster import free_port
 
@@ -92,29 +94,43 @@ def _await(url: str, folder: Path) -> None:
 async def test_a_hand_off_gives_the_tokens_and_the_bytes_that_it_should(servers: list[str]) -> None:
     """Greedy tokens are those of a server alone, one at a time and under load; no prompt is computed twice."""
     gateway = gateway_before(*servers, **{"model.dtype": "float32"})
-    rng = random.Random(5)
-    prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(5, 500))] for _ in range(PROMPTS)]
     await gateway.start()
     try:
         await gateway.wait_serving(30.0)
-        async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
-
-            async def ask(prompt: list[int], mode: str) -> Generation:
-                stream = client.generate(prompt, max_tokens=12, mode=mode, ignore_eos=True, timeout_s=60.0)
-                return await stream.result()
-
-            alone = [(await ask(prompt, "colocated")).token_ids for prompt in prompts]
-            handed_off = [await ask(prompt, "pd") for prompt in prompts]
-            assert [result.token_ids for result in handed_off] == alone
-            assert {(result.prefill_worker, result.decode_worker) for result in handed_off} == {
-                ("prefill-0", "decode-0")
-            }
-            assert all(result.kv_bytes == result.kv_bytes_expected for result in handed_off)
-            # The others are not proven: on a busy machine the counters are read too late.
-            assert sum(result.kv_bytes > 0 for result in handed_off) > PROMPTS // 2
-            together = await asyncio.gather(*(ask(prompt, "pd") for prompt in prompts))
-            assert [result.token_ids for result in together] == alone
-            assert {result.attempts for result in (*handed_off, *together)} == {1}
-        assert not gateway.status().notes
+        await check(gateway)
     finally:
         await gateway.stop(0.0)
+
+
+async def test_servers_that_the_workers_start(tmp_path: Path) -> None:
+    """The same, with each server started by its worker."""
+    arguments = ["--enforce-eager", "--max-model-len", "1024", "--block-size", "64", "--no-enable-prefix-caching"]
+    config = config_of(
+        tmp_path,
+        **{"worker.command": f"{VLLM}/bin/vllm", "worker.arguments": arguments, "model.dtype": "float32"},
+    )
+    async with started_service(config, config) as (gateway, _):
+        await gateway.wait_serving(START_S)
+        await check(gateway)
+
+
+async def check(gateway: Gateway) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(5, 500))] for _ in range(PROMPTS)]
+    async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
+
+        async def ask(prompt: list[int], mode: str) -> Generation:
+            stream = client.generate(prompt, max_tokens=12, mode=mode, ignore_eos=True, timeout_s=60.0)
+            return await stream.result()
+
+        alone = [(await ask(prompt, "colocated")).token_ids for prompt in prompts]
+        handed_off = [await ask(prompt, "pd") for prompt in prompts]
+        assert [result.token_ids for result in handed_off] == alone
+        assert {(result.prefill_worker, result.decode_worker) for result in handed_off} == {("prefill-0", "decode-0")}
+        assert all(result.kv_bytes == result.kv_bytes_expected for result in handed_off)
+        # The others are not proven: on a busy machine the counters are read too late.
+        assert sum(result.kv_bytes > 0 for result in handed_off) > PROMPTS // 2
+        together = await asyncio.gather(*(ask(prompt, "pd") for prompt in prompts))
+        assert [result.token_ids for result in together] == alone
+        assert {result.attempts for result in (*handed_off, *together)} == {1}
+    assert not gateway.status().notes

@@ -87,9 +87,9 @@ class Service:
 
 
 @asynccontextmanager
-async def service(folder: Path, decode: dict[str, Any] | None = None, **settings: object) -> AsyncIterator[Service]:
-    """``decode`` are further settings of the decode worker."""
-    config = config_of(folder, **settings)
+async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gateway, list[StartedServer]]]:
+    """A gateway, and a prefill and a decode worker of these configurations, which start servers."""
+    config, cores = configs[0], sorted(os.sched_getaffinity(0))
     gateway = Gateway(
         config,
         model=resolve_model("tiny"),
@@ -99,19 +99,32 @@ async def service(folder: Path, decode: dict[str, Any] | None = None, **settings
     )
     await gateway.start()
     gateway.expect({"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, version=1)
-    registry = gateway.registry_address
-    configs = {Role.PREFILL: config, Role.DECODE: config_of(folder, **settings, **(decode or {}))}
-    workers = [StartedServer(spec_of(configs[role], role, registry), SECRET) for role in Role]
+    workers = [
+        StartedServer(spec_of(each, role, gateway.registry_address, (cores[number % len(cores)],)), SECRET)
+        for number, (role, each) in enumerate(zip(Role, configs, strict=True))
+    ]
     running = [asyncio.create_task(worker.run()) for worker in workers]
     try:
         await asyncio.gather(*(worker.started for worker in workers))
-        async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
-            yield Service(gateway, client, workers)
+        yield gateway, workers
     finally:
         for task in running:
             task.cancel()
         await asyncio.wait(running)
         await gateway.stop(0.0)
+
+
+@asynccontextmanager
+async def service(folder: Path, decode: dict[str, Any] | None = None, **settings: object) -> AsyncIterator[Service]:
+    """``decode`` are further settings of the decode worker."""
+    try:
+        configs = config_of(folder, **settings), config_of(folder, **settings, **(decode or {}))
+        async with (
+            started_service(*configs) as (gateway, workers),
+            AsyncClient(f"127.0.0.1:{gateway.port}") as client,
+        ):
+            yield Service(gateway, client, workers)
+    finally:
         assert not [each for each in started(folder) if psutil.pid_exists(each["pid"])]  # type: ignore[arg-type]
 
 
@@ -217,7 +230,7 @@ async def test_a_worker_that_is_dismissed_ends(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"worker.arguments": ["--fails"]}, r"vllm ended while it started \(exit status 3\)"),
-        ({"worker.command": "/no/such/program"}, r"exit status 1\); see its log, and worker.command"),
+        ({"worker.command": "/no/such/program"}, "worker.command: there is no program '/no/such/program' on 127.0.0.1"),
     ],
 )
 async def test_a_server_that_does_not_start(tmp_path: Path, settings: dict[str, object], message: str) -> None:
