@@ -105,7 +105,7 @@ class StartedServer:
         """Serve until cancelled. Raises the error that kept the first server from starting; later failures are tried
         again. WorkerLost if the gateway has superseded this worker."""
         spec = self.spec
-        folder = Path(tempfile.mkdtemp(prefix="pdserve-"))  # of this user alone
+        folder = Path(tempfile.mkdtemp(prefix="pdserve-server-"))  # of this user alone
         try:
             tls = plane_tls(spec.config.cluster)
             await self._control.start(spec.host, spec.port, tls)

@@ -49,6 +49,7 @@ def set_up_logging(config: LoggingConfig | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log every call, such as those for metrics
 
 
 def bind_request(request_id: str, attempt_id: str = "") -> None:

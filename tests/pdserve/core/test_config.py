@@ -12,7 +12,7 @@ from pdserve.core.config import EngineConfig, PdserveConfig, RolePolicies, descr
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
 
-SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway", "scaling", "logging"]
+SECTIONS = ["model", "cluster", "worker", "engine", "transfer", "router", "gateway", "scaling", "logging"]
 
 
 def write(folder: Path, text: str) -> Path:
