@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import httpx2
 
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason, TokenLogprobs
-from pdserve.core.worker import WorkerLoad
+from pdserve.core.worker import Role, WorkerLoad
 
 HandOff = Mapping[str, Any]
-"""What the answer of a prefill says for the decode that follows it, in the engine's own words."""
+"""What decode has to know to get the KV from prefill, in the engine's own words."""
 
 
 class Description(NamedTuple):
@@ -28,8 +28,12 @@ class Description(NamedTuple):
     num_blocks: int
     life: str
     """Different after a restart."""
-    hands_off: bool
-    """Whether its metrics show that it can hand KV over."""
+    hands_off: bool | None
+    """Whether it can hand KV over; None: it does not show that."""
+    kv_port: int | None = None
+    """The port at which decode servers find a prefill server; None: they learn it with each hand-off."""
+    role: Role | None = None
+    """The only one that it can have; None: any, and it can also serve requests without another server."""
 
     @property
     def in_common(self) -> tuple[tuple[str, str], ...]:
@@ -74,19 +78,21 @@ class KVCounters(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A part of an answer: tokens, why the output ended (None: it goes on), and how many tokens of the prompt were
-    cached (None: not told)."""
+    """A part of an answer: tokens, why the output ended (None: it goes on), how many tokens of the prompt were cached
+    (None: not told), and the number of outputs before these tokens (None: those of the parts before)."""
 
-    tokens: list[tuple[int, TokenLogprobs | None]]
+    tokens: Sequence[tuple[int, TokenLogprobs | None]]
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None
+    start: int | None = None
 
 
 class Adapter(Protocol):
     """One kind of engine. Bodies of requests are made, and answers are read, by pure functions.
 
-    A hand-off has two requests with the same id: prefill computes the prompt and one token, and decode, which gets the
-    `HandOff` of prefill's answer, fetches the KV and repeats that token."""
+    A hand-off has two requests with the same id: prefill computes the prompt and one token, and decode gets the KV and
+    repeats that token. Decode's request needs a `HandOff`: either both requests are sent at once with the one that
+    `meeting` makes, or decode's follows prefill's answer, which has it."""
 
     kind: str
     path: str
@@ -113,7 +119,12 @@ class Adapter(Protocol):
         """The body of a request that one server serves."""
         ...
 
-    def prefill(self, request: Request, model: str) -> dict[str, Any]:
+    def meeting(self, attempt_id: str, kv_address: str) -> HandOff | None:
+        """How the two requests of an attempt find each other, if its prefill server is at ``kv_address``. None: only
+        prefill's answer says that."""
+        ...
+
+    def prefill(self, request: Request, model: str, meeting: HandOff | None) -> dict[str, Any]:
         """The body of the prefill of a hand-off."""
         ...
 

@@ -9,15 +9,17 @@ import httpx2
 
 from checkpoints.source import ModelSource
 from external_engines.adapter import Adapter, Description, KVCounters, difference
+from external_engines.sglang import SGLang
 from external_engines.vllm import VLLM
 from external_engines.worker import EngineWorker
+from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LayoutMismatch, PdserveError
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 from pdserve.core.kv_layout import FP8, KVLayout
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 
-ADAPTERS: tuple[Adapter, ...] = (VLLM(),)
+ADAPTERS: tuple[Adapter, ...] = (VLLM(), SGLang())
 """The kinds of engines that are known."""
 
 ANSWER_TIMEOUT_S = 5.0
@@ -46,18 +48,23 @@ class Server:
     async def look(self) -> bool:
         """Ask it how it is. False if it has restarted, perhaps with other options: look again. httpx2.HTTPError if it
         does not answer, PdserveError if it is no server that can be used."""
-        if self._adapter is None or self._description is None:
-            self._adapter, self._description = await describe(self.http)
+        adapter, description = self._adapter, self._description
+        if adapter is None or description is None:
+            adapter, description = await self._describe()
         handed_off = self._handed_off_tokens()
-        load, counters, life = await self._adapter.load(self.http, self._description.num_blocks)
-        if life != self._description.life:
-            self._adapter, self._description = await describe(self.http)
+        load, counters, life = await adapter.load(self.http, description.num_blocks)
+        if life != description.life:
+            await self._describe()
             return False
         note = self.load.note
         if handed_off is not None and handed_off == self._handed_off_tokens():  # nothing ran meanwhile
             note = self._computed_itself(counters, handed_off)
         self.load, self._counters = replace(load, note=note), counters
         return True
+
+    async def _describe(self) -> tuple[Adapter, Description]:
+        self._adapter, self._description = adapter, description = await describe(self.http, self.role)
+        return adapter, description
 
     def begin(self) -> EngineWorker:
         """A new worker, for the life that the last `look` has found."""
@@ -81,7 +88,10 @@ class Server:
         assert self.worker is not None, "begin was called"
         if differs := difference(dict(self.worker.info.engine), dict(peer.engine)):
             return LayoutMismatch(f"{self.worker_id} and {peer.worker_id} cannot hand KV over: {differs}")
-        reason = f"{self._adapter.kind} fetches KV by itself"
+        assert self._description is not None, "begin was called"
+        if self._description.hands_off is False:
+            return LayoutMismatch(f"{self.worker_id} hands no KV to {peer.worker_id}: it was not started for that")
+        reason = f"{self._adapter.kind} moves KV by itself"
         return PeerLink(peer.worker_id, self._adapter.transport, reason, 0.0)
 
     def _handed_off_tokens(self) -> int | None:
@@ -105,6 +115,7 @@ class Server:
         assert adapter is not None
         assert description is not None
         host = urlsplit(str(self.http.base_url)).hostname or ""
+        address = host if description.kv_port is None else join_address(host, description.kv_port)
         layout = KVLayout.uniform(
             model_hash="",
             dtype=FP8 if description.kv_dtype.startswith("fp8") else self._dtype,
@@ -118,7 +129,7 @@ class Server:
             role=self.role,
             epoch=description.life,
             control_address=str(self.http.base_url),
-            kv_endpoints=(KVEndpoint(adapter.transport, host),),
+            kv_endpoints=(KVEndpoint(adapter.transport, address),),
             node=host,
             device=description.kind,
             pid=0,
@@ -137,15 +148,18 @@ class Server:
             life=description.life,
             eos_token_ids=shape.eos_token_ids,
             proves_transfers=False,
+            serves_alone=description.role is None,
             engine=description.in_common,
         )
 
 
-async def describe(http: httpx2.AsyncClient) -> tuple[Adapter, Description]:
-    """What a server says of itself, and how it is spoken to. httpx2.HTTPError if it does not answer, PdserveError if
-    its engine is not known here."""
+async def describe(http: httpx2.AsyncClient, role: Role) -> tuple[Adapter, Description]:
+    """What the server of this role says of itself, and how it is spoken to. httpx2.HTTPError if it does not answer,
+    PdserveError if its engine is not known here, or was started for the other role."""
     for adapter in ADAPTERS:
         if (description := await adapter.describe(http)) is not None:
+            if description.role not in (None, role):
+                raise PdserveError(f"it was started as a {description.role} server, and is named as a {role} server")
             return adapter, description
     known = ", ".join(adapter.kind for adapter in ADAPTERS)
     raise PdserveError(f"it is no engine that is known here ({known})")

@@ -83,7 +83,7 @@ class VLLM:
                 max_model_len=int(model["max_model_len"]),
                 num_blocks=int(cache["num_gpu_blocks"]),
                 life=_life(samples),
-                hands_off=any(sample.name == _MOVED for sample in samples),
+                hands_off=any(sample.name == _MOVED for sample in samples) or None,
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PdserveError(f"it does not describe itself as vLLM does ({type(error).__name__}: {error})") from None
@@ -129,7 +129,11 @@ class VLLM:
         """See `external_engines.adapter.Adapter`."""
         return _body(request, model) | {"stream": True}
 
-    def prefill(self, request: Request, model: str) -> dict[str, Any]:
+    def meeting(self, attempt_id: str, kv_address: str) -> HandOff | None:
+        """See `external_engines.adapter.Adapter`."""
+        return None
+
+    def prefill(self, request: Request, model: str, meeting: HandOff | None) -> dict[str, Any]:
         """See `external_engines.adapter.Adapter`."""
         return _body(request, model) | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKS_FOR_HAND_OFF}
 

@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class _HandedOff(msgspec.Struct, frozen=True):
-    """What decode gets of prefill's answer (`pdserve.core.worker.TokenOutput.hand_off`): token 1, and the hand-off in
-    the engine's words; None if token 1 has ended the request."""
+    """What decode has to know. Most engines say it with prefill's answer (`pdserve.core.worker.TokenOutput.hand_off`):
+    token 1 (None: not known yet), and the hand-off in the engine's words (None: token 1 has ended the request)."""
 
-    token_1: int
+    token_1: int | None
     hand_off: HandOff | None
 
 
@@ -91,7 +91,9 @@ class EngineWorker:
         """See `contract.control.WorkerHandle`."""
         self._begin(request, sink, self._receive(request, tell_ready))
         if request.attempt_id in self._tasks:
-            self._hand_offs[request.attempt_id] = asyncio.get_running_loop().create_future()
+            waiting = self._hand_offs[request.attempt_id] = asyncio.get_running_loop().create_future()
+            if (meeting := self._adapter.meeting(request.attempt_id, peer.endpoints[0].address)) is not None:
+                waiting.set_result(_HandedOff(None, meeting))
 
     def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
         """See `contract.control.WorkerHandle`."""
@@ -142,16 +144,28 @@ class EngineWorker:
                 self._give(request, step, events or ())
 
     async def _push(self, request: Request) -> None:
-        """Prefill, and tell decode where the KV is, unless token 1 ends the request."""
-        answer = await self._answer(request, self._adapter.prefill(request, self._model))
+        """Prefill, and tell decode where the KV is, unless it knows, or token 1 ends the request."""
+        meeting = self._adapter.meeting(request.attempt_id, self.info.kv_endpoints[0].address)
+        answer = await self._answer(request, self._adapter.prefill(request, self._model, meeting))
         events = (self._event(EventKind.PREFILL_ANSWERED),)
         step = self._read(answer)
         if len(step.tokens) != 1:
             raise WorkerLost(f"worker {self.info.worker_id} answered a prefill with {len(step.tokens)} tokens")
+        if meeting is not None:
+            self._give(request, step._replace(finish_reason=self._end_of(request, step.tokens[0][0])), events)
+            return
         ends = step.finish_reason is FinishReason.STOP
         handed_off = _HandedOff(step.tokens[0][0], None if ends else self._adapter.hand_off(answer))
         step = step if ends else step._replace(finish_reason=None)
         self._give(request, step, events, hand_off=msgspec.json.encode(handed_off))
+
+    def _end_of(self, request: Request, token_id: int) -> FinishReason | None:
+        """Whether token 1 ends the request, which decode says, too, but later."""
+        sampling = request.sampling
+        stops = () if sampling.ignore_eos else self.info.eos_token_ids
+        if token_id in (*stops, *sampling.stop_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if request.max_tokens == 1 else None
 
     async def _receive(self, request: Request, tell_ready: bool) -> None:
         """Wait for prefill's answer, have decode fetch the KV, and give what follows token 1."""
@@ -177,14 +191,14 @@ class EngineWorker:
     async def _decoded(
         self,
         request: Request,
-        token_1: int,
+        token_1: int | None,
         hand_off: HandOff,
         tell_ready: bool,
         before: asyncio.Task[KVCounters | None] | None,
     ) -> AsyncGenerator[tuple[Step, tuple[Event, ...], TransferProof | None], None]:
         """What decode gives after token 1, with the events of the hand-off at first, and its proof at last. ``before``
         reads the counters before it."""
-        events: tuple[Event, ...] = (self._event(EventKind.DECODE_SENT),)
+        events: tuple[Event, ...] = () if token_1 is None else (self._event(EventKind.DECODE_SENT),)
         after: asyncio.Task[KVCounters | None] | None = None
         repeated = False
         async with aclosing(self._stream(request, self._adapter.decode(request, self._model, hand_off))) as steps:
@@ -193,7 +207,7 @@ class EngineWorker:
                     repeated = True
                     events += (self._event(EventKind.DECODE_ANSWERED),)
                     self.handed_off_tokens += request.num_tokens
-                    if (token_id := step.tokens[0][0]) != token_1:
+                    if (token_id := step.tokens[0][0]) != token_1 and token_1 is not None:
                         raise TransferError(
                             f"worker {self.info.worker_id} decodes another token 1 ({token_id}) than prefill "
                             f"({token_1}): it has other KV, or another order of computing in its batch"
@@ -271,12 +285,15 @@ class EngineWorker:
 
     async def _stream(self, request: Request, body: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """The parts of a streamed answer. `WorkerLost` if it ends before its last token."""
-        ended = False
+        ended, num_outputs = False, 0
         async with self._http.stream(
             "POST", self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=TIMEOUT
         ) as answer:
             async for part in parts_of(answer, self._name):
                 step = self._read(part)
+                if step.start is not None and step.start < num_outputs:  # each part has all outputs so far
+                    step = step._replace(tokens=step.tokens[num_outputs - step.start :])
+                num_outputs += len(step.tokens)
                 ended |= step.finish_reason is not None
                 yield step
         if not ended:

@@ -174,7 +174,7 @@ class Attempt:
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens of this attempt. Raises the error that ends it, after adding workers to `failed`."""
         decode = self._assignment.decode
-        if decode is None or self._request.max_tokens == 1:
+        if decode is None or (self._request.max_tokens == 1 and self._assignment.prefill.worker.info.serves_alone):
             return self._on_one_worker()
         return self._on_pair(decode)
 

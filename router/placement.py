@@ -80,19 +80,20 @@ def unavailable(mode: Mode, view: ClusterView) -> NotReady | LayoutMismatch | No
     """Why no request of ``mode`` can run even if all workers were free, or None. Mode ``auto`` needs any ready worker,
     but fails if prefill and decode workers have different layouts."""
     any_ready = any(worker.ready for worker in view.workers)
+    any_alone = any(worker.ready and worker.serves_alone for worker in view.workers)
     if mode is not Mode.PD and not any_ready:
         return NotReady(f"no worker is ready ({_census(view)}); try again")
     if mode is Mode.COLOCATED:
-        return None
-    error = _no_pair(view, any_ready)
-    return error if mode is Mode.PD or isinstance(error, LayoutMismatch) else None
+        return None if any_alone else NotReady("the engines of all ready workers serve requests in pairs; use mode pd")
+    error = _no_pair(view, any_alone)
+    return error if mode is Mode.PD or not any_alone or isinstance(error, LayoutMismatch) else None
 
 
-def _no_pair(view: ClusterView, any_ready: bool) -> NotReady | LayoutMismatch | None:
+def _no_pair(view: ClusterView, any_alone: bool) -> NotReady | LayoutMismatch | None:
     for role in Role:
         if not view.ready(role):
-            hint = "; modes auto and colocated need none" if any_ready else ""
-            if any_ready and not any(worker.role is role for worker in view.workers):
+            hint = "; modes auto and colocated need none" if any_alone else ""
+            if any_alone and not any(worker.role is role for worker in view.workers):
                 hint += f"; if the service was started without one, add one by `pdserve scale --{role} 1`"
             return NotReady(f"no {role} worker is ready ({_census(view)}){hint}; try again")
     decode = {worker.worker_id for worker in view.ready(Role.DECODE)}
@@ -130,7 +131,9 @@ def _capacity_error(needs: Needs, mode: Mode, view: ClusterView) -> CapacityExce
 
 
 def _place_one(needs: Needs, view: ClusterView, because: str) -> Placed | Wait:
-    able = [worker for worker in view.workers if worker.ready and needs.tokens <= worker.max_tokens]
+    able = [
+        worker for worker in view.workers if worker.ready and worker.serves_alone and needs.tokens <= worker.max_tokens
+    ]
     free = [
         worker
         for worker in able
@@ -181,6 +184,7 @@ def _alone(needs: Needs, view: ClusterView) -> list[WorkerView]:
         for worker in view.workers
         if worker.ready
         and worker.role is Role.DECODE
+        and worker.serves_alone
         and not worker.late
         and needs.tokens <= worker.max_tokens
         and view.is_free(worker, ahead=needs.ahead)

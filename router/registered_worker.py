@@ -127,6 +127,7 @@ class RegisteredWorker:
             kind=worker_kind(info.role, info.device),
             block_bytes=info.layout.block_bytes,
             max_num_seqs=info.max_num_seqs,
+            serves_alone=info.serves_alone,
             step_tokens=info.max_num_batched_tokens,
             avoided_sources=self.avoided_sources,
         )

@@ -191,7 +191,9 @@ class Router:
                     log.warning("request %s: attempt %d failed: %s", request_id, session.attempts, error)
                     _note_failure(session, attempt.failed, error)
                     needs_no_transfer = isinstance(error, TransferError) and failures.is_last
-                    if needs_no_transfer or (handoff_failed and self._on_kv_failure == "recompute"):
+                    if handoff_failed and self._on_kv_failure == "recompute":
+                        needs_no_transfer = True
+                    if needs_no_transfer and self.registry.unavailable(Mode.COLOCATED) is None:
                         mode = Mode.COLOCATED
                 session.transition(RequestStatus.QUEUED)
                 _forget_attempt(session)

@@ -110,6 +110,8 @@ class WorkerView(msgspec.Struct, frozen=True):
     """Requests that it computes in one step; 0: not bounded."""
     step_tokens: int = 0
     """The most tokens that one of its steps computes."""
+    serves_alone: bool = True
+    """It can serve a request without another worker."""
     avoided_sources: frozenset[str] = frozenset()
     """Workers from which it could not fetch the KV of a prefix lately."""
     waiting_blocks: int = 0

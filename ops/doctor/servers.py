@@ -15,7 +15,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ModelError, PdserveError
 from pdserve.core.worker import Role
 
-_START = "start it as docs/vllm.md says"
+_START = "start it as docs/vllm.md or docs/sglang.md says"
 
 
 def examine_servers(config: PdserveConfig) -> DoctorReport:
@@ -31,7 +31,7 @@ def examine_servers(config: PdserveConfig) -> DoctorReport:
         for number, url in enumerate(urls):
             name = f"{role}-{number} at {url}"
             try:
-                description = asyncio.run(_described(url))
+                description = asyncio.run(_described(url, role))
             except (httpx2.HTTPError, PdserveError) as error:
                 what = str(error) or type(error).__name__
                 findings.append(fail("server", name, what, f"{_START}, or correct its URL"))
@@ -42,16 +42,19 @@ def examine_servers(config: PdserveConfig) -> DoctorReport:
     return DoctorReport(config, "servers", findings=findings)
 
 
-async def _described(url: str) -> Description:
+async def _described(url: str, role: Role) -> Description:
     async with client_of(url) as http:
-        _, description = await describe(http)
+        _, description = await describe(http, role)
         return description
 
 
 def _alone(name: str, description: Description) -> Iterator[Finding]:
     blocks = f"{description.num_blocks} blocks of {description.block_size} tokens"
     yield ok("server", name, f"{description.kind} {description.version}, {description.model}, {blocks}")
-    if not description.hands_off:
+    if description.hands_off is False:
+        what = "it was not started to hand KV over, and serves requests alone"
+        yield warn("server", name, what, f"{_START}, unless that is what you want")
+    elif description.hands_off is None:
         what = "it shows no metrics of a KV connector that is known here, so it may hand no KV over"
         yield warn("server", name, what, f"{_START}, with --kv-transfer-config")
 

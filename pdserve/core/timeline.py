@@ -133,7 +133,7 @@ _HANDOFF = (
     Stage("leg_gap", ((_K.PREFILL_ANSWERED, _K.DECODE_SENT),), "between the two requests to external engines"),
     Stage(
         "decode_leg",
-        ((_K.DECODE_SENT, _K.DECODE_ANSWERED),),
+        ((_K.DECODE_SENT, _K.PREFILL_ANSWERED, _K.DECODE_ANSWERED),),
         "KV transfer, allocation, waiting and the first step, on an external engine",
     ),
     Stage(

@@ -64,6 +64,7 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...] = ()
     max_num_seqs: int = 0  # requests in one step; 0: not bounded
     proves_transfers: bool = True  # each hand-off to it has a proof; else only where one runs at a time
+    serves_alone: bool = True  # it can compute the prompt and decode; else only one of both, in a pair
     engine: tuple[tuple[str, str], ...] = ()  # of an engine that is not pdserve's own (`KVPeer.engine`)
 
     @property
