@@ -147,8 +147,13 @@ async def _linked_status(target: Target) -> ServiceStatus:
 
 
 def _missing_links(status: ServiceStatus) -> list[str]:
-    """The pairs of a prefill and a decode worker of the service that have no link, also of workers that it awaits."""
-    present = [worker for worker in status.workers if worker.state not in ("lost", "retiring")]
+    """The pairs of a prefill and a decode worker of the service that have no link, also of workers that it awaits, but
+    not of those that hand no KV over."""
+    present = [
+        worker
+        for worker in status.workers
+        if worker.state not in ("lost", "retiring") and (worker.transports or worker.state == "awaited")
+    ]
     return [
         f"{prefill.worker_id} and {decode.worker_id}"
         for prefill in present

@@ -252,6 +252,7 @@ def handoffs(cell: FinishedCell, rows: Rows) -> Figures:
     import pandas  # takes long
 
     transports_used = sorted({row.transport for row in rows}) if rows else None
+    clock_error_ms = round(max(row.clock_error_ms for row in rows), 4) if rows else None
     rows = [row for row in rows if "decode_leg" not in row.stages_ms.get(Figure.TTFT_DECODE, {})]
     columns = ("exposed_ms", "wire_ms", "import_ms", "request_to_ready_ms", "ceiling_gbs")
     moved = pandas.DataFrame([row.transfer for row in rows], columns=columns).fillna(0.0)
@@ -261,12 +262,12 @@ def handoffs(cell: FinishedCell, rows: Rows) -> Figures:
         "request_to_ready_ms": moved.request_to_ready_ms.mean(),
         "prefill_ms": stages_of(rows).get("prefill", pandas.Series([0.0])).mean(),
         "ceiling_gbs": moved.ceiling_gbs.median(),
-        "clock_error_ms": max((row.clock_error_ms for row in rows), default=0.0),
     }
     found = {key: round(float(value), 4) if rows else None for key, value in figures.items()}
     prompt_len = cell.parameters.get("prompt_len") if rows else None
     return {
         "exposed_ms": plain_mean(moved.exposed_ms.tolist()),
+        "clock_error_ms": clock_error_ms,
         **found,
         **predicted(cell, prompt_len, found["prefill_ms"] or 0.0, figures["ceiling_gbs"]),
         "transports_used": transports_used,

@@ -129,7 +129,7 @@ class Server:
             role=self.role,
             epoch=description.life,
             control_address=str(self.http.base_url),
-            kv_endpoints=(KVEndpoint(adapter.transport, address),),
+            kv_endpoints=() if description.hands_off is False else (KVEndpoint(adapter.transport, address),),
             node=host,
             device=description.kind,
             pid=0,

@@ -160,6 +160,14 @@ def test_a_headline_without_a_result_says_so_and_why() -> None:
     assert "The largest causes are kv_exposed (+2.50 ms);" in answer_of(pairs(clock_error_ms=2.0))
 
 
+def test_engines_that_tell_no_transfer_have_an_answer() -> None:
+    colocated = {"prefill_leg": 19.0, "first_decode": 9.0}
+    none = {"transfer": {}, "kv_bytes": 0, "kv_bytes_expected": 0}
+    pd = {**colocated, "decode_leg": 4.0}
+    rows = [each for n in range(6) for each in (row("pd", n, pd, **none), row("colocated", n, colocated))]
+    assert "The largest causes are decode_leg (+4.00 ms);" in answer_of(rows)
+
+
 def test_the_headline_also_names_other_lengths_with_a_clear_difference() -> None:
     run = run_of(noisy_pairs(NOISY_MS))
     short = replace(run.cells[0], cell="64 tokens", parameters={**PARAMETERS, "prompt_len": 64})

@@ -39,6 +39,11 @@ def view(*workers: WorkerView, policy: str = "least_tokens", backlog: int = 100,
     return ClusterView(workers, RouterConfig.model_validate({**values, "prefix_fetch": "off"}), gateways)
 
 
+def pairs_only(worker_id: str, **changes: Any) -> WorkerView:
+    """One that serves no request alone."""
+    return worker(worker_id, serves_alone=False, **changes)
+
+
 def needs(mode: WaitMode = Mode.PD, **changes: Any) -> Needs:
     return Needs(mode, PROMPT, OUTPUT, **changes)
 
@@ -66,6 +71,18 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         view(worker("p0"), busy("p1", 50), worker("d0"), busy("d1", 50)),
         ("p1", "d1"),
         "prefill on p1: the only one free, 1 avoided; decode on d1: the only one free, 1 avoided",
+    ),
+    "alone where a worker can": (
+        needs(Mode.COLOCATED),
+        view(pairs_only("p0"), pairs_only("d0"), busy("p1", 50)),
+        ("p1", None),
+        "both on p1: the only one free",
+    ),
+    "in mode auto on a pair, if no worker serves alone": (
+        needs(Mode.AUTO),
+        view(pairs_only("p0"), pairs_only("d0")),
+        ("p0", "d0"),
+        "prefill on p0",
     ),
     "where it failed, if there is no other": (
         needs(avoid=frozenset({"p0", "d0"})),
@@ -313,3 +330,16 @@ def test_a_request_waits_only_if_nothing_can_take_it_and_goes_only_where_it_can(
     if wanted.prefer in {a.worker_id for a, _ in able if goodness((a, chosen[1])) == goodness(chosen)} and chosen[1]:
         best = [a.worker_id for a, b in able if goodness((a, b)) == goodness(chosen)]
         assert decision.prefill == wanted.prefer or wanted.prefer not in best
+
+
+def test_workers_that_serve_in_pairs_alone() -> None:
+    pair = view(pairs_only("p0"), pairs_only("d0"))
+    assert unavailable(Mode.PD, pair) is unavailable(Mode.AUTO, pair) is None
+    refused = place(needs(Mode.COLOCATED), pair)
+    assert isinstance(refused, Wait)
+    assert "serve requests in pairs; use mode pd" in str(refused.error)
+    # Without a pair, mode auto has nothing to fall back to.
+    for mode in (Mode.PD, Mode.AUTO):
+        error = unavailable(mode, view(pairs_only("p0")))
+        assert "no decode worker is ready" in str(error)
+        assert "modes auto and colocated" not in str(error)
