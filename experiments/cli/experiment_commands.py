@@ -101,7 +101,7 @@ def _add(
         settings = [key for key in ("config", "set") if kept[key]]
         if common["target"] is not None and settings:
             raise InvalidRequest(_KEEPS.format(settings[0]))
-        with _before_servers(common) as chosen:
+        with _with_other_engines(common) as chosen:
             run(chosen, given, access_of(common))
 
     command.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
@@ -115,20 +115,21 @@ def _add(
 
 
 @contextmanager
-def _before_servers(common: Given) -> Iterator[Given]:
-    """``common``, with the target of a service that is started before the servers of ``--prefill-url`` and
-    ``--decode-url`` if there are some, and ended afterwards."""
+def _with_other_engines(common: Given) -> Iterator[Given]:
+    """``common``, with the target of a service with other engines if they are wanted: one before the servers of
+    ``--prefill-url`` and ``--decode-url``, or one with the engine that ``worker.engine`` names. It is started here, and
+    ended afterwards, because these engines keep their options during all cells."""
     urls = {f"cluster.{role}_urls": common[f"{role}_url"] for role in Role if common[f"{role}_url"]}
-    if not urls:
+    runs = [key for key in ("target", "resume") if common[key] is not None]
+    if urls and runs:
+        raise InvalidRequest(f"--{runs[0]}: servers are given by their URLs; leave one of the two out")
+    settings = {"gateway.port": 0, "gateway.http_port": 0, **settings_of(common["set_"]), **urls}
+    config = None if runs else PdserveConfig.load(common["config"], settings)
+    if config is None or not (urls or config.worker.engine != "pdserve"):
         yield common
         return
-    for key in ("target", "resume"):
-        if common[key] is not None:
-            raise InvalidRequest(f"--{key}: servers are given by their URLs; leave one of the two out")
-    settings = {"gateway.port": 0, "gateway.http_port": 0, **settings_of(common["set_"]), **urls}
-    config = PdserveConfig.load(common["config"], settings)
     console = stderr_console()
-    with progress(console, "starting a gateway before the servers") as report:
+    with progress(console, "starting a service with other engines") as report:
         port = start_detached(config, report, partial(print_note, console))
     try:
         yield {**common, "target": target_here(config.gateway, port), "config": None, "set_": None}
