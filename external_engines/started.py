@@ -27,6 +27,7 @@ from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
+from runtime.awake_clock import awake_clock
 from runtime.plane_tls import plane_tls
 from runtime.secret import ServiceSecret
 from runtime.threads import in_thread
@@ -153,9 +154,10 @@ class StartedServer:
         server = Server(spec.worker_id, self._role, http, source, spec.config.model.dtype, self.clock)
         try:
             await self._wait_ready(server, process)
+            if not self.started.done():
+                for heartbeat in self._heartbeats:
+                    heartbeat.start(wire(heartbeat.registry_address))
             self._announce(server, process, f"{interface.address}:{port}")
-            for heartbeat in self._heartbeats:
-                heartbeat.start(wire(heartbeat.registry_address))
             self.request_heartbeat()
             await self._watch(server, process)
         finally:
@@ -212,7 +214,8 @@ class StartedServer:
         """Look at the server until it has ended, is silent, or is no longer wanted."""
         router = self.spec.config.router
         pause_s = max(router.heartbeat_s, router.heartbeat_timeout_s / 4)
-        answered_s = self.clock.now()
+        clock = awake_clock()
+        answered_s = clock.now()
         while True:
             await asyncio.wait((process.ended, self._superseded), timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
             if self._superseded.done():
@@ -221,8 +224,8 @@ class StartedServer:
                 raise WorkerLost(f"{self._kind} has ended (exit status {process.ended.result()})")
             with contextlib.suppress(httpx2.HTTPError):
                 await server.look()
-                answered_s = self.clock.now()
-            if self.clock.now() - answered_s > SILENT_S:
+                answered_s = clock.now()
+            if clock.now() - answered_s > SILENT_S:
                 raise WorkerLost(f"{self._kind} has not answered for {SILENT_S:.0f} s")
 
     # --- heartbeats --------------------------------------------------------------------------------------------------

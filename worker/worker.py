@@ -186,8 +186,9 @@ class Worker:
         self._set_token_budget(incarnation)
         kv = incarnation.kv
         self._links = LinkKeeper(kv.connect, lambda: kv.links, self.request_heartbeat)
-        for heartbeat in self._heartbeats:
-            heartbeat.start(self._ports.registry(heartbeat.registry_address))
+        if not self.started.done():
+            for heartbeat in self._heartbeats:
+                heartbeat.start(self._ports.registry(heartbeat.registry_address))
         self.request_heartbeat()
         if not self.started.done():
             self.started.set_result(self._info)

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+import external_engines.server as server_module
+import external_engines.started as started_module
 from checkpoints.source import resolve_model
 from external_engines.started import StartedServer
 from gateway.gateway import Gateway
@@ -180,6 +182,17 @@ async def test_a_server_that_is_killed_is_started_again(tmp_path: Path) -> None:
         os.kill(killed, signal.SIGKILL)
         await served.until(lambda: served.workers()["decode-0"].engine_restarts == 1)
         assert served.workers()["decode-0"].engine_pid != killed
+        assert list((await served.generate()).token_ids) == EXPECTED
+
+
+async def test_a_server_that_falls_silent_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(started_module, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "ANSWER_TIMEOUT_S", 0.2)
+    async with service(tmp_path) as served:
+        await served.generate()
+        os.kill(served.workers()["decode-0"].engine_pid, signal.SIGSTOP)
+        await served.until(lambda: served.workers()["decode-0"].engine_restarts == 1)
         assert list((await served.generate()).token_ids) == EXPECTED
 
 
