@@ -26,13 +26,14 @@ from external_engines.worker import EngineWorker
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
-from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
+from pdserve.core.worker import TokenOutput, WorkerInfo, WorkerLoad
 from runtime.awake_clock import awake_clock
 from runtime.plane_tls import plane_tls
 from runtime.secret import ServiceSecret
 from runtime.threads import in_thread
 from worker.addresses import resolve_interface
 from worker.heartbeat import Heartbeat, registry_wire
+from worker.membership import Membership
 from worker.server import ControlServer, Outbox
 from worker.spec import WorkerSpec
 
@@ -85,11 +86,9 @@ class StartedServer:
         self.clock = clock or MonotonicClock()
         self.notes: list[str] = []
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
-        self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._membership = Membership(spec.worker_id, spec.role)
         self._secret = secret
         self._life = secrets.token_hex(16)
-        self._role = spec.role
-        self._version = 0  # of the service's members, by which it has this role
         self._restarts = 0
         self._info: WorkerInfo | None = None
         self._server: Server | None = None  # while there is one that is ready
@@ -114,7 +113,7 @@ class StartedServer:
                 try:
                     await self._serve_one(folder / str(self._restarts), lambda at: registry_wire(at, self._secret, tls))
                 except PdserveError as error:
-                    if not self.started.done() or self._superseded.done():
+                    if not self.started.done() or self._membership.superseded.done():
                         raise
                     log.warning("%s: %s", spec.worker_id, error)
                 self._restarts += 1
@@ -151,7 +150,7 @@ class StartedServer:
         environment = vllm_server.environment(spec, interface.address, port)
         process = await ServerProcess.start(command, environment, spec.cores)
         http = client_of("http://engine", str(path))
-        server = Server(spec.worker_id, self._role, http, source, spec.config.model.dtype, self.clock)
+        server = Server(spec.worker_id, self._membership.role, http, source, spec.config.model.dtype, self.clock)
         try:
             await self._wait_ready(server, process)
             if not self.started.done():
@@ -193,7 +192,7 @@ class StartedServer:
         self._server = server
         self._info = replace(
             info,
-            role=self._role,
+            role=self._membership.role,
             control_address=self._control.address,
             kv_endpoints=tuple(KVEndpoint(each.transport, kv_address) for each in info.kv_endpoints),
             node=spec.node,
@@ -217,9 +216,11 @@ class StartedServer:
         clock = awake_clock()
         answered_s = clock.now()
         while True:
-            await asyncio.wait((process.ended, self._superseded), timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._superseded.done():
-                self._superseded.result()
+            await asyncio.wait(
+                (process.ended, self._membership.superseded), timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._membership.superseded.done():
+                self._membership.superseded.result()
             if process.ended.done():
                 raise WorkerLost(f"{self._kind} has ended (exit status {process.ended.result()})")
             with contextlib.suppress(httpx2.HTTPError):
@@ -252,30 +253,17 @@ class StartedServer:
 
     def on_answer(self, registry_address: str, answer: control.BeatAnswer) -> None:
         """See `worker.heartbeat.ReportingWorker`."""
-        if answer.role is not None and answer.version > self._version:
-            self._version = answer.version
-            self._take_role(answer.role)
-        peers = tuple(answer.peers)
-        if peers != self._peers.get(registry_address, ()):
+        peers, changed = tuple(answer.peers), self._membership.hear(answer)
+        if changed and self._info is not None:
+            self._info = replace(self._info, role=self._membership.role)
+        if changed or peers != self._peers.get(registry_address, ()):
             self._peers[registry_address] = peers
             self.request_heartbeat()
-        if answer.superseded and not self._superseded.done():
-            why = f"worker {self.spec.worker_id} was replaced or retired, and ends"
-            self._superseded.set_exception(WorkerLost(why))
 
     def on_silence(self, registry_address: str) -> None:
         """See `worker.heartbeat.ReportingWorker`."""
         if self._peers.keys() - {registry_address}:
             self._peers.pop(registry_address, None)
-
-    def _take_role(self, role: Role) -> None:
-        if role is self._role:
-            return
-        log.info("%s: %s worker from now on, instead of %s", self.spec.worker_id, role, self._role)
-        self._role = role
-        if self._info is not None:
-            self._info = replace(self._info, role=role)
-        self.request_heartbeat()
 
     def request_heartbeat(self) -> None:
         """Report to all gateways at once."""

@@ -36,13 +36,14 @@ from contract.engine import (
 from pdserve.core.chance import SYSTEM
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
-from pdserve.core.worker import Role, SharedCores, WorkerInfo, WorkerLoad
+from pdserve.core.worker import SharedCores, WorkerInfo, WorkerLoad
 from runtime.plane_tls import PlaneTls, plane_tls
 from runtime.secret import ServiceSecret
 from worker.cores import shared_cores
 from worker.heartbeat import Heartbeat, registry_wire
 from worker.incarnation import Incarnation, PoolMemory
 from worker.links import LinkKeeper
+from worker.membership import Membership
 from worker.ports import WorkerPorts
 from worker.request_table import Handler, RequestTable, ServedRequest
 from worker.server import ControlServer, Outbox
@@ -100,12 +101,10 @@ class Worker:
         self.spec = spec
         self.clock = clock or MonotonicClock()
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
-        self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._membership = Membership(spec.worker_id, spec.role)
         self._ports = ports or ServicePorts(spec, secret, self.clock)
         self._life = chance.randbytes(16).hex()
         self._handlers = dict(handlers)
-        self._role = spec.role
-        self._version = 0  # of the service's members, by which it has this role
         self._table = RequestTable(spec.worker_id)
         self._incarnation: Incarnation | None = None
         self.notes: list[str] = []  # of its engine, for the user
@@ -128,8 +127,8 @@ class Worker:
         try:
             await self._ports.listen(self._server)
             while True:
-                if self._superseded.done():  # while there was no engine
-                    self._superseded.result()
+                if self._membership.superseded.done():  # while there was no engine
+                    self._membership.superseded.result()
                 try:
                     self._incarnation = await self._ports.start()
                 except PdserveError as error:
@@ -158,7 +157,7 @@ class Worker:
         self.notes = [f"{self.spec.worker_id}: {note}" for note in ready.notes]
         self._info = WorkerInfo(
             worker_id=self.spec.worker_id,
-            role=self._role,
+            role=self._membership.role,
             epoch=incarnation.epoch,
             control_address=self._server.address,
             kv_endpoints=incarnation.kv_endpoints,
@@ -170,7 +169,7 @@ class Worker:
             dtype=ready.dtype,
             num_blocks=ready.num_blocks,
             max_model_len=ready.max_model_len,
-            max_num_batched_tokens=self.spec.token_budget_as(self._role),
+            max_num_batched_tokens=self.spec.token_budget_as(self._membership.role),
             vocab_size=ready.vocab_size,
             cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             cores=",".join(str(core) for core in ready.cores),
@@ -197,9 +196,9 @@ class Worker:
         watching = asyncio.create_task(incarnation.watchdog.run(lambda: self._on_silence(incarnation)))
         following = asyncio.create_task(self._follow(incarnation))
         try:
-            await asyncio.wait((following, self._superseded), return_when=asyncio.FIRST_COMPLETED)
-            if self._superseded.done():
-                self._superseded.result()
+            await asyncio.wait((following, self._membership.superseded), return_when=asyncio.FIRST_COMPLETED)
+            if self._membership.superseded.done():
+                self._membership.superseded.result()
             await following
         finally:
             watching.cancel()
@@ -248,21 +247,14 @@ class Worker:
     def on_answer(self, registry_address: str, answer: control.BeatAnswer) -> None:
         """Act on a gateway's answer to a heartbeat. A superseded worker ends: another worker has taken its name, it was
         retired, or it belongs to another service. `run` then raises WorkerLost."""
-        if answer.role is not None and answer.version > self._version:
-            self._version = answer.version
-            self._take_role(answer.role)
+        if self._membership.hear(answer):
+            self._take_role()
         if self._links is not None:
             self._links.want(registry_address, answer.peers)
-        if answer.superseded and not self._superseded.done():
-            why = f"worker {self.spec.worker_id} was replaced or retired, and ends"
-            self._superseded.set_exception(WorkerLost(why))
 
-    def _take_role(self, role: Role) -> None:
-        """Take a role, and report it to all gateways at once. Requests in progress go on."""
-        if role is self._role:
-            return
-        log.info("%s: %s worker from now on, instead of %s", self.spec.worker_id, role, self._role)
-        self._role = role
+    def _take_role(self) -> None:
+        """Take the role that the worker has now, and report it to all gateways at once. Requests in progress go on."""
+        role = self._membership.role
         if self._info is not None:
             tokens = self.spec.token_budget_as(role)
             self._info = replace(self._info, role=role, max_num_batched_tokens=tokens)
@@ -271,7 +263,7 @@ class Worker:
         self.request_heartbeat()
 
     def _set_token_budget(self, incarnation: Incarnation) -> None:
-        incarnation.engine.send(SetTokenBudget(self.spec.token_budget_as(self._role)))
+        incarnation.engine.send(SetTokenBudget(self.spec.token_budget_as(self._membership.role)))
 
     def on_silence(self, registry_address: str) -> None:
         """Note that a gateway does not answer."""
@@ -324,7 +316,7 @@ class Worker:
         handler, worker_id, request = self._handlers.get(type(work)), self.spec.worker_id, work.request
         if handler is None:
             what = type(work).__name__.lower()
-            raise InvalidRequest(f"worker {worker_id} is a {self._role} worker and cannot {what}")
+            raise InvalidRequest(f"worker {worker_id} is a {self._membership.role} worker and cannot {what}")
         if self.incarnation.watchdog.is_silent:
             raise NotReady(f"the engine of worker {worker_id} does not answer")
         if request.attempt_id in self._table:

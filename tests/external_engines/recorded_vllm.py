@@ -180,6 +180,11 @@ class App(Protocol):
 
     port: int
 
+    @property
+    def url(self) -> str:
+        """Where it is served."""
+        ...
+
     def app(self) -> FastAPI:
         """A new app."""
 

@@ -20,8 +20,8 @@ from checkpoints.source import resolve_model
 from gateway.gateway import Gateway
 from pdserve import AsyncClient
 from pdserve.client.generation import Generation
+from tests.external_engines.served import gateway_before
 from tests.external_engines.test_started_servers import config_of, started_service
-from tests.external_engines.test_vllm_protocol import gateway_before
 from tests.local_cluster import free_port
 
 VLLM = os.environ.get("VLLM", "")

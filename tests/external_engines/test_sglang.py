@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 import pytest
 
 from external_engines.sglang import SGLang
-from gateway.gateway import Gateway
 from ops.doctor.examine import diagnose
 from pdserve import (
     AsyncClient,
@@ -23,17 +21,14 @@ from pdserve import (
     NotReady,
     TransferError,
 )
-from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason, SamplingParams, StructuredOutputs
 from tests.external_engines.recorded_sglang import RecordedSGLang, Rooms
-from tests.external_engines.recorded_vllm import greedy, running, serving
-from tests.external_engines.test_vllm_protocol import gateway_before
+from tests.external_engines.recorded_vllm import running, serving
+from tests.external_engines.served import EXPECTED, PROMPT, Service, gateway_before, service_of
 
-PROMPT = list(range(5, 45))
-EXPECTED = greedy(PROMPT, 8)
 SGLANG = SGLang()
 
 
@@ -130,44 +125,17 @@ def test_reading_what_is_no_answer(said: dict[str, Any]) -> None:
 # --- behind the gateway -----------------------------------------------------------------------------------------------
 
 
-class Service:
-    def __init__(self, gateway: Gateway, client: AsyncClient, prefill: RecordedSGLang, decode: RecordedSGLang) -> None:
-        self.gateway, self.client, self.prefill, self.decode = gateway, client, prefill, decode
-
-    async def generate(self, mode: str = "auto", timeout_s: float = 20.0, **asked: Any) -> Generation:
-        await self.gateway.wait_serving(20.0)
-        asked = {"max_tokens": 8, "ignore_eos": True, **asked}
-        return await self.client.generate(PROMPT, mode=mode, timeout_s=timeout_s, salt="of a test", **asked).result()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20.0):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def service(*settings: tuple[str, object], **faults: object) -> AsyncIterator[Service]:
+def service(*settings: tuple[str, object], **faults: object) -> AbstractAsyncContextManager[Service[RecordedSGLang]]:
     """A gateway before two servers, 1P1D. ``faults`` are attributes of ``prefill`` or ``decode``."""
     rooms: Rooms = {}
     prefill, decode = RecordedSGLang("prefill", rooms), RecordedSGLang("decode", rooms)
-    for name, value in faults.items():
-        role, _, attribute = name.partition("_")
-        setattr({"prefill": prefill, "decode": decode}[role], attribute, value)
-    async with serving(prefill, decode):
-        beats = {"router.heartbeat_s": 0.05, "router.heartbeat_timeout_s": 5.0}
-        gateway = gateway_before(prefill.url, decode.url, **beats, **dict(settings))
-        await gateway.start()
-        try:
-            async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
-                yield Service(gateway, client, prefill, decode)
-        finally:
-            await gateway.stop(0.0)
+    return service_of(prefill, decode, *settings, **faults)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_a_hand_off(incremental: bool) -> None:
     async with service(decode_incremental=incremental) as served:
-        result = await served.generate()
+        result = await served.generate("auto")
         assert list(result.token_ids) == EXPECTED
         assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
         (first,), (second,) = served.prefill.requests, served.decode.requests

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,21 +22,18 @@ from external_engines.started import StartedServer
 from gateway.gateway import Gateway
 from ops.launch.preparation import prepare
 from pdserve import AsyncClient, LayoutMismatch
-from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError
 from pdserve.core.worker import Role
-from pdserve.pb import inference_pb2 as pb
 from runtime.secret import ServiceSecret
 from tests.e2e.conftest import Cli
 from tests.external_engines.recorded_command import install, started
 from tests.external_engines.recorded_vllm import greedy
+from tests.external_engines.served import EXPECTED, PROMPT, Service
 from tests.local_cluster import free_port
 from worker.client import WorkerClient
 from worker.spec import WorkerSpec
 
-PROMPT = list(range(5, 45))
-EXPECTED = greedy(PROMPT, 8)
 SECRET = ServiceSecret.new()
 
 
@@ -68,26 +65,6 @@ def spec_of(config: PdserveConfig, role: Role, registry: str, cores: tuple[int, 
     )
 
 
-class Service:
-    """A gateway, and a prefill and a decode worker, which have started their servers."""
-
-    def __init__(self, gateway: Gateway, client: AsyncClient, workers: list[StartedServer]) -> None:
-        self.gateway, self.client = gateway, client
-        self.prefill, self.decode = workers
-
-    async def generate(self, mode: str = "pd") -> Generation:
-        await self.gateway.wait_serving(20.0)
-        return await self.client.generate(PROMPT, max_tokens=8, mode=mode, ignore_eos=True, timeout_s=20.0).result()
-
-    def workers(self) -> dict[str, pb.WorkerStatus]:
-        return {worker.worker_id: worker for worker in self.gateway.status().workers}
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20.0):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
-
 @asynccontextmanager
 async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gateway, list[StartedServer]]]:
     """A gateway, and a prefill and a decode worker of these configurations, which start servers."""
@@ -117,7 +94,9 @@ async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gatewa
 
 
 @asynccontextmanager
-async def service(folder: Path, decode: dict[str, Any] | None = None, **settings: object) -> AsyncIterator[Service]:
+async def service(
+    folder: Path, decode: dict[str, Any] | None = None, **settings: object
+) -> AsyncIterator[Service[StartedServer]]:
     """``decode`` are further settings of the decode worker."""
     try:
         configs = config_of(folder, **settings), config_of(folder, **settings, **(decode or {}))
@@ -125,7 +104,7 @@ async def service(folder: Path, decode: dict[str, Any] | None = None, **settings
             started_service(*configs) as (gateway, workers),
             AsyncClient(f"127.0.0.1:{gateway.port}") as client,
         ):
-            yield Service(gateway, client, workers)
+            yield Service(gateway, client, *workers)
     finally:
         assert not [each for each in started(folder) if psutil.pid_exists(each["pid"])]  # type: ignore[arg-type]
 

@@ -3,16 +3,11 @@ which hand-offs were seen to fail without an error."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from checkpoints.source import resolve_model
-from gateway.gateway import Gateway
 from pdserve import (
-    AsyncClient,
     DeadlineExceeded,
     EventKind,
     Figure,
@@ -21,77 +16,15 @@ from pdserve import (
     LayoutMismatch,
     TransferError,
 )
-from pdserve.client.generation import Generation
-from pdserve.core.config import PdserveConfig
-from pdserve.core.worker import WorkerInfo
-from runtime.secret import ServiceSecret
-from tests.external_engines.recorded_vllm import RecordedVLLM, greedy, serving
-
-PROMPT = list(range(5, 45))
-EXPECTED = greedy(PROMPT, 8)
+from tests.external_engines.recorded_vllm import RecordedVLLM
+from tests.external_engines.served import EXPECTED, PROMPT, Service, service_of
 
 
-async def never(info: WorkerInfo, epoch: str) -> None:
-    raise AssertionError("no worker of pdserve's own is connected")
-
-
-def gateway_before(prefill_url: str, decode_url: str, **settings: object) -> Gateway:
-    """A gateway before two servers, which serve the model ``tiny``. ``settings`` are by dotted key."""
-    overrides = {
-        "cluster.prefill_urls": [prefill_url],
-        "cluster.decode_urls": [decode_url],
-        "gateway.port": 0,
-        "gateway.http_port": 0,
-        **settings,
-    }
-    return Gateway(
-        PdserveConfig.load(None, overrides),
-        model=resolve_model("tiny"),
-        connect=never,  # type: ignore[arg-type]
-        secret=ServiceSecret.new(),
-    )
-
-
-@asynccontextmanager
-async def service(*settings: tuple[str, object], **faults: object) -> AsyncIterator[Service]:
+def service(*settings: tuple[str, object], **faults: object) -> AbstractAsyncContextManager[Service[RecordedVLLM]]:
     """A gateway before two servers, 1P1D. ``faults`` are attributes of ``prefill`` or ``decode``."""
     prefill, decode = RecordedVLLM("engine-p"), RecordedVLLM("engine-d")
     decode.peers = {"engine-p": prefill}
-    for name, value in faults.items():
-        role, _, attribute = name.partition("_")
-        setattr({"prefill": prefill, "decode": decode}[role], attribute, value)
-    async with serving(prefill, decode):
-        beats = {"router.heartbeat_s": 0.05, "router.heartbeat_timeout_s": 5.0}
-        gateway = gateway_before(prefill.url, decode.url, **beats, **dict(settings))
-        await gateway.start()
-        try:
-            async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
-                yield Service(gateway, client, prefill, decode)
-        finally:
-            await gateway.stop(0.0)
-
-
-class Service:
-    def __init__(self, gateway: Gateway, client: AsyncClient, prefill: RecordedVLLM, decode: RecordedVLLM) -> None:
-        self.gateway, self.client, self.prefill, self.decode = gateway, client, prefill, decode
-
-    async def ready(self) -> None:
-        await self.gateway.wait_serving(20.0)
-
-    async def generate(self, mode: str = "pd", max_tokens: int = 8, timeout_s: float = 20.0) -> Generation:
-        await self.ready()
-        stream = self.client.generate(
-            PROMPT, max_tokens=max_tokens, mode=mode, ignore_eos=True, timeout_s=timeout_s, salt="of a test"
-        )
-        return await stream.result()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20.0):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
-    def notes(self) -> str:
-        return " ".join(self.gateway.status().notes)
+    return service_of(prefill, decode, *settings, **faults)
 
 
 # --- what goes right --------------------------------------------------------------------------------------------------
@@ -239,7 +172,7 @@ async def test_a_server_that_restarts_is_registered_anew() -> None:
         assert list((await served.generate()).token_ids) == EXPECTED
 
 
-def states(served: Service) -> dict[str, str]:
+def states(served: Service[RecordedVLLM]) -> dict[str, str]:
     """The state of each worker, by worker id."""
     return {worker.worker_id: worker.state for worker in served.gateway.status().workers}
 

@@ -137,5 +137,5 @@ async def test_a_worker_takes_the_role_of_the_latest_version_and_ends_when_it_is
         first.superseded = True
         client.request_heartbeat()
         with pytest.raises(WorkerLost, match="worker decode-0 was replaced or retired, and ends"):
-            await asyncio.wait_for(asyncio.shield(worker._superseded), SOON_S)
+            await asyncio.wait_for(asyncio.shield(worker._membership.superseded), SOON_S)
         await asyncio.wait_for(client.wait_closed(), SOON_S)
