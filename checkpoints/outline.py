@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpoints.config_fields import ConfigFields
 from checkpoints.families import architectures
+from checkpoints.shape import ModelShape, RopeScaling
 from pdserve.core.kv_layout import DTYPE_BYTES
 
 
@@ -80,6 +81,37 @@ def outline_from_hf(config: Mapping[str, Any], origin: str) -> ModelOutline:
         max_position_embeddings=None if context is None else fields.count("max_position_embeddings"),
         dtype=fields.dtype(),
         exact=reader is not _like_llama,
+    )
+
+
+def outlined_shape(config: Mapping[str, Any], origin: str) -> ModelShape:
+    """The shape of a model that another engine serves, as far as pdserve's gateway needs one: the vocabulary, the
+    context, and a cache with as many bytes per token, as if each layer that caches had a single KV head. `ModelError`
+    as for `outline_from_hf`."""
+    outline = outline_from_hf(config, origin)
+    nested = config.get("text_config")
+    fields = ConfigFields(nested if isinstance(nested, Mapping) else config, origin)
+    if not outline.kv_numbers or outline.max_position_embeddings is None:
+        raise fields.error(f"pdserve cannot tell the context or the cache of a {outline.architecture}")
+    gpt2 = outline.architecture == "GPT2LMHeadModel"
+    hidden = fields.count("n_embd", 768) if gpt2 else fields.count("hidden_size")
+    eos = fields.values.get("eos_token_id", config.get("eos_token_id"))
+    return ModelShape(
+        architecture=outline.architecture,
+        vocab_size=fields.count("vocab_size", 50_257) if gpt2 else fields.count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_layers=outline.kv_layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=outline.kv_numbers // (2 * outline.kv_layers),
+        max_position_embeddings=outline.max_position_embeddings,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+        rope_scaling=RopeScaling(),
+        tie_word_embeddings=False,
+        dtype=outline.dtype,
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     )
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.hf_config import shape_from_hf
 from checkpoints.hub import Check, HubId, Report, hub_folder
+from checkpoints.outline import outlined_shape
 from checkpoints.shape import ModelShape, RopeScaling
 from pdserve.core.errors import ModelError
 
@@ -129,11 +130,14 @@ def _version(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def resolve_model(path: str, report: Report | None = None, check: Check = lambda: None) -> ModelSource:
+def resolve_model(
+    path: str, report: Report | None = None, check: Check = lambda: None, *, served: bool = True
+) -> ModelSource:
     """Find the model that ``path`` names: 'tiny' (the embedded model), 'dummy:135m', 'dummy:8b',
     'dummy:PATH/config.json', a folder with ``config.json`` and safetensors, or, where there is no such folder,
     ``org/name`` or ``org/name@revision`` on the Hugging Face Hub. The latter is downloaded if it is not in this host's
-    cache and ``report`` is given; see `hub_folder`. `ModelError` for anything else."""
+    cache and ``report`` is given; see `hub_folder`. Unless it is ``served`` by pdserve's engine, a model of any
+    architecture will do (see `outlined_shape`). `ModelError` for anything else."""
     if path.startswith("dummy:"):
         kind = path.removeprefix("dummy:")
         if kind in DUMMIES:
@@ -157,7 +161,13 @@ def resolve_model(path: str, report: Report | None = None, check: Check = lambda
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{shown}: has no config.json, so it is not a Hugging Face model folder")
-    shape = shape_from_hf(_read_json(config), str(config))
+    values = _read_json(config)
+    try:
+        shape = shape_from_hf(values, str(config))
+    except ModelError:
+        if served:
+            raise
+        shape = outlined_shape(values, str(config))
     source = ModelSource(name, folder.resolve(), _with_generation_config(shape, folder), path)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{shown}: has no *.safetensors file; only safetensors weights can be loaded")

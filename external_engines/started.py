@@ -133,7 +133,7 @@ class StartedServer:
         """Start a server that listens at ``path``, and serve until it has ended or is silent, or this worker is
         superseded. PdserveError if it does not start."""
         spec = self.spec
-        source = await in_thread("model", lambda: resolve_model(spec.config.model.path))
+        source = await in_thread("model", lambda: resolve_model(spec.config.model.path, served=False))
         if source.folder is None:
             raise ModelError(f"model.path: {spec.config.model.path} has no folder that {self._kind} could load")
         program = spec.config.worker.command

@@ -47,7 +47,7 @@ class GatewayThread:
         tls = plane_tls(config.cluster)
         self._gateway = Gateway(
             config,
-            model=resolve_model(config.model.path, log.info),
+            model=resolve_model(config.model.path, log.info, served=config.has_own_engines),
             connect=partial(WorkerClient.connect, secret=secret, tls=tls),
             secret=secret,
             tls=tls,

@@ -118,6 +118,7 @@ class Examination:
         self._seen = DoctorReport(config, "cpu", site.services, own_port, site.node_id)
         self._secret = ServiceSecret.new()  # of the probes
         self._nodes: dict[str, ExaminedNode] = {}
+        self._command = "" if config.has_own_engines else config.worker.command
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
     def run(self) -> DoctorReport:
@@ -136,7 +137,7 @@ class Examination:
         seen.nodes = [*self._nodes.values()]
         model_bytes = _UNKNOWN_MODEL_BYTES
         with contextlib.suppress(ModelError, OSError):  # a finding of check_models
-            seen.source = source = resolve_model(seen.config.model.path, self._say)
+            seen.source = source = resolve_model(seen.config.model.path, self._say, served=seen.config.has_own_engines)
             seen.set_model(path=source.path)
             model_bytes = sum(path.stat().st_size for path in source.weight_files())
         self._say(f"starting probes for {len(seats)} workers on {len(seen.nodes)} nodes, which read the model's files")
@@ -156,7 +157,7 @@ class Examination:
         if seen.config.worker.engine == "pdserve":
             seen.pairs = [*self._pairs(seats, pool)]
         self._say("reading the model's files here")
-        seen.here = report_versions(seen.config.model.path)
+        seen.here = report_versions(seen.config.model.path, self._command)
         for check in checks.CHECKS:
             seen.findings += check(seen)
         seen.findings[:0] = [each for node in seen.nodes for each in node.findings]
@@ -208,10 +209,7 @@ class Examination:
         for name in [seat.worker_id for seat in node.seats] or ["no worker"]:
             node.probes[name] = self._site.start(node.node, f"the probe of {name}")
         with node.noting(node.name, _NO_PROBE):
-            config = self._seen.config
-            arguments = {"model": config.model.path}
-            if config.worker.engine != "pdserve":
-                arguments["command"] = config.worker.command
+            arguments = {"model": self._seen.config.model.path, "command": self._command}
             node.report = node.any_probe.call("report", arguments, report_s, NodeReport)
 
     def _decide_dtype(self, source: ModelSource) -> None:

@@ -90,7 +90,7 @@ def report_versions(model: str, command: str = "") -> NodeReport:
     another engine (empty: none are started)."""
     model_hash = model_error = ""
     try:
-        model_hash = resolve_model(model).model_hash()
+        model_hash = resolve_model(model, served=not command).model_hash()
     except ModelError as error:
         model_error = str(error)
     return NodeReport(
@@ -121,7 +121,7 @@ def report_node(model: str, command: str = "") -> NodeReport:
     from engine.model.loader import check_weights
 
     report = replace(report, torch=str(torch.__version__), cuda=torch.version.cuda or "")
-    if not report.model_error:
+    if not report.model_error and not command:
         try:
             check_weights(resolve_model(model))
         except ModelError as error:

@@ -23,7 +23,7 @@ def examine_servers(config: PdserveConfig) -> DoctorReport:
     cluster = config.cluster
     findings: list[Finding] = []
     try:
-        resolve_model(config.model.path)
+        resolve_model(config.model.path, served=False)
     except ModelError as error:
         findings.append(fail("model", "the service", str(error), "name the folder that the servers were started with"))
     found: dict[Role, list[tuple[str, Description]]] = {role: [] for role in Role}

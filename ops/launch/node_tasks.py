@@ -106,7 +106,7 @@ def fetch_model(path: str, nodes: Sequence[Node], report: Report, check: Check =
 def _fetch(path: str) -> str:
     """Runs on a node. Returns what went wrong; empty if the model is there."""
     try:
-        resolve_model(path, log.info)
+        resolve_model(path, log.info, served=False)  # the launcher has checked what serves it
     except ModelError as error:
         return str(error)
     return ""

@@ -40,7 +40,7 @@ def prepare(
     """Check the configuration and the model's files, and choose the port and Ray's folder, so that the state file can
     name them before anything is started. A model of the Hugging Face Hub is downloaded: ``report`` gets the progress,
     ``check`` may raise to end that. PdserveError if the service cannot start."""
-    source = resolve_model(config.model.path, report, check)
+    source = resolve_model(config.model.path, report, check, served=config.has_own_engines)
     source.shape.check_context(config.engine.max_model_len)
     head = RayHead() if config.cluster.address == "local" else None
     if (

@@ -570,6 +570,11 @@ class PdserveConfig(_Section):
         return {key: value for key, value in settings.items() if key not in _PLACES}
 
     @property
+    def has_own_engines(self) -> bool:
+        """Whether pdserve's engine computes, and no other one."""
+        return self.worker.engine == "pdserve" and not self.cluster.servers
+
+    @property
     def objectives(self) -> SloConfig:
         """The objectives of the service: those of ``scaling``, else of ``router.slo``."""
         own, slo = self.scaling, self.router.slo

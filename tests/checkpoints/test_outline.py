@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoints.families import FAMILIES
-from checkpoints.outline import is_served, outline_from_hf
+from checkpoints.outline import is_served, outline_from_hf, outlined_shape
+from checkpoints.source import resolve_model
 from pdserve.core.errors import ModelError
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -104,6 +107,33 @@ def test_other_decoders_are_estimated() -> None:
     assert outline_from_hf(linear, "m").kv_numbers == 2 * 2 * 2 * 16
     inside = {"architectures": ["SeeingForConditionalGeneration"], "text_config": config, "vision_config": {}}
     assert outline_from_hf(inside, "m").kv_numbers == outline.kv_numbers
+
+
+@pytest.mark.parametrize("architecture", [name for name, (_, numbers, _) in CASES.items() if numbers])
+def test_the_shape_of_a_model_that_another_engine_serves_has_its_cache_and_its_vocabulary(architecture: str) -> None:
+    values, kv_numbers, _ = CASES[architecture]
+    config = {"architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": 32, "eos_token_id": 7}
+    shape = outlined_shape({**config, **values}, "m")
+    assert shape.kv_bytes_per_token("bfloat16") == 2 * kv_numbers
+    assert (shape.vocab_size, shape.max_position_embeddings, shape.eos_token_ids) == (131, 32, (7,))
+    assert shape.dtype == "bfloat16"
+
+
+def test_other_engines_serve_what_pdserve_refuses(tmp_path: Path) -> None:
+    """An architecture that it does not know, and one that it knows with weights that it does not."""
+    config = {**PLAIN, **HEADS, "max_position_embeddings": 64, "eos_token_id": [7, 8]}
+    awq = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "model.safetensors").touch()
+    for more in ({"architectures": ["NewForCausalLM"]}, awq):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+        with pytest.raises(ModelError, match="not supported"):
+            resolve_model(str(tmp_path))
+        shape = resolve_model(str(tmp_path), served=False).shape
+        assert shape.kv_bytes_per_token("float32") == 4 * 4 * 2 * 2 * 16
+        assert (shape.vocab_size, shape.max_position_embeddings, shape.eos_token_ids) == (131, 64, (7, 8))
+    (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **HEADS, "architectures": ["NewForCausalLM"]}))
+    with pytest.raises(ModelError, match="cannot tell the context or the cache of a NewForCausalLM"):
+        resolve_model(str(tmp_path), served=False)
 
 
 def test_a_field_that_is_missing_is_named() -> None:
