@@ -24,7 +24,7 @@ def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
     if architecture not in architectures():
         raise fields.error(
             f"architecture {architecture!r} is not supported; supported: {[*architectures()]}; `pdserve model-info` "
-            "tells the sizes of others"
+            "tells the sizes of others, which worker.engine: vllm may serve"
         )
     family = family_of(architecture)
     _refuse_unsupported(fields, family)

@@ -244,7 +244,8 @@ def _show_outline(facts: dict[str, Any]) -> None:
     console = stdout_console()
     console.print(f"[bold]{facts['model']}[/] · {facts['architecture']} · {facts['num_layers']} layers")
     console.print(
-        f"[bold]not served[/]: pdserve counts its sizes, but cannot run it; it runs {', '.join(architectures())}",
+        "[bold]not served[/] by pdserve's engine, which runs "
+        f"{', '.join(architectures())}; for others set worker.engine: vllm (docs/vllm.md)",
         soft_wrap=True,
     )
     about = "" if facts["exact"] else " (about: counted like a Llama of this shape)"
