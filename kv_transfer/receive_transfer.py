@@ -140,7 +140,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self._missing = [0] * self._num_skipped + [every] * num_missing  # bits of layers, by slot
         self._num_missing = num_missing * layout.num_layers
         self._next_seq = 1
-        self._resending: set[int] = set()
+        self._resending: dict[int, int] = {}  # the blocks of messages that are to come again, by their number
         self._closed = False
         self._trailer = b""
         self._reserved_s = clock.now()
@@ -188,7 +188,11 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             self._retried_bytes += size
             raise Refusal(Reason.DUPLICATE, f"{name} fills a slot that is filled")
         missing = self._num_missing - header.num_blocks * header.num_layers
-        if missing and not self._partial and (self._closed or header.last) and not self._resending - {header.seq}:
+        others = [num_blocks for seq, num_blocks in self._resending.items() if seq != header.seq]
+        if not missing and any(others):
+            # Else the transfer would wait for them until its deadline.
+            raise Refusal(Reason.REORDERED, f"{name} fills blocks of a message that is to come again")
+        if missing and not self._partial and (self._closed or header.last) and not others:
             raise Refusal(Reason.INCOMPLETE, f"{name} is the last, but {missing} layers of blocks never came")
         return self._block_ids[header.first_slot : end], layers
 
@@ -207,7 +211,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         for slot in range(header.first_slot, header.first_slot + header.num_blocks):
             self._missing[slot] &= ~bits
         self._num_missing -= header.num_blocks * header.num_layers
-        self._resending.discard(header.seq)
+        self._resending.pop(header.seq, None)
         self._next_seq = max(self._next_seq, header.seq + 1)
         self._messages += 1
         self._import_s += min(import_s, self._run.add(size, begun_s, now_s))
@@ -218,7 +222,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
     def reject(self, header: Blocks, size: int) -> Refusal:
         """Expect a message again, whose checksum was wrong."""
         self._retried_bytes += size
-        self._resending.add(header.seq)
+        self._resending[header.seq] = header.num_blocks
         self._next_seq = max(self._next_seq, header.seq + 1)
         return Refusal(Reason.CHECKSUM, f"{self.attempt_id} message {header.seq} failed its checksum")
 

@@ -164,6 +164,22 @@ async def test_a_wrong_message_is_refused_and_touches_nothing(make_ends: MakeEnd
     assert ends.receiver.refused["unknown_nonce"] == 1 + (reason == "unknown_nonce")
 
 
+async def test_a_message_that_comes_again_keeps_its_number(make_ends: MakeEnds) -> None:
+    """With another one, its blocks would be there, and the receiver would wait for the first one until the deadline."""
+    ends = await make_ends()
+    peer = await RawPeer.meet(ends)
+    announced = await peer.announced(ends, "r", [10, 11, 12])
+    assert await peer.say(blocks(announced, 1, 0, ONE), ONE) == Ack(announced.nonce, 1)
+    right = blocks(announced, 2, 1, TWO, last=True)
+    assert isinstance(await peer.say(right, b"\0" + TWO[1:]), Refused)
+    answer = await peer.say(replace(right, seq=3), TWO)
+    assert isinstance(answer, Refused)
+    assert "fills blocks of a message that is to come again" in answer.message
+    assert ends.receiver.refused == {"checksum": 1, "reordered": 1}
+    assert await peer.say(right, TWO) == Ack(announced.nonce, 2)
+    assert (await ends.receiving["r"].wait()).proof.kv_bytes == 3072
+
+
 async def test_a_hand_off_belongs_to_the_link_it_began_on(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     first = await RawPeer.meet(ends)

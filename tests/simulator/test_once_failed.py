@@ -85,6 +85,9 @@ def test_workers_whose_pools_wait_for_each_other_go_on(seed: int, ends_at_once: 
         8425,  # the controller flipped the last decode worker, while one that an operator had flipped was still seen
         8445,  # as 8425
         18041,  # a hand-off past its deadline cut a slow link, because others' blocks were being read
+        28592,  # a message that came again with a wrong number was taken, and the right one awaited until the deadline
+        28876,  # as 28592
+        37031,  # as 28592
         16589,  # a link that its sender had given up replaced the next one at the receiver, and ended
     ],
 )
