@@ -58,9 +58,7 @@ def is_served(config: Mapping[str, Any]) -> bool:
 def outline_from_hf(config: Mapping[str, Any], origin: str) -> ModelOutline:
     """The sizes of the model of a ``config.json``, served or not. `ModelError` with ``origin`` and the key if one that
     is needed is missing or wrong. Of a model with several parts (``text_config``) the decoder of text counts."""
-    architecture = ConfigFields(config, origin).architecture()
-    nested = config.get("text_config")
-    fields = ConfigFields(nested if isinstance(nested, Mapping) else config, origin)
+    architecture, fields = ConfigFields(config, origin).architecture(), _text_fields(config, origin)
     if architecture == "GPT2LMHeadModel":
         return _gpt2(fields, architecture)
     hidden, vocabulary = fields.count("hidden_size"), fields.count("vocab_size")
@@ -84,13 +82,17 @@ def outline_from_hf(config: Mapping[str, Any], origin: str) -> ModelOutline:
     )
 
 
+def _text_fields(config: Mapping[str, Any], origin: str) -> ConfigFields:
+    """The fields of the decoder of text."""
+    nested = config.get("text_config")
+    return ConfigFields(nested if isinstance(nested, Mapping) else config, origin)
+
+
 def outlined_shape(config: Mapping[str, Any], origin: str) -> ModelShape:
     """The shape of a model that another engine serves, as far as pdserve's gateway needs one: the vocabulary, the
     context, and a cache with as many bytes per token, as if each layer that caches had a single KV head. `ModelError`
     as for `outline_from_hf`."""
-    outline = outline_from_hf(config, origin)
-    nested = config.get("text_config")
-    fields = ConfigFields(nested if isinstance(nested, Mapping) else config, origin)
+    outline, fields = outline_from_hf(config, origin), _text_fields(config, origin)
     if not outline.kv_numbers or outline.max_position_embeddings is None:
         raise fields.error(f"pdserve cannot tell the context or the cache of a {outline.architecture}")
     gpt2 = outline.architecture == "GPT2LMHeadModel"

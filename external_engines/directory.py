@@ -86,12 +86,7 @@ class EngineDirectory:
 
     async def _look(self, server: Server) -> None:
         """Ask a server how it is. Registers it if it is new, has restarted, or was lost."""
-        noted = server.load.note
-        if not await server.look():
-            return
-        if server.load.note and server.load.note != noted:
-            log.warning("%s", server.load.note)
-        if self._beat(server):
+        if not await server.look() or self._beat(server):
             return
         before, worker = server.worker, server.begin()
         self._registry.add(worker, server.load, self._links(server))

@@ -11,9 +11,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from runtime.process import end_with_parent
+
 _ROOT = str(Path(__file__).resolve().parents[1])
-_LAUNCH = f"import sys; sys.path.insert(0, {_ROOT!r}); from external_engines.launch import main; main()"
+_LAUNCH = f"import sys; sys.path.insert(0, {_ROOT!r}); from external_engines.process import become; become()"
 """Without PYTHONPATH, which the server would inherit: it may have a virtual environment of its own."""
+
+
+def become() -> None:
+    """The first code of the process, whose arguments are ``CORES COMMAND…`` (CORES: numbers separated by commas; empty:
+    all): bind it to the cores, have it end with its parent, and become the server."""
+    cores, *command = sys.argv[1:]
+    end_with_parent(signal.SIGTERM)
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
 
 
 class ServerProcess:

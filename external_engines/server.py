@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ from pdserve.core.errors import LayoutMismatch, PdserveError
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 from pdserve.core.kv_layout import FP8, KVLayout
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+
+log = logging.getLogger(__name__)
 
 ADAPTERS: tuple[Adapter, ...] = (VLLM(), SGLang())
 """The kinds of engines that are known."""
@@ -59,6 +62,8 @@ class Server:
         note = self.load.note
         if handed_off is not None and handed_off == self._handed_off_tokens():  # nothing ran meanwhile
             note = self._computed_itself(counters, handed_off)
+            if note and note != self.load.note:
+                log.warning("%s", note)
         self.load, self._counters = replace(load, note=note), counters
         return True
 

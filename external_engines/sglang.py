@@ -1,5 +1,5 @@
 """SGLang with ``--disaggregation-mode``: both servers get the request at once, and find each other by the prefill
-server's bootstrap port and a number that pdserve draws. Prefill answers when decode has the KV.
+server's bootstrap port and a number that pdserve makes of the attempt's id. Prefill answers when decode has the KV.
 
 The servers are started with ``--enable-metrics`` (docs/sglang.md). Written after SGLang's sources of 2026, and tested
 with recorded servers alone."""

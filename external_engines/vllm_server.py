@@ -7,11 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine.spec import DEFAULT_CPU_KV_BYTES
 from pdserve.core.config import EngineConfig
 from worker.spec import WorkerSpec
-
-CPU_KV_BYTES = 512 * 2**20
-"""Memory of the KV pool on a CPU, unless the configuration says another one."""
 
 
 def command(spec: WorkerSpec, folder: Path, socket: Path) -> list[str]:
@@ -24,7 +22,7 @@ def command(spec: WorkerSpec, folder: Path, socket: Path) -> list[str]:
         hand_off["kv_buffer_device"] = "cpu"
     kv_bytes = None if engine.kv_memory_mb is None else engine.kv_memory_mb * 2**20
     if on_cpu and kv_bytes is None and engine.num_blocks is None:
-        kv_bytes = CPU_KV_BYTES
+        kv_bytes = DEFAULT_CPU_KV_BYTES
     options: dict[str, object] = {
         "--uds": socket,
         "--served-model-name": config.model.name or folder.name,

@@ -125,7 +125,7 @@ def _with_other_engines(common: Given) -> Iterator[Given]:
         raise InvalidRequest(f"--{runs[0]}: servers are given by their URLs; leave one of the two out")
     settings = {"gateway.port": 0, "gateway.http_port": 0, **settings_of(common["set_"]), **urls}
     config = None if runs else PdserveConfig.load(common["config"], settings)
-    if config is None or not (urls or config.worker.engine != "pdserve"):
+    if config is None or config.has_own_engines:
         yield common
         return
     console = stderr_console()

@@ -139,7 +139,7 @@ def check_mps(seen: DoctorReport) -> Iterator[Finding]:
 
 def check_compilers(seen: DoctorReport) -> Iterator[Finding]:
     """Engines on GPUs compile kernels when they start."""
-    if seen.config.worker.engine != "pdserve":
+    if not seen.config.has_own_engines:
         return
     for node, report in _reported(seen) if seen.device == "cuda" else ():
         if report.triton_lacks:
@@ -170,7 +170,7 @@ def check_affinity(seen: DoctorReport) -> Iterator[Finding]:
 def check_server_command(seen: DoctorReport) -> Iterator[Finding]:
     """Workers with another engine start its servers. How these fit into memory and reach each other is theirs."""
     worker = seen.config.worker
-    if worker.engine == "pdserve":
+    if seen.config.has_own_engines:
         return
     for node, report in _reported(seen):
         if not report.server_command:

@@ -166,7 +166,7 @@ class WorkerProbe:
         self, worker: WorkerSpec, device: str, secret: ServiceSecret, model_hash: str, address: str
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
-        if worker.config.worker.engine != "pdserve":  # which moves KV by itself
+        if not worker.config.has_own_engines:  # which moves KV by itself
             return ()
         tls = plane_tls(worker.config.cluster)
         shape = Shape.of(transfer)
