@@ -174,6 +174,8 @@ class Plan:
             config["transfer"]["connect_timeout_s"] = 1.0
         if draw.random() < 0.1:
             settings = replace(settings, tight_tokens=draw.choice([8, 16]))
+        if quiet:  # heartbeats wait for what is in flight on a slow link
+            config["transfer"]["lease_s"] = max(3.0, config["transfer"]["lease_s"])
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:

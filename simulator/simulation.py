@@ -247,7 +247,17 @@ class _Simulation:
             and all(each.ready and each.process.alive for each in self.gateways.values())
             and not any(engine.loop.paused for each in self.workers.values() for engine in each.engines[-1:])
             and self._is_ready()
+            and all(self._knows_engines(each) for each in self.gateways.values())
         )
+
+    def _knows_engines(self, gateway: WorldGateway) -> bool:
+        """Whether it has heard which engines run: while it was paused, some may have started again."""
+        running = {
+            each.worker._incarnation.epoch
+            for each in self.workers.values()
+            if each.worker is not None and each.worker._incarnation is not None
+        }
+        return all(worker.lost or worker.info.epoch in running for worker in gateway.registry.workers)
 
     def _say_farewell(self) -> None:
         """Send a few requests more, four at a time: the service must be as it was before the faults."""

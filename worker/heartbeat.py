@@ -109,7 +109,8 @@ class Heartbeat:
                         worker.on_silence(where)
                     failing = True
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await self._wake.wait()
         finally:
             if stream is not None:
                 await stream.aclose()

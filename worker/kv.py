@@ -238,7 +238,8 @@ class KVThread:
         try:
             if self._thread.runs:
                 closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
-                await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_TIMEOUT_S)
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await asyncio.wrap_future(closing)
             else:
                 self._events.close()
         except TimeoutError:

@@ -218,7 +218,8 @@ class EngineClient:
         pid_fd = os.pidfd_open(self._process.pid)
         try:
             loop.add_reader(pid_fd, gone.set)
-            await asyncio.wait_for(gone.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await gone.wait()
         except TimeoutError:
             return False
         finally:

@@ -53,7 +53,7 @@ class LoopEndpoint(Endpoint):
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, TIMEOUT_S), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
 
 
 class TransportEndpoint(LoopEndpoint):

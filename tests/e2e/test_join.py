@@ -114,7 +114,7 @@ def test_joins_and_leaves(at_home: Cli, head: RayNode, tmp_path: Path) -> None:
     config.write_text(f"cluster: {{port_base: {free_ports(12)}, start_timeout_s: 4}}\n")
     other = at_home.run("up", "-c", str(config), "--address", head.address, "--port", str(free_port()), "--detach")
     assert other.returncode == 1
-    assert "could not place prefill-0, decode-0 within 4 s: no node has {CPU: 1} for" in other.stderr
+    assert "could not place prefill-0, decode-0 within 4 s: no node has {CPU: 1} for" in other.stderr, other.stderr
     waited = max(at_home.notes.glob("up-*.log"), key=os.path.getmtime)
     assert "waiting for room: {CPU: 1} for prefill-0, decode-0; now free: " in waited.read_text()
 
