@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import msgspec
 
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
+
+if TYPE_CHECKING:
+    from external_engines.adapter import Adapter, Step
 
 UNREADABLE = (KeyError, TypeError, ValueError, IndexError)
 """What reading an answer raises if it has not the expected form."""
@@ -32,6 +35,39 @@ async def parts_of(answer: httpx2.Response, server: str) -> AsyncIterator[dict[s
         if (data := line[len(_DATA) :].strip()) == _DONE:
             return
         yield object_of(data.encode(), server)
+
+
+async def steps_of(
+    http: httpx2.AsyncClient, adapter: Adapter, body: dict[str, Any], attempt_id: str, server: str
+) -> AsyncGenerator[Step, None]:
+    """The parts of the streamed answer to a request. `WorkerLost` if it ends before its last token, or cannot be
+    read; httpx2.HTTPError if the connection fails."""
+    ended, num_outputs = False, 0
+    content, headers = msgspec.json.encode(body), headers_of(attempt_id)
+    async with http.stream("POST", adapter.path, content=content, headers=headers, timeout=TIMEOUT) as answer:
+        async for part in parts_of(answer, server):
+            step = step_of(adapter, part, server)
+            if step.start is not None and step.start < num_outputs:  # each part has all outputs so far
+                step = step._replace(tokens=step.tokens[num_outputs - step.start :])
+            num_outputs += len(step.tokens)
+            ended |= step.finish_reason is not None
+            yield step
+    if not ended:
+        raise WorkerLost(f"{server} ended its answer before the last token")
+
+
+def step_of(adapter: Adapter, part: dict[str, Any], server: str) -> Step:
+    """What a part of an answer says; `WorkerLost` if it is none of this kind of engine."""
+    try:
+        return adapter.read(part)
+    except UNREADABLE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise WorkerLost(f"{server} does not answer as {adapter.kind} does ({what})") from None
+
+
+def headers_of(attempt_id: str) -> dict[str, str]:
+    """The headers of a request."""
+    return {"Content-Type": "application/json", "X-Request-Id": attempt_id}
 
 
 def object_of(data: bytes, server: str) -> dict[str, Any]:

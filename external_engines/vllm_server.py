@@ -11,15 +11,23 @@ from engine.spec import DEFAULT_CPU_KV_BYTES
 from pdserve.core.config import EngineConfig
 from worker.spec import WorkerSpec
 
+_CONNECTOR = "pdserve_connector"
+
 
 def command(spec: WorkerSpec, folder: Path, socket: Path) -> list[str]:
     """The command that serves the model in ``folder`` on the Unix ``socket``. The arguments of ``worker.arguments``
     come last, so that they prevail."""
     config, engine = spec.config, spec.config.engine
     on_cpu = spec.device == "cpu"
-    hand_off = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
-    if on_cpu:
-        hand_off["kv_buffer_device"] = "cpu"
+    hand_off: dict[str, object] = {"kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+    if config.worker.connector == "pdserve":
+        groups = config.transfer.layer_groups if config.transfer.overlap == "layer" else 0
+        hand_off |= {"kv_connector": "PdserveConnector", "kv_connector_module_path": _CONNECTOR}
+        hand_off["kv_connector_extra_config"] = {"layer_groups": groups}
+    else:
+        hand_off["kv_connector"] = "NixlConnector"
+        if on_cpu:
+            hand_off["kv_buffer_device"] = "cpu"
     kv_bytes = None if engine.kv_memory_mb is None else engine.kv_memory_mb * 2**20
     if on_cpu and kv_bytes is None and engine.num_blocks is None:
         kv_bytes = DEFAULT_CPU_KV_BYTES
@@ -51,3 +59,10 @@ def environment(spec: WorkerSpec, host: str, port: int) -> Mapping[str, str]:
     # Else the threads of an idle server keep its cores busy.
     waiting = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if spec.device == "cpu" else {}
     return {**waiting, **os.environ, **added}
+
+
+def with_connector(environment: Mapping[str, str], folder: Path, socket: Path) -> Mapping[str, str]:
+    """``environment`` for a server with pdserve's connector, whose module is in ``folder``, and which finds its worker
+    at ``socket``."""
+    paths = [str(folder), environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PDSERVE_CONNECTOR": str(socket)}

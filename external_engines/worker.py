@@ -13,7 +13,7 @@ import httpx2
 import msgspec
 
 from external_engines.adapter import Adapter, HandOff, KVCounters, Step
-from external_engines.answers import TIMEOUT, UNREADABLE, object_of, parts_of, refusal
+from external_engines.answers import TIMEOUT, headers_of, object_of, refusal, step_of, steps_of
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (
     InvalidRequest,
@@ -148,7 +148,7 @@ class EngineWorker:
         meeting = self._adapter.meeting(request.attempt_id, self.info.kv_endpoints[0].address)
         answer = await self._answer(request, self._adapter.prefill(request, self._model, meeting))
         events = (self._event(EventKind.PREFILL_ANSWERED),)
-        step = self._read(answer)
+        step = step_of(self._adapter, answer, self._name)
         if len(step.tokens) != 1:
             raise WorkerLost(f"worker {self.info.worker_id} answered a prefill with {len(step.tokens)} tokens")
         if meeting is not None:
@@ -277,34 +277,17 @@ class EngineWorker:
 
     async def _answer(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._http.post(
-            self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=TIMEOUT
+            self._adapter.path,
+            content=msgspec.json.encode(body),
+            headers=headers_of(request.attempt_id),
+            timeout=TIMEOUT,
         )
         if answer.status_code != 200:
             raise refusal(self._name, answer.status_code, answer.text, answer.headers)
         return object_of(answer.content, self._name)
 
-    async def _stream(self, request: Request, body: dict[str, Any]) -> AsyncGenerator[Step, None]:
-        """The parts of a streamed answer. `WorkerLost` if it ends before its last token."""
-        ended, num_outputs = False, 0
-        async with self._http.stream(
-            "POST", self._adapter.path, content=msgspec.json.encode(body), headers=_headers(request), timeout=TIMEOUT
-        ) as answer:
-            async for part in parts_of(answer, self._name):
-                step = self._read(part)
-                if step.start is not None and step.start < num_outputs:  # each part has all outputs so far
-                    step = step._replace(tokens=step.tokens[num_outputs - step.start :])
-                num_outputs += len(step.tokens)
-                ended |= step.finish_reason is not None
-                yield step
-        if not ended:
-            raise WorkerLost(f"{self._name} ended its answer before the last token")
-
-    def _read(self, part: dict[str, Any]) -> Step:
-        try:
-            return self._adapter.read(part)
-        except UNREADABLE as error:
-            what = f"{type(error).__name__}: {error}"
-            raise WorkerLost(f"{self._name} does not answer as {self._adapter.kind} does ({what})") from None
+    def _stream(self, request: Request, body: dict[str, Any]) -> AsyncGenerator[Step, None]:
+        return steps_of(self._http, self._adapter, body, request.attempt_id, self._name)
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
@@ -347,7 +330,3 @@ class EngineWorker:
 
     def _event(self, kind: EventKind) -> Event:
         return Event(kind, self.info.worker_id, self._time.now())
-
-
-def _headers(request: Request) -> dict[str, str]:
-    return {"Content-Type": "application/json", "X-Request-Id": request.attempt_id}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
@@ -111,6 +112,11 @@ class PoolMemory:
         return self.allocated.handle
 
 
+StartEngine = Callable[[WorkerSpec, bool, PoolMemory], Awaitable[tuple[EnginePort, Ready, Callable[[], Pool]]]]
+"""Starts the engine of a worker, which joins NCCL groups or not, and returns it with how to open its pool. PdserveError
+if that fails; nothing is left running then."""
+
+
 class Incarnation:
     """Created by `start` and ended by `stop`. ``load`` is the load that the engine reported last,
     ``cached_blocks`` what is in its prefix cache."""
@@ -143,9 +149,11 @@ class Incarnation:
         clock: Clock,
         tls: PlaneTls | None = None,
         memory: PoolMemory | None = None,
+        start_engine: StartEngine | None = None,
     ) -> Self:
-        """Start an engine, whose pool on a GPU is in ``memory``, and KV ends for peers that know the service's
-        ``secret`` and have its ``tls``. Raises PdserveError if that fails; nothing is left running then."""
+        """Start an engine (default: pdserve's), whose pool on a GPU is in ``memory``, and KV ends for peers that know
+        the service's ``secret`` and have its ``tls``. Raises PdserveError if that fails; nothing is left running
+        then."""
         transfer = spec.config.transfer
         # A configured transport that cannot work is an error before the model is loaded.
         shape = Shape.of(transfer)
@@ -161,15 +169,13 @@ class Incarnation:
         interface = await in_thread("kv-interface", lambda: resolve_interface(transfer.interface, spec.host))
         if transfer.interface is not None and interface.device:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.device}")
-        engine = EngineClient(spec.engine_module)
-        memory = memory or PoolMemory()
-        limit_s = spec.config.cluster.start_limit_s(spec.device)
-        ready = await engine.start(_engine_spec(spec, "torch_dist" in names), limit_s, memory.share)
+        start = start_engine or _start_engine
+        engine, ready, open_pool = await start(spec, "torch_dist" in names, memory or PoolMemory())
         epoch = SYSTEM.randbytes(16).hex()
         kv: KVThread | None = None
         pool: Pool | None = None
         try:
-            pool = Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.memory_fd, memory.allocated)
+            pool = open_pool()
             kv = KVThread(
                 pool,
                 [create_transport(name, pool.memory, secret, tls=tls, shape=shape) for name in names],
@@ -213,6 +219,19 @@ class Incarnation:
             await self.kv.aclose()
         finally:
             await self.engine.stop(STOP_TIMEOUT_S)
+
+
+async def _start_engine(
+    spec: WorkerSpec, joins_groups: bool, memory: PoolMemory
+) -> tuple[EnginePort, Ready, Callable[[], Pool]]:
+    engine = EngineClient(spec.engine_module)
+    limit_s = spec.config.cluster.start_limit_s(spec.device)
+    ready = await engine.start(_engine_spec(spec, joins_groups), limit_s, memory.share)
+
+    def open_pool() -> Pool:
+        return Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.memory_fd, memory.allocated)
+
+    return engine, ready, open_pool
 
 
 def _engine_spec(spec: WorkerSpec, joins_groups: bool) -> EngineSpec:

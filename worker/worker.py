@@ -41,7 +41,7 @@ from runtime.plane_tls import PlaneTls, plane_tls
 from runtime.secret import ServiceSecret
 from worker.cores import shared_cores
 from worker.heartbeat import Heartbeat, registry_wire
-from worker.incarnation import Incarnation, PoolMemory
+from worker.incarnation import Incarnation, PoolMemory, StartEngine
 from worker.links import LinkKeeper
 from worker.membership import Membership
 from worker.ports import WorkerPorts
@@ -58,8 +58,10 @@ LOOK_EVERY_S = 2.0
 class ServicePorts:
     """The ports of a worker of a real service (`worker.ports.WorkerPorts`): gRPC, and an engine process."""
 
-    def __init__(self, spec: WorkerSpec, secret: ServiceSecret, clock: Clock) -> None:
-        self._spec, self._secret, self._clock = spec, secret, clock
+    def __init__(
+        self, spec: WorkerSpec, secret: ServiceSecret, clock: Clock, start_engine: StartEngine | None = None
+    ) -> None:
+        self._spec, self._secret, self._clock, self._start_engine = spec, secret, clock, start_engine
         self._tls: PlaneTls | None = None
         self._memory = PoolMemory()
 
@@ -78,7 +80,9 @@ class ServicePorts:
 
     async def start(self) -> Incarnation:
         """See `WorkerPorts`."""
-        return await Incarnation.start(self._spec, self._secret, self._clock, self._tls, self._memory)
+        return await Incarnation.start(
+            self._spec, self._secret, self._clock, self._tls, self._memory, self._start_engine
+        )
 
 
 class Worker:

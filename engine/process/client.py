@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -246,22 +247,30 @@ class EventReader(Generic[M]):
         self._fd = fd
         self._frames = FrameReader(kinds)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_event: Callable[[M], None] = lambda event: None
         self._on_end: Callable[[], None] | None = None
 
     def follow(self, on_event: Callable[[M], None], on_end: Callable[[], None] | None = None) -> None:
         """Call ``on_event`` for each event, in order, on the running loop, until `close` or the end of the engine.
         Then call ``on_end``."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._on_readable, on_event)
-        self._on_end = on_end
+        self._loop.add_reader(self._fd, self._on_readable)
+        self._on_event, self._on_end = on_event, on_end
 
-    def _on_readable(self, on_event: Callable[[M], None]) -> None:
+    def catch_up(self) -> None:
+        """Pass on what has come meanwhile. On the loop of `follow`, after it."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        while self._fd >= 0 and poll.poll(0):
+            self._on_readable()
+
+    def _on_readable(self) -> None:
         try:
             data = os.read(self._fd, _PIPE_BYTES)
         except BlockingIOError:
             return
         for event in self._frames.feed(data):
-            on_event(event)
+            self._on_event(event)
         if not data:
             self.close()
 

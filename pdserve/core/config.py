@@ -225,6 +225,9 @@ class WorkerConfig(_Section):
 
     engine: Literal["pdserve", "vllm"] = "pdserve"
     """pdserve: its own engine; vllm: each worker starts a vLLM server, and gives it the requests (docs/vllm.md)"""
+    connector: Literal["nixl", "pdserve"] = "nixl"
+    """what moves the KV of vLLM servers. nixl: vLLM's NixlConnector; pdserve: these workers, as with their own engine
+    (on CPUs; docs/vllm.md)"""
     command: str = "vllm"
     """the program that starts such a server, on each host"""
     arguments: tuple[str, ...] = ()
@@ -586,9 +589,14 @@ class PdserveConfig(_Section):
             return self
         if self.cluster.servers:
             raise ValueError("worker.engine: prefill_urls and decode_urls name servers that run; leave it out")
-        if self.transfer.transport not in ("auto", "nixl"):
-            raise ValueError("transfer.transport: vLLM servers hand KV over by nixl; leave it out")
-        sections: dict[str, BaseModel] = {"engine": self.engine, "transfer": self.transfer}
+        sections: dict[str, BaseModel] = {"engine": self.engine}
+        if self.worker.connector == "nixl":
+            if self.transfer.transport not in ("auto", "nixl"):
+                raise ValueError(
+                    "transfer.transport: vLLM servers hand KV over by nixl; leave it out, or set worker.connector: "
+                    "pdserve"
+                )
+            sections["transfer"] = self.transfer
         for name, section in sections.items():
             for key, field in type(section).model_fields.items():
                 if getattr(section, key) != field.default and f"{name}.{key}" not in _OF_VLLM:

@@ -1,0 +1,266 @@
+"""pdserve's KV connector, which runs inside vLLM: it puts vLLM's KV cache into memory that a pdserve worker maps, and
+tells the worker which blocks requests have and when they are computed. The worker moves the bytes.
+
+vLLM loads this file by ``kv_connector_module_path`` in a virtual environment without pdserve, so it imports nothing of
+it. It speaks `contract.engine`'s messages over a Unix socket (`_SOCKET`). A request says by ``kv_transfer_params`` what
+it is: ``{"pdserve": "push" | "receive", "attempt": ATTEMPT_ID}``. Tested with vLLM 0.32 on CPUs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.engine import FinishReason
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_SOCKET = "PDSERVE_CONNECTOR"
+_LENGTH = struct.Struct("<I")
+_IDLE_WAIT_S = 0.001
+_MOST_ENDED = 10_000  # more than a server ever has at a time: an attempt may end before vLLM knows it
+_LENDS = "pdserve's connector"
+
+
+class _Worker:
+    """A connection to the worker, and what it has said. Each connector has one; vLLM makes one in its scheduler and one
+    where the model runs, which are two processes."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._said = threading.Condition()
+        self._ended: dict[str, None] = {}  # attempts, the latest last
+        self._news = False
+
+    def tell(self, *message: Any) -> None:
+        """Send a message: the name of its class and its fields."""
+        body = msgspec.msgpack.encode(message)
+        self._socket.sendall(_LENGTH.pack(len(body)) + body)
+
+    def memory(self) -> int:
+        """Receive the descriptor of the memory that the KV cache goes to. Then follow the worker's commands."""
+        _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not descriptors:
+            raise ConnectionError(f"{_LENDS}: the worker has given no memory")
+        threading.Thread(target=self._follow, name="pdserve", daemon=True).start()
+        return descriptors[0]
+
+    def ended(self, attempt_id: str) -> bool:
+        """Whether nothing accesses the blocks of an attempt any more."""
+        return attempt_id in self._ended
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the worker says something."""
+        with self._said:
+            if not self._news:
+                self._said.wait(timeout_s)
+            self._news = False
+
+    def _follow(self) -> None:
+        stream = self._socket.makefile("rb")
+        while len(length := stream.read(_LENGTH.size)) == _LENGTH.size:
+            _, attempt_id, *_ = msgspec.msgpack.decode(
+                stream.read(_LENGTH.unpack(length)[0])
+            )  # KVReady, Release, Abort
+            with self._said:
+                self._ended[attempt_id] = None
+                if len(self._ended) > _MOST_ENDED:
+                    del self._ended[next(iter(self._ended))]
+                self._news = True
+                self._said.notify_all()
+
+
+@dataclass
+class _Push:
+    """A prompt that is computed here for another worker."""
+
+    attempt_id: str
+    num_tokens: int
+    block_ids: list[int]
+
+
+@dataclass
+class _Step(KVConnectorMetadata):
+    """What a step computes of prompts that are pushed: their attempts, the tokens that are computed after it, and their
+    blocks. ``waits``: requests whose blocks the worker accesses from now on, their attempts, and whether they are sent.
+    ``idle``: the step computes nothing."""
+
+    pushes: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    waits: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    idle: bool = False
+
+
+class PdserveConnector(KVConnectorBase_V1):
+    """See vLLM's base class."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if (size := vllm_config.parallel_config.world_size) != 1:
+            raise ValueError(f"{_LENDS} is for one device per server, not for {size}")
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(f"{_LENDS} is for models whose layers all cache alike")
+        self._block_size = vllm_config.cache_config.block_size
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._groups = int(self._kv_transfer_config.get_from_extra_config("layer_groups", 0))
+        self._worker = _Worker(os.environ[_SOCKET])
+        # In the scheduler:
+        self._pushes: dict[str, _Push] = {}  # by vLLM's ids, as all that follow
+        self._awaited: dict[str, str] = {}  # that have not been scheduled
+        self._new_waits: dict[str, tuple[str, bool]] = {}  # see `_Step`
+        # Where the model runs:
+        self._index: dict[str, int] = {}
+        self._told_layers: set[int] = set()
+        self._waits: dict[str, tuple[str, bool]] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            self._worker.tell("Scheduler")
+
+    # --- worker ------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Put the caches into the worker's memory: one block of all layers after the other."""
+        names = sorted(kv_caches, key=_layer_number)
+        first = kv_caches[names[0]]
+        num_blocks, layer_numbers = first.shape[0], first[0].numel()
+        for name in names:
+            cache = kv_caches[name]
+            if cache.device.type != "cpu" or cache.shape != first.shape or not cache[0].is_contiguous():
+                raise ValueError(f"{_LENDS} cannot lend the cache of {name}: {cache.shape} on {cache.device}")
+        layer_bytes = layer_numbers * first.element_size()
+        dtype = str(first.dtype).removeprefix("torch.")
+        self._worker.tell("Caches", num_blocks, len(names), layer_bytes, self._block_size, dtype)
+        descriptor = self._worker.memory()
+        memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        os.close(descriptor)
+        storage = torch.frombuffer(memory, dtype=first.dtype).untyped_storage()
+        inner = first[0].contiguous().stride()
+        for index, name in enumerate(names):
+            cache = kv_caches[name]
+            bound = self._layers[name].kv_cache
+            cache.set_(storage, index * layer_numbers, cache.shape, (len(names) * layer_numbers, *inner))
+            if bound.shape != cache.shape:
+                raise ValueError(f"{_LENDS}: {name} has blocks of another size than the scheduler; set --block-size")
+            self._layers[name].bind_kv_cache(cache)
+            self._index[name] = index
+        if self._groups:
+            count = len(names)
+            self._told_layers = {count * (group + 1) // self._groups for group in range(self._groups)} - {0, count}
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: the worker writes the blocks."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Tell that the layers so far are computed."""
+        done = self._index[layer_name] + 1
+        if done in self._told_layers and self.has_connector_metadata():
+            self._tell(done)
+
+    def wait_for_save(self) -> None:
+        """Tell that all layers are computed."""
+        self._tell(0)
+
+    def _tell(self, num_layers: int) -> None:
+        step = self._get_connector_metadata()
+        assert isinstance(step, _Step)
+        if step.pushes:
+            self._worker.tell("Computed", [[*push, num_layers] for push in step.pushes])
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose blocks the worker does not access any more."""
+        step = self._get_connector_metadata()
+        assert isinstance(step, _Step)
+        self._waits |= step.waits
+        if step.idle:
+            self._worker.wait(_IDLE_WAIT_S)
+        over = {name: sent for name, (attempt_id, sent) in self._waits.items() if self._worker.ended(attempt_id)}
+        for name in over:
+            del self._waits[name]
+        return {name for name, sent in over.items() if sent}, {name for name, sent in over.items() if not sent}
+
+    # --- scheduler ---------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """All of a prompt that is received comes from elsewhere. vLLM computes its last token again."""
+        if _kind(request)[0] != "receive" or request.num_preemptions:  # a preempted one is computed again
+            return 0, False
+        return request.num_prompt_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Tell which blocks a prompt has that is received."""
+        kind, attempt_id = _kind(request)
+        if attempt_id and not request.num_preemptions:
+            self._awaited[request.request_id] = attempt_id
+        if kind == "receive" and num_external_tokens:
+            self._new_waits[request.request_id] = attempt_id, False
+            num_blocks = -(-request.num_prompt_tokens // self._block_size)
+            cached = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+            block_ids = blocks.get_block_ids()[0][:num_blocks]
+            self._worker.tell("Reserved", attempt_id, block_ids, cached, time.monotonic())
+        elif kind == "push" and request.request_id not in self._pushes:
+            self._pushes[request.request_id] = _Push(attempt_id, request.num_prompt_tokens, [])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See `_Step`."""
+        step = _Step(waits=self._new_waits, idle=not scheduler_output.total_num_scheduled_tokens)
+        self._new_waits = {}
+        for name in scheduler_output.preempted_req_ids or ():
+            if (push := self._pushes.pop(name, None)) is not None:
+                why = f"vLLM has preempted {push.attempt_id}, whose blocks were being sent"
+                self._worker.tell("Rejected", push.attempt_id, "TransferError", why)
+        for new in scheduler_output.scheduled_new_reqs:
+            if (attempt_id := self._awaited.pop(new.req_id, None)) is not None:
+                self._worker.tell("Scheduled", attempt_id, time.monotonic())
+            if (push := self._pushes.get(new.req_id)) is not None:
+                push.block_ids = list(new.block_ids[0])
+                self._add(step, scheduler_output, new.req_id, push, new.num_computed_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        for number, name in enumerate(cached.req_ids):
+            if (push := self._pushes.get(name)) is not None:
+                push.block_ids += (cached.new_block_ids[number] or ([],))[0]
+                self._add(step, scheduler_output, name, push, cached.num_computed_tokens[number])
+        return step
+
+    def _add(self, step: _Step, output: SchedulerOutput, name: str, push: _Push, computed: int) -> None:
+        if computed < push.num_tokens:
+            computed += output.num_scheduled_tokens[name]
+            step.pushes.append((push.attempt_id, min(computed, push.num_tokens), push.block_ids))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Tell token 1 of a prompt that is pushed, and keep its blocks until they are sent."""
+        self._awaited.pop(request.request_id, None)
+        push = self._pushes.pop(request.request_id, None)
+        if push is None:
+            return False, None
+        if request.num_output_tokens:
+            first_token = [request.output_token_ids[0], request.get_finished_reason() == FinishReason.STOP]
+            self._worker.tell("Computed", [[push.attempt_id, push.num_tokens, push.block_ids, 0, first_token]])
+        self._new_waits[request.request_id] = push.attempt_id, True
+        return True, None
+
+
+def _kind(request: Request) -> tuple[str, str]:
+    params = request.kv_transfer_params or {}
+    return params.get("pdserve", ""), params.get("attempt", "")
+
+
+def _layer_number(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdecimal())

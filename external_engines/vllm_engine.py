@@ -1,0 +1,465 @@
+"""A vLLM server with pdserve's KV connector (`external_engines.vllm_connector`), as the engine of a worker: requests
+are HTTP calls, and the connector says which blocks they have. So hand-offs are those of pdserve's own engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+
+from checkpoints.source import ModelSource, resolve_model
+from contract.engine import (
+    Abort,
+    Command,
+    Computed,
+    EngineEvent,
+    FrameReader,
+    KVEvent,
+    KVReady,
+    KVRole,
+    Load,
+    Ping,
+    PinPrefix,
+    Pong,
+    Ready,
+    Rejected,
+    Release,
+    Reserved,
+    Step,
+    Submit,
+    TokenOut,
+    encode_frame,
+)
+from contract.message import Message
+from engine.process.client import EventReader
+from external_engines import vllm_server
+from external_engines.answers import steps_of
+from external_engines.process import ServerProcess
+from external_engines.server import client_of
+from external_engines.vllm import VLLM
+from kv_transfer.memory import HostMemory
+from kv_transfer.pool import Pool
+from pdserve.core.errors import LaunchError, ModelError, PdserveError, TransferError, WorkerLost, to_wire
+from pdserve.core.kv_layout import FP8, KV_DTYPE_BYTES, CacheSpec, KVLayout, probe_area
+from pdserve.core.request import Request
+from pdserve.core.worker import WorkerLoad
+from runtime.threads import in_thread
+from worker.incarnation import PoolMemory
+from worker.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_EVERY_S = 0.5
+_ROLES = {KVRole.LOCAL: "local", KVRole.PUSH: "push", KVRole.RECEIVE: "receive"}
+
+
+class Scheduler(Message, frozen=True):
+    """The first message of the connector in vLLM's scheduler."""
+
+
+class Caches(Message, frozen=True):
+    """The first message of the connector where the model runs: the KV cache that it lends. A block has ``layer_bytes``
+    of each layer."""
+
+    num_blocks: int
+    num_layers: int
+    layer_bytes: int
+    block_size: int
+    dtype: str
+
+
+class Scheduled(Message, frozen=True):
+    """The first step that computes something for a request begins."""
+
+    attempt_id: str
+    time_s: float
+
+
+_First = Scheduler | Caches
+_Said = Scheduled | Rejected | Reserved | Computed
+
+
+class VLLMEngine:
+    """An engine (`contract.engine.EnginePort`). Its steps are the parts of vLLM's answers, at the times at which they
+    come."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._name = f"vLLM of worker {worker_id}"
+        self._adapter = VLLM()
+        self._model = ""
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
+        self._process: ServerProcess | None = None
+        self._http: httpx2.AsyncClient | None = None
+        self._scheduler: socket.socket | None = None
+        self._runner: socket.socket | None = None  # where the model runs
+        self._folder = Path()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._scheduled_s: dict[str, float] = {}
+        self._first_tokens: dict[str, int] = {}
+        self._num_blocks = 0
+        self.memory: HostMemory | None = None
+        """The memory of its KV cache."""
+
+    # --- EnginePort --------------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """See `EnginePort`."""
+        assert self._process is not None, "the engine was not started"
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """See `EnginePort`."""
+        ended = None if self._process is None else self._process.ended
+        return ended.result() if ended is not None and ended.done() else None
+
+    async def start(self, spec: WorkerSpec, source: ModelSource, limit_s: float) -> Ready:
+        """Start the server, and wait until it is ready. LaunchError or ModelError if it does not start; it has ended
+        then."""
+        began_s = time.monotonic()
+        self._folder = Path(tempfile.mkdtemp(prefix="pdserve-server-"))  # of this user alone
+        try:
+            async with asyncio.timeout(limit_s):
+                caches = await self._launch(spec, source)
+                version, model = await self._wait_ready()
+        except TimeoutError:
+            await self.stop(0.0)
+            raise LaunchError(f"worker {spec.worker_id}: vLLM was not ready within {limit_s:.0f} s") from None
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        layout = _layout(caches, f"{await in_thread('model-hash', source.model_hash)} of vLLM {version}")
+        self._model, self._num_blocks = model["id"], caches.num_blocks
+        self._spawn(self._follow_load(spec.config.router.heartbeat_s))
+        shape = source.shape
+        return Ready(
+            layout=layout,
+            dtype=caches.dtype,
+            num_blocks=caches.num_blocks,
+            pool_handle={"kind": "memfd", "bytes": layout.block_bytes * caches.num_blocks},
+            max_model_len=int(model["max_model_len"]),
+            vocab_size=shape.vocab_size,
+            device=spec.device,
+            cores=list(spec.cores),
+            load_s=time.monotonic() - began_s,
+            eos_token_ids=list(shape.eos_token_ids),
+            notes=[f"vLLM {version} computes"],
+        )
+
+    def send(self, command: Command) -> None:
+        """See `EnginePort`."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the engine
+            match command:
+                case Submit() | Ping() | PinPrefix():
+                    self._loop.call_soon_threadsafe(self._take, command)
+                case KVReady():
+                    self._loop.call_soon_threadsafe(self._take, command)
+                    self._tell(command)
+                case Release():
+                    self._tell(command)
+                case Abort():
+                    self._tell(command)
+                    self._loop.call_soon_threadsafe(self._take, command)
+
+    async def events(self) -> AsyncIterator[EngineEvent]:
+        """See `EnginePort`."""
+        while (event := await self._events.get()) is not None:
+            yield event
+        self._events.put_nowait(None)
+
+    def take_kv_events(self) -> _KVEvents:
+        """See `EnginePort`."""
+        assert self._scheduler is not None, "the engine was not started"
+        assert self._runner is not None, "the engine was not started"
+
+        def others(message: Scheduled | Rejected) -> None:
+            self._loop.call_soon_threadsafe(self._heard, message)
+
+        return _KVEvents(_reader(self._scheduler), _reader(self._runner), others)
+
+    async def stop(self, timeout_s: float) -> None:
+        """See `EnginePort`."""
+        tasks = [*self._tasks.values(), *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.aclose()
+        if self._process is not None:
+            await self._process.stop(timeout_s)
+        for connection in (self._scheduler, self._runner):
+            if connection is not None:
+                connection.close()
+        self._scheduler = self._runner = None
+        if self.memory is not None:
+            self.memory.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- start -------------------------------------------------------------------------------------------------------
+
+    async def _launch(self, spec: WorkerSpec, source: ModelSource) -> Caches:
+        """Start the server, and give its connector the memory of the KV cache."""
+        if source.folder is None:
+            raise ModelError(f"model.path: {spec.config.model.path} has no folder that vLLM could load")
+        program = spec.config.worker.command
+        if shutil.which(program) is None:
+            raise LaunchError(
+                f"worker.command: there is no program {program!r} on {spec.node}; install vLLM there, or name its path"
+            )
+        shutil.copy(Path(vllm_server.__file__).with_name("vllm_connector.py"), self._folder / "pdserve_connector.py")
+        path, socket_path = self._folder / "connector", self._folder / "api"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(path))
+            listener.listen(2)
+            listener.setblocking(False)
+            command = vllm_server.command(spec, source.folder, socket_path)
+            environment = vllm_server.with_connector(vllm_server.environment(spec, "", 0), self._folder, path)
+            self._process = process = await ServerProcess.start(command, environment, spec.cores)
+            process.ended.add_done_callback(lambda _: self._events.put_nowait(None))
+            self._http = client_of("http://engine", str(socket_path))
+            caches: Caches | None = None
+            while caches is None or self._scheduler is None:
+                connection, first = await self._or_ended(self._accept(listener))
+                if isinstance(first, Scheduler):
+                    self._scheduler = connection
+                else:
+                    self._runner, caches = connection, first
+                    memory = self.memory = _memory(first)
+                    socket.send_fds(connection, [b"m"], [memory.fd])
+        return caches
+
+    async def _accept(self, listener: socket.socket) -> tuple[socket.socket, Scheduler | Caches]:
+        """A connector that connects, and its first message."""
+        connection, _ = await self._loop.sock_accept(listener)
+        connection.setblocking(False)
+        frames: FrameReader[Any] = FrameReader(_First)  # type: ignore[arg-type]  # a union
+        while not (messages := frames.feed(data := await self._loop.sock_recv(connection, 4096))):
+            if not data:
+                raise LaunchError(f"worker {self._worker_id}: pdserve's connector in vLLM has ended; see its log")
+        connection.setblocking(True)
+        return connection, messages[0]
+
+    async def _wait_ready(self) -> tuple[str, dict[str, Any]]:
+        """The server's version and model, once it answers."""
+        assert self._http is not None
+        while True:
+            with contextlib.suppress(httpx2.HTTPError):
+                version, models = await self._http.get("/version"), await self._http.get("/v1/models")
+                return version.json()["version"], models.json()["data"][0]
+            await self._or_ended(asyncio.sleep(LOOK_EVERY_S))
+
+    async def _or_ended(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do the ``work``. LaunchError if the server ends before it is done."""
+        assert self._process is not None
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._process.ended), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise LaunchError(
+                    f"worker {self._worker_id}: vLLM ended while it started (exit status {self.returncode}); see its "
+                    "log, and worker.command and worker.arguments"
+                )
+            return task.result()
+        finally:
+            task.cancel()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, command: KVReady | Release | Abort) -> None:
+        """Tell the connector that nothing accesses the blocks of a request any more."""
+        if (connection := self._runner) is not None:
+            with contextlib.suppress(OSError):  # the server has ended
+                connection.sendall(encode_frame(command))
+
+    def _take(self, command: Command) -> None:
+        match command:
+            case Submit():
+                attempt_id = command.attempt_id
+                task = self._tasks[attempt_id] = self._loop.create_task(self._serve(command))
+                task.add_done_callback(lambda _: self._forget(attempt_id))
+            case KVReady() if command.first_token_id is not None and command.attempt_id in self._tasks:
+                self._first_tokens[command.attempt_id] = command.first_token_id
+            case Abort() if (task := self._tasks.get(command.attempt_id)) is not None:  # type: ignore[assignment]
+                task.cancel()
+            case PinPrefix():
+                self._reject(command.attempt_id, TransferError("vLLM sends no prefix"))
+            case Ping():
+                self._spawn(self._ping())
+
+    def _heard(self, message: Scheduled | Rejected) -> None:
+        if isinstance(message, Rejected):
+            self._events.put_nowait(message)
+        elif message.attempt_id in self._tasks:
+            self._scheduled_s[message.attempt_id] = message.time_s
+
+    def _forget(self, attempt_id: str) -> None:
+        self._tasks.pop(attempt_id, None)
+        self._scheduled_s.pop(attempt_id, None)
+        self._first_tokens.pop(attempt_id, None)
+
+    async def _serve(self, submit: Submit) -> None:
+        request = submit.request
+        try:
+            if lacking := self._adapter.lacks(request):
+                raise PdserveError(lacking)
+            await self._stream(request, submit.kv_role)
+        except PdserveError as error:
+            self._reject(submit.attempt_id, error)
+        except httpx2.HTTPError as error:
+            self._reject(submit.attempt_id, WorkerLost(f"{self._name} is lost: {str(error) or type(error).__name__}"))
+        except Exception as error:
+            log.exception("unexpected error in a call of %s", self._name)
+            self._reject(submit.attempt_id, WorkerLost(f"{self._name}: {type(error).__name__}: {error}"))
+
+    async def _stream(self, request: Request, role: KVRole) -> None:
+        assert self._http is not None
+        attempt_id = request.attempt_id
+        body = self._adapter.alone(request, self._model)
+        body["kv_transfer_params"] = {"pdserve": _ROLES[role], "attempt": attempt_id}
+        if role is KVRole.PUSH:
+            body["max_tokens"] = 1
+        repeats, began_s = role is KVRole.RECEIVE, time.monotonic()
+        async with aclosing(steps_of(self._http, self._adapter, body, attempt_id, self._name)) as steps:
+            async for step in steps:
+                now_s, tokens = time.monotonic(), list(step.tokens)
+                if repeats and tokens:
+                    repeats = False
+                    self._check_first(attempt_id, tokens.pop(0)[0])
+                if tokens:
+                    self._events.put_nowait(
+                        Step(now_s, began_s, self._outs(request, tokens, step.finish_reason, step.cached_tokens or 0))
+                    )
+                began_s = now_s
+
+    def _check_first(self, attempt_id: str, token_id: int) -> None:
+        if token_id != (first := self._first_tokens.get(attempt_id)):
+            raise TransferError(
+                f"worker {self._worker_id} decodes another token 1 ({token_id}) than prefill ({first}): it has other "
+                "KV, or another order of computing in its batch"
+            )
+
+    def _outs(self, request: Request, tokens: list[Any], reason: Any, cached_tokens: int) -> list[TokenOut]:
+        scheduled_s = self._scheduled_s.get(request.attempt_id, time.monotonic())
+        last = len(tokens) - 1
+        return [
+            TokenOut(
+                request.attempt_id,
+                token_id,
+                str(reason) if reason is not None and number == last else "",
+                scheduled_s,
+                logprobs,
+                cached_tokens,
+            )
+            for number, (token_id, logprobs) in enumerate(tokens)
+        ]
+
+    def _reject(self, attempt_id: str, error: PdserveError) -> None:
+        self._events.put_nowait(Rejected(attempt_id, *to_wire(error)))
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _ping(self) -> None:
+        assert self._http is not None
+        with contextlib.suppress(httpx2.HTTPError):
+            if (await self._http.get("/health")).status_code == 200:
+                self._events.put_nowait(Pong())
+
+    async def _follow_load(self, every_s: float) -> None:
+        assert self._http is not None
+        last = WorkerLoad()
+        while True:
+            with contextlib.suppress(httpx2.HTTPError):
+                load, _, _ = await self._adapter.load(self._http, self._num_blocks)
+                if load != last:
+                    last = load
+                    self._events.put_nowait(
+                        Load(
+                            load.free_blocks,
+                            load.running,
+                            load.waiting,
+                            load.preemptions,
+                            load.prompt_tokens_looked_up,
+                            load.prompt_tokens_cached,
+                        )
+                    )
+            await asyncio.sleep(every_s)
+
+
+async def start_vllm(
+    spec: WorkerSpec, joins_groups: bool, memory: PoolMemory
+) -> tuple[VLLMEngine, Ready, Callable[[], Pool]]:
+    """See `worker.incarnation.StartEngine`."""
+    source = await in_thread("model", lambda: resolve_model(spec.config.model.path, served=False))
+    engine = VLLMEngine(spec.worker_id)
+    ready = await engine.start(spec, source, spec.config.cluster.start_limit_s(spec.device))
+
+    def open_pool() -> Pool:
+        assert engine.memory is not None, "the engine was started"
+        return Pool(ready.layout, ready.num_blocks, HostMemory(engine.memory.fd))
+
+    return engine, ready, open_pool
+
+
+class _KVEvents:
+    """The events about blocks among what the connectors say, in the order in which they say it
+    (`contract.engine.KVEventReader`). ``others`` gets the rest."""
+
+    def __init__(self, scheduler: EventReader[Any], runner: EventReader[Any], others: Callable[[Any], object]) -> None:
+        self._scheduler, self._runner, self._others = scheduler, runner, others
+
+    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
+        """See `KVEventReader`."""
+
+        def take(message: Any) -> None:
+            if isinstance(message, Scheduled | Rejected):
+                self._others(message)
+                return
+            # The scheduler has told token 1 after the runner told that the prompt is computed.
+            self._runner.catch_up()
+            on_event(message)
+
+        self._scheduler.follow(take)
+        self._runner.follow(on_event)
+
+    def close(self) -> None:
+        """See `KVEventReader`."""
+        self._scheduler.close()
+        self._runner.close()
+
+
+def _reader(connection: socket.socket) -> EventReader[Any]:
+    return EventReader(os.dup(connection.fileno()), _Said)  # type: ignore[arg-type]  # a union
+
+
+def _memory(caches: Caches) -> HostMemory:
+    area = probe_area(caches.num_blocks * caches.num_layers * caches.layer_bytes)
+    return HostMemory.create(area.offset + area.size)
+
+
+def _layout(caches: Caches, model_hash: str) -> KVLayout:
+    """The layout of vLLM's blocks. What a layer has in a block is opaque: servers of one version agree on it."""
+    dtype = caches.dtype if caches.dtype in KV_DTYPE_BYTES else FP8
+    numbers = caches.layer_bytes // KV_DTYPE_BYTES[dtype] // caches.block_size
+    return KVLayout(model_hash, dtype, caches.block_size, (CacheSpec(caches.num_layers, 1, numbers, planes=1),))
