@@ -46,7 +46,7 @@ class _Worker:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._said = threading.Condition()
-        self._ended: dict[str, None] = {}  # attempts, the latest last
+        self._ended: dict[str, bool] = {}  # attempts, the latest last, and whether their blocks are right
         self._news = False
 
     def tell(self, *message: Any) -> None:
@@ -62,9 +62,9 @@ class _Worker:
         threading.Thread(target=self._follow, name="pdserve", daemon=True).start()
         return descriptors[0]
 
-    def ended(self, attempt_id: str) -> bool:
-        """Whether nothing accesses the blocks of an attempt any more."""
-        return attempt_id in self._ended
+    def ended(self, attempt_id: str) -> bool | None:
+        """Whether the blocks of an attempt are right; None while something accesses them."""
+        return self._ended.get(attempt_id)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the worker says something."""
@@ -76,11 +76,10 @@ class _Worker:
     def _follow(self) -> None:
         stream = self._socket.makefile("rb")
         while len(length := stream.read(_LENGTH.size)) == _LENGTH.size:
-            _, attempt_id, *_ = msgspec.msgpack.decode(
-                stream.read(_LENGTH.unpack(length)[0])
-            )  # KVReady, Release, Abort
+            # KVReady, Release or Abort.
+            name, attempt_id, *_ = msgspec.msgpack.decode(stream.read(_LENGTH.unpack(length)[0]))
             with self._said:
-                self._ended[attempt_id] = None
+                self._ended.setdefault(attempt_id, name != "Abort")
                 if len(self._ended) > _MOST_ENDED:
                     del self._ended[next(iter(self._ended))]
                 self._news = True
@@ -97,13 +96,20 @@ class _Push:
 
 
 @dataclass
+class _Wait:
+    """A request whose blocks the worker accesses: it sends them, or receives ``received``."""
+
+    attempt_id: str
+    received: list[int] | None = None
+
+
+@dataclass
 class _Step(KVConnectorMetadata):
     """What a step computes of prompts that are pushed: their attempts, the tokens that are computed after it, and their
-    blocks. ``waits``: requests whose blocks the worker accesses from now on, their attempts, and whether they are sent.
-    ``idle``: the step computes nothing."""
+    blocks. ``waits``: what waits for the worker from now on. ``idle``: the step computes nothing."""
 
     pushes: list[tuple[str, int, list[int]]] = field(default_factory=list)
-    waits: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    waits: dict[str, _Wait] = field(default_factory=dict)
     idle: bool = False
 
 
@@ -123,11 +129,12 @@ class PdserveConnector(KVConnectorBase_V1):
         # In the scheduler:
         self._pushes: dict[str, _Push] = {}  # by vLLM's ids, as all that follow
         self._awaited: dict[str, str] = {}  # that have not been scheduled
-        self._new_waits: dict[str, tuple[str, bool]] = {}  # see `_Step`
+        self._new_waits: dict[str, _Wait] = {}  # see `_Step`
         # Where the model runs:
         self._index: dict[str, int] = {}
         self._told_layers: set[int] = set()
-        self._waits: dict[str, tuple[str, bool]] = {}
+        self._waits: dict[str, _Wait] = {}
+        self._wrong_blocks: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self._worker.tell("Scheduler")
 
@@ -185,16 +192,30 @@ class PdserveConnector(KVConnectorBase_V1):
             self._worker.tell("Computed", [[*push, num_layers] for push in step.pushes])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose blocks the worker does not access any more."""
+        """The requests whose blocks the worker does not access any more. Those of an aborted one are wrong: vLLM must
+        not compute with them, nor cache them, before it hears of the end of the call."""
         step = self._get_connector_metadata()
         assert isinstance(step, _Step)
         self._waits |= step.waits
         if step.idle:
             self._worker.wait(_IDLE_WAIT_S)
-        over = {name: sent for name, (attempt_id, sent) in self._waits.items() if self._worker.ended(attempt_id)}
-        for name in over:
+        sent, received = set(), set()
+        for name, wait in list(self._waits.items()):
+            if (right := self._worker.ended(wait.attempt_id)) is None:
+                continue
             del self._waits[name]
-        return {name for name, sent in over.items() if sent}, {name for name, sent in over.items() if not sent}
+            if wait.received is None:
+                sent.add(name)
+                continue
+            received.add(name)
+            if not right:
+                self._wrong_blocks |= set(wait.received)
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Received blocks that are wrong."""
+        wrong, self._wrong_blocks = self._wrong_blocks, set()
+        return wrong
 
     # --- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -210,10 +231,10 @@ class PdserveConnector(KVConnectorBase_V1):
         if attempt_id and not request.num_preemptions:
             self._awaited[request.request_id] = attempt_id
         if kind == "receive" and num_external_tokens:
-            self._new_waits[request.request_id] = attempt_id, False
             num_blocks = -(-request.num_prompt_tokens // self._block_size)
             cached = (request.num_prompt_tokens - num_external_tokens) // self._block_size
             block_ids = blocks.get_block_ids()[0][:num_blocks]
+            self._new_waits[request.request_id] = _Wait(attempt_id, block_ids[cached:])
             self._worker.tell("Reserved", attempt_id, block_ids, cached, time.monotonic())
         elif kind == "push" and request.request_id not in self._pushes:
             self._pushes[request.request_id] = _Push(attempt_id, request.num_prompt_tokens, [])
@@ -253,7 +274,7 @@ class PdserveConnector(KVConnectorBase_V1):
         if request.num_output_tokens:
             first_token = [request.output_token_ids[0], request.get_finished_reason() == FinishReason.STOP]
             self._worker.tell("Computed", [[push.attempt_id, push.num_tokens, push.block_ids, 0, first_token]])
-        self._new_waits[request.request_id] = push.attempt_id, True
+        self._new_waits[request.request_id] = _Wait(push.attempt_id)
         return True, None
 
 

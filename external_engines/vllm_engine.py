@@ -50,7 +50,15 @@ from external_engines.server import client_of
 from external_engines.vllm import VLLM
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
-from pdserve.core.errors import LaunchError, ModelError, PdserveError, TransferError, WorkerLost, to_wire
+from pdserve.core.errors import (
+    InvalidRequest,
+    LaunchError,
+    ModelError,
+    PdserveError,
+    TransferError,
+    WorkerLost,
+    to_wire,
+)
 from pdserve.core.kv_layout import FP8, KV_DTYPE_BYTES, CacheSpec, KVLayout, probe_area
 from pdserve.core.request import Request
 from pdserve.core.worker import WorkerLoad
@@ -318,7 +326,7 @@ class VLLMEngine:
         request = submit.request
         try:
             if lacking := self._adapter.lacks(request):
-                raise PdserveError(lacking)
+                raise InvalidRequest(lacking)
             await self._stream(request, submit.kv_role)
         except PdserveError as error:
             self._reject(submit.attempt_id, error)

@@ -586,6 +586,8 @@ class PdserveConfig(_Section):
     @model_validator(mode="after")
     def _check_other_engines(self) -> Self:
         if self.worker.engine == "pdserve":
+            if self.worker.connector == "pdserve":
+                raise ValueError("worker.connector: pdserve's own engine needs none; set worker.engine: vllm")
             return self
         if self.cluster.servers:
             raise ValueError("worker.engine: prefill_urls and decode_urls name servers that run; leave it out")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvicorn
 
+from tests.external_engines.connected_vllm import ConnectedVLLM
 from tests.external_engines.recorded_vllm import RecordedVLLM
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,7 @@ def main(folder: str) -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
     parser.add_argument("--fails", action="store_true")
+    parser.add_argument("--preempts", action="store_true")
     arguments = parser.parse_args()
     if arguments.fails:
         sys.exit(3)
@@ -56,6 +58,13 @@ def main(folder: str) -> None:
     }
     (Path(folder) / f"{time.time_ns()}.started").write_text(json.dumps(said))
     name = f"engine-{os.getpid()}"
+    config = json.loads(arguments.kv_transfer_config)
+    if config["kv_connector"] == "PdserveConnector":
+        connected = ConnectedVLLM(name, block_size=arguments.block_size, start_s=time.time())
+        connected.preempts = arguments.preempts
+        connected.begin(config)
+        uvicorn.run(connected.app(), uds=arguments.uds, log_level="error", lifespan="off")
+        return
     server = RecordedVLLM(name, block_size=arguments.block_size, start_s=time.time())
     server.kv = _FolderKV(Path(folder), name)  # type: ignore[assignment]
     server.peers = _Peers(Path(folder))  # type: ignore[assignment]

@@ -61,6 +61,7 @@ class RecordedVLLM:
     )
     bytes_moved: int = 0
     running: int = 0
+    usage: float = 0.0
     port: int = 0
 
     @property
@@ -85,7 +86,7 @@ class RecordedVLLM:
             f"vllm:num_requests_running{{{label}}} {float(self.running)}",
             f"vllm:num_requests_waiting{{{label}}} 0.0",
             f'vllm:num_requests_waiting_by_reason{{{label},reason="capacity"}} 0.0',
-            f"vllm:kv_cache_usage_perc{{{label}}} 0.0",
+            f"vllm:kv_cache_usage_perc{{{label}}} {self.usage}",
             *(
                 f'vllm:prompt_tokens_by_source_total{{{label},source="{source}"}} {float(count)}'
                 for source, count in self.source.items()
@@ -150,7 +151,7 @@ class RecordedVLLM:
         self.running += 1
         try:
             if failure:
-                yield _event({"error": {"message": failure, "type": "InternalServerError", "code": 500}})
+                yield event({"error": {"message": failure, "type": "InternalServerError", "code": 500}})
             else:
                 for number in range(1, count + 1):
                     if self.breaks_after is not None and number > self.breaks_after:
@@ -158,7 +159,7 @@ class RecordedVLLM:
                         return
                     await asyncio.sleep(STEP_S)
                     kv.append(next_token(kv))
-                    yield _event({"choices": [self._choice(kv[-1:], "length" if number == count else None)]})
+                    yield event({"choices": [self._choice(kv[-1:], "length" if number == count else None)]})
             yield "data: [DONE]\n\n"
         except asyncio.CancelledError:
             self.cancelled.append(request_id)
@@ -171,7 +172,7 @@ class RecordedVLLM:
         return {"index": 0, "text": "", "logprobs": None, "finish_reason": reason, "token_ids": tokens}
 
 
-def _event(value: dict[str, Any]) -> str:
+def event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 

@@ -21,6 +21,7 @@ from checkpoints.source import resolve_model
 from external_engines.started import StartedServer
 from gateway.gateway import Gateway
 from ops.launch.preparation import prepare
+from ops.launch.worker import make_worker
 from pdserve import AsyncClient, LayoutMismatch
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError
@@ -66,7 +67,7 @@ def spec_of(config: PdserveConfig, role: Role, registry: str, cores: tuple[int, 
 
 
 @asynccontextmanager
-async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gateway, list[StartedServer]]]:
+async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gateway, list[Any]]]:
     """A gateway, and a prefill and a decode worker of these configurations, which start servers."""
     config, cores = configs[0], sorted(os.sched_getaffinity(0))
     gateway = Gateway(
@@ -79,7 +80,7 @@ async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gatewa
     await gateway.start()
     gateway.expect({"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, version=1)
     workers = [
-        StartedServer(spec_of(each, role, gateway.registry_address, (cores[number % len(cores)],)), SECRET)
+        make_worker(spec_of(each, role, gateway.registry_address, (cores[number % len(cores)],)), SECRET)
         for number, (role, each) in enumerate(zip(Role, configs, strict=True))
     ]
     running = [asyncio.create_task(worker.run()) for worker in workers]

@@ -1,0 +1,283 @@
+"""A recorded vLLM server with pdserve's real connector: its scheduler and its runner call the connector as those of
+vLLM 0.32 do. What a layer caches of a token is the token, so wrong KV gives wrong tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import importlib
+import queue
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from tests.external_engines.recorded_vllm import RecordedVLLM, next_token
+from tests.external_engines.recorded_vllm import event as event_of
+
+NUM_LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS = 5, 2, 32, 64
+STEP_TOKENS = 48
+
+
+class FinishReason(enum.IntEnum):
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+class Role(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Base:
+    """What the connector uses of its base class."""
+
+    def __init__(self, config: Any, role: Role, kv_cache_config: Any) -> None:
+        self._kv_transfer_config, self._role = config.kv_transfer_config, role
+        self._connector_metadata: Any = None
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._connector_metadata = metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
+
+    def has_connector_metadata(self) -> bool:
+        return self._connector_metadata is not None
+
+    def _get_connector_metadata(self) -> Any:
+        assert self._connector_metadata is not None
+        return self._connector_metadata
+
+
+def connector_class(name: str, module: str) -> Any:
+    """The connector that vLLM would load, with a stand-in for vLLM."""
+    base = ModuleType("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    base.__dict__.update(KVConnectorBase_V1=Base, KVConnectorRole=Role, KVConnectorMetadata=object)
+    engine = ModuleType("vllm.v1.engine")
+    engine.__dict__["FinishReason"] = FinishReason
+    for each in (base, engine):
+        parts = each.__name__.split(".")
+        for end in range(1, len(parts)):
+            sys.modules.setdefault(".".join(parts[:end]), ModuleType(parts[end - 1]))
+        sys.modules[each.__name__] = each
+    return getattr(importlib.import_module(module), name)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request of the engine, with the attributes of vLLM's that the connector reads."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    kv_transfer_params: dict[str, Any]
+    on_token: Any
+    output_token_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    is_new: bool = True
+    awaits_kv: bool = False
+    finished: FinishReason | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output_token_ids
+
+    def get_finished_reason(self) -> FinishReason | None:
+        return self.finished
+
+
+class _Layer:
+    def bind_kv_cache(self, cache: torch.Tensor) -> None:
+        self.kv_cache = cache
+
+
+class ConnectedVLLM(RecordedVLLM):
+    """See above. ``preempts``: the next prompt that is pushed loses its blocks after its first step."""
+
+    preempts = False
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Start the engine, with what the option --kv-transfer-config says."""
+        extra = SimpleNamespace(get_from_extra_config=config["kv_connector_extra_config"].get)
+        self._layers = {f"model.layers.{number}.attn": _Layer() for number in range(NUM_LAYERS)}
+        everything = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=1),
+            cache_config=SimpleNamespace(block_size=self.block_size),
+            compilation_config=SimpleNamespace(static_forward_context=self._layers),
+            kv_transfer_config=extra,
+        )
+        kind = connector_class(config["kv_connector"], config["kv_connector_module_path"])
+        groups = SimpleNamespace(kv_cache_groups=[None])
+        self._runner = kind(everything, Role.WORKER, groups)
+        caches = {}
+        for name, layer in self._layers.items():
+            cache = torch.zeros(NUM_BLOCKS, HEADS, self.block_size, 2 * HEAD_DIM, dtype=torch.float32)
+            layer.bind_kv_cache(cache)
+            caches[name] = cache
+        self._runner.register_kv_caches(caches)
+        self._scheduler = kind(everything, Role.SCHEDULER, groups)
+        self._free = list(range(1, NUM_BLOCKS))
+        self._arrived: queue.Queue[Sequence | str] = queue.Queue()
+        self._sequences: dict[str, Sequence] = {}
+        self._held: dict[str, Sequence] = {}
+        threading.Thread(target=self._run, daemon=True).start()
+
+    async def _answer(self, body: dict[str, Any], request_id: str) -> Response:
+        loop, tokens = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | None]]()
+
+        def on_token(token_id: int, reason: str | None) -> None:
+            loop.call_soon_threadsafe(tokens.put_nowait, (token_id, reason))
+
+        params = body["kv_transfer_params"]
+        self._arrived.put(Sequence(request_id, body["prompt"], body["max_tokens"], params, on_token))
+        return StreamingResponse(self._stream(tokens, request_id), media_type="text/event-stream")
+
+    async def _stream(self, tokens: asyncio.Queue[tuple[int, str | None]], request_id: str) -> AsyncIterator[str]:
+        reason: str | None = None
+        try:
+            while reason is None:
+                token_id, reason = await tokens.get()
+                yield event_of({"choices": [self._choice([token_id], reason)]})
+            yield "data: [DONE]\n\n"
+        finally:
+            if reason is None:
+                self.cancelled.append(request_id)
+                self._arrived.put(request_id)
+
+    # --- the engine --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            arrived: Sequence | str | None = None
+            with contextlib.suppress(queue.Empty):
+                arrived = self._arrived.get(block=not (self._sequences or self._held))
+            if isinstance(arrived, Sequence):
+                self._sequences[arrived.request_id] = arrived
+            elif arrived is not None:
+                if (sequence := self._sequences.get(arrived)) is not None:
+                    self._finish(sequence, FinishReason.ABORT)
+            else:
+                self._step()
+            self.running, self.usage = len(self._sequences), 1.0 - (len(self._free) + 1) / NUM_BLOCKS
+
+    def _step(self) -> None:
+        scheduled: dict[str, int] = {}
+        new: list[SimpleNamespace] = []
+        old: list[SimpleNamespace] = []
+        preempted: set[str] = set()
+        budget = STEP_TOKENS
+        for sequence in list(self._sequences.values()):
+            if self.preempts and sequence.kv_transfer_params["pdserve"] == "push" and sequence.computed:
+                self.preempts = False
+                preempted.add(sequence.request_id)
+                self._free += sequence.block_ids
+                sequence.block_ids, sequence.computed, sequence.is_new = [], 0, True
+                sequence.num_preemptions += 1
+                continue
+            if not sequence.block_ids and not self._admit(sequence):
+                break
+            if sequence.awaits_kv or not budget:
+                continue
+            count = min(budget, len(sequence.tokens) - sequence.computed)
+            budget -= count
+            scheduled[sequence.request_id] = count
+            entry = SimpleNamespace(
+                req_id=sequence.request_id, block_ids=(sequence.block_ids,), num_computed_tokens=sequence.computed
+            )
+            (new if sequence.is_new else old).append(entry)
+            sequence.is_new = False
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[entry.req_id for entry in old],
+                new_block_ids=[None for _ in old],
+                num_computed_tokens=[entry.num_computed_tokens for entry in old],
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=preempted or None,
+        )
+        metadata = self._scheduler.build_connector_meta(output)
+        self._runner.bind_connector_metadata(metadata)
+        for name, layer in self._layers.items():
+            for request_id, count in scheduled.items():
+                sequence = self._sequences[request_id]
+                for position in range(sequence.computed, sequence.computed + count):
+                    block, slot = divmod(position, self.block_size)
+                    layer.kv_cache[sequence.block_ids[block], :, slot] = float(sequence.tokens[position])
+            if scheduled:
+                self._runner.save_kv_layer(name, layer.kv_cache, None)
+        self._runner.start_load_kv(None)
+        self._runner.wait_for_save()
+        sent, received = self._runner.get_finished(set())
+        wrong = self._runner.get_block_ids_with_load_errors()
+        self._runner.clear_connector_metadata()
+        for request_id, count in scheduled.items():
+            self._computed(self._sequences[request_id], count)
+        for request_id in received:
+            if request_id in self._held:  # aborted meanwhile
+                self._free += self._held.pop(request_id).block_ids
+            elif wrong & set(self._sequences[request_id].block_ids):
+                self._finish(self._sequences[request_id], FinishReason.ABORT, held=False)
+            else:
+                sequence = self._sequences[request_id]
+                sequence.awaits_kv, sequence.computed = False, sequence.num_prompt_tokens - 1
+        for request_id in sent:
+            self._free += self._held.pop(request_id).block_ids
+
+    def _admit(self, sequence: Sequence) -> bool:
+        count = -(-(sequence.num_prompt_tokens + sequence.max_tokens) // self.block_size)
+        if count > len(self._free):
+            return False
+        external, waits = self._scheduler.get_num_new_matched_tokens(sequence, 0)
+        sequence.block_ids, self._free = self._free[:count], self._free[count:]
+        blocks = SimpleNamespace(get_block_ids=lambda: (sequence.block_ids,))
+        self._scheduler.update_state_after_alloc(sequence, blocks, external)
+        sequence.awaits_kv = bool(waits and external)
+        return True
+
+    def _computed(self, sequence: Sequence, count: int) -> None:
+        sequence.computed += count
+        if sequence.computed < len(sequence.tokens):
+            return
+        kv = [self._cached(sequence, position) for position in range(sequence.computed)]
+        token_id = next_token(kv)
+        sequence.output_token_ids.append(token_id)
+        ended = sequence.num_output_tokens == sequence.max_tokens
+        sequence.on_token(token_id, "length" if ended else None)
+        if ended:
+            self._finish(sequence, FinishReason.LENGTH)
+
+    def _cached(self, sequence: Sequence, position: int) -> int:
+        """The token whose KV is cached; -1 if layers or heads differ."""
+        block, slot = divmod(position, self.block_size)
+        values = torch.stack([each.kv_cache[sequence.block_ids[block], :, slot] for each in self._layers.values()])
+        return int(values.flatten()[0]) if bool((values == values.flatten()[0]).all()) else -1
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, *, held: bool = True) -> None:
+        del self._sequences[sequence.request_id]
+        sequence.finished = reason
+        delayed, _ = self._scheduler.request_finished(sequence, sequence.block_ids)
+        if held and (delayed or sequence.awaits_kv):
+            self._held[sequence.request_id] = sequence
+        else:
+            self._free += sequence.block_ids

@@ -1,0 +1,157 @@
+"""Workers whose engine is a vLLM server with pdserve's connector: real processes with the real connector in a recorded
+vLLM, behind the real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pdserve import AsyncClient
+from pdserve.client.generation import Generation
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import ConfigError, DeadlineExceeded, LaunchError
+from pdserve.core.timeline import Figure
+from tests.external_engines.recorded_command import started
+from tests.external_engines.recorded_vllm import greedy
+from tests.external_engines.served import EXPECTED, Service
+from tests.external_engines.test_started_servers import config_of, started_service
+from worker.worker import Worker
+
+LONG = [3 + number * 7 % 190 for number in range(150)]
+"""A prompt of several steps and blocks."""
+
+
+def connected(folder: Path, **settings: Any) -> PdserveConfig:
+    return config_of(folder, **{"worker.connector": "pdserve", "model.dtype": "float32", **settings})
+
+
+@asynccontextmanager
+async def service(
+    folder: Path, prefill: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Service[Worker]]:
+    """``prefill`` are further settings of the prefill worker."""
+    try:
+        configs = connected(folder, **settings, **(prefill or {})), connected(folder, **settings)
+        async with (
+            started_service(*configs) as (gateway, workers),
+            AsyncClient(f"127.0.0.1:{gateway.port}") as client,
+        ):
+            served = Service(gateway, client, *workers)
+            yield served
+            await served.until(lambda: {worker.free_blocks for worker in served.workers().values()} == {64})
+    finally:
+        assert not [each for each in started(folder) if psutil.pid_exists(each["pid"])]  # type: ignore[arg-type]
+
+
+async def ask(served: Service[Worker], prompt: list[int], mode: str = "pd", max_tokens: int = 8) -> Generation:
+    stream = served.client.generate(prompt, max_tokens=max_tokens, mode=mode, ignore_eos=True, timeout_s=30.0)
+    return await stream.result()
+
+
+@pytest.mark.parametrize("overlap", ["none", "chunk", "layer"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_hand_off_by_our_transports(tmp_path: Path, transport: str, overlap: str) -> None:
+    async with service(tmp_path, None, **{"transfer.transport": transport, "transfer.overlap": overlap}) as served:
+        await served.ready()
+        result = await ask(served, LONG)
+        assert list(result.token_ids) == greedy(LONG, 8)
+        assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
+        assert result.kv_bytes == result.kv_bytes_expected > 0
+        assert result.transport == transport
+        stages = result.breakdowns[Figure.TTFT_DECODE].stages_ms
+        assert {"prefill_queue", "prefill", "kv_exposed", "decode_queue", "first_decode"} <= stages.keys()
+        assert [link.transport for link in served.workers()["prefill-0"].links] == [transport]
+        assert list((await ask(served, LONG, "colocated")).token_ids) == greedy(LONG, 8)
+        assert list((await ask(served, LONG, max_tokens=1)).token_ids) == greedy(LONG, 1)
+
+
+async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 200) for _ in range(rng.randrange(5, 200))] for _ in range(30)]
+    async with service(tmp_path) as served:
+        await served.ready()
+        results = await asyncio.gather(*(ask(served, prompt) for prompt in prompts))
+        assert [list(result.token_ids) for result in results] == [greedy(prompt, 8) for prompt in prompts]
+        assert all(result.kv_bytes == result.kv_bytes_expected for result in results)
+        assert {result.attempts for result in results} == {1}
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+async def test_requests_survive_the_end_of_a_server(tmp_path: Path, name: str) -> None:
+    async with service(tmp_path) as served:
+        await served.ready()
+        asked = [asyncio.create_task(ask(served, LONG[number:], max_tokens=60)) for number in range(6)]
+        await served.until(lambda: any(worker.running for worker in served.workers().values()))
+        os.kill(served.workers()[name].engine_pid, signal.SIGKILL)
+        results = await asyncio.gather(*asked)
+        assert [list(result.token_ids) for result in results] == [greedy(LONG[number:], 60) for number in range(6)]
+        await served.until(lambda: served.workers()[name].engine_restarts == 1)
+
+
+async def test_a_prompt_that_vllm_preempts_is_computed_again(tmp_path: Path) -> None:
+    async with service(tmp_path, prefill={"worker.arguments": ["--preempts"]}) as served:
+        await served.ready()
+        result = await ask(served, LONG)
+        assert list(result.token_ids) == greedy(LONG, 8)
+        assert [failed.error for failed in result.failures] == ["TransferError"]
+        assert "vLLM has preempted" in result.failures[0].text
+
+
+async def test_a_client_that_leaves(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        await served.ready()
+        for leaves_after in (0, 10):
+            stream = served.client.generate(LONG, max_tokens=300, mode="pd", ignore_eos=True)
+            async for token in stream:
+                if token.index == leaves_after:
+                    break
+            await stream.aclose()
+        assert list((await served.generate()).token_ids) == EXPECTED
+
+
+async def test_a_deadline_passes_while_decode_waits_for_kv(tmp_path: Path) -> None:
+    async with service(tmp_path) as served:
+        await served.ready()
+        pid = served.workers()["prefill-0"].engine_pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceeded):
+                await served.client.generate(LONG, max_tokens=8, mode="pd", timeout_s=1.0).result()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await served.until(lambda: {worker.free_blocks for worker in served.workers().values()} == {64})
+        assert list((await ask(served, LONG)).token_ids) == greedy(LONG, 8)
+
+
+async def test_servers_whose_blocks_differ_are_no_pair(tmp_path: Path) -> None:
+    async with service(tmp_path, prefill={"engine.block_size": 32}) as served:
+        await served.until(lambda: len(served.gateway.registry.workers) == 2)
+        with pytest.raises(Exception, match="block_size"):
+            await ask(served, LONG)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"worker.arguments": ["--fails"]}, r"vLLM ended while it started \(exit status 3\)"),
+        ({"worker.command": "/no/such/program"}, "worker.command: there is no program '/no/such/program' on 127.0.0.1"),
+    ],
+)
+async def test_a_server_that_does_not_start(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        async with service(tmp_path, **settings):
+            pass
+
+
+def test_the_connector_is_one_of_vllm(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"worker\.connector: pdserve's own engine needs none"):
+        PdserveConfig.load(None, {"worker.connector": "pdserve"})
