@@ -130,6 +130,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._pushes: dict[str, _Push] = {}  # by vLLM's ids, as all that follow
         self._awaited: dict[str, str] = {}  # that have not been scheduled
         self._new_waits: dict[str, _Wait] = {}  # see `_Step`
+        self._is_idle = False
         # Where the model runs:
         self._index: dict[str, int] = {}
         self._told_layers: set[int] = set()
@@ -243,6 +244,9 @@ class PdserveConnector(KVConnectorBase_V1):
         """See `_Step`."""
         step = _Step(waits=self._new_waits, idle=not scheduler_output.total_num_scheduled_tokens)
         self._new_waits = {}
+        if step.idle != self._is_idle:
+            self._is_idle = step.idle
+            self._worker.tell("Idle", step.idle)
         for name in scheduler_output.preempted_req_ids or ():
             if (push := self._pushes.pop(name, None)) is not None:
                 why = f"vLLM has preempted {push.attempt_id}, whose blocks were being sent"

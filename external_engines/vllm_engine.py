@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
@@ -61,7 +63,6 @@ from pdserve.core.errors import (
 )
 from pdserve.core.kv_layout import FP8, KV_DTYPE_BYTES, CacheSpec, KVLayout, probe_area
 from pdserve.core.request import Request
-from pdserve.core.worker import WorkerLoad
 from runtime.threads import in_thread
 from worker.incarnation import PoolMemory
 from worker.spec import WorkerSpec
@@ -71,6 +72,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.5
+END_S = 1.0
+"""Within which a server whose calls break has ended, if that is why."""
 _ROLES = {KVRole.LOCAL: "local", KVRole.PUSH: "push", KVRole.RECEIVE: "receive"}
 
 
@@ -89,6 +92,12 @@ class Caches(Message, frozen=True):
     dtype: str
 
 
+class Idle(Message, frozen=True):
+    """Whether vLLM's last step computed nothing. Said when it changes."""
+
+    idle: bool
+
+
 class Scheduled(Message, frozen=True):
     """The first step that computes something for a request begins."""
 
@@ -97,7 +106,7 @@ class Scheduled(Message, frozen=True):
 
 
 _First = Scheduler | Caches
-_Said = Scheduled | Rejected | Reserved | Computed
+_Said = Idle | Scheduled | Rejected | Reserved | Computed
 
 
 class VLLMEngine:
@@ -115,11 +124,14 @@ class VLLMEngine:
         self._http: httpx2.AsyncClient | None = None
         self._scheduler: socket.socket | None = None
         self._runner: socket.socket | None = None  # where the model runs
+        self._sending = threading.Lock()
         self._folder = Path()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._scheduled_s: dict[str, float] = {}
         self._first_tokens: dict[str, int] = {}
+        self._reserved: set[str] = set()
+        self._is_idle = False
         self._num_blocks = 0
         self.memory: HostMemory | None = None
         """The memory of its KV cache."""
@@ -197,7 +209,7 @@ class VLLMEngine:
         assert self._scheduler is not None, "the engine was not started"
         assert self._runner is not None, "the engine was not started"
 
-        def others(message: Scheduled | Rejected) -> None:
+        def others(message: Idle | Scheduled | Rejected | Reserved) -> None:
             self._loop.call_soon_threadsafe(self._heard, message)
 
         return _KVEvents(_reader(self._scheduler), _reader(self._runner), others)
@@ -261,7 +273,6 @@ class VLLMEngine:
         while not (messages := frames.feed(data := await self._loop.sock_recv(connection, 4096))):
             if not data:
                 raise LaunchError(f"worker {self._worker_id}: pdserve's connector in vLLM has ended; see its log")
-        connection.setblocking(True)
         return connection, messages[0]
 
     async def _wait_ready(self) -> tuple[str, dict[str, Any]]:
@@ -293,8 +304,8 @@ class VLLMEngine:
     def _tell(self, command: KVReady | Release | Abort) -> None:
         """Tell the connector that nothing accesses the blocks of a request any more."""
         if (connection := self._runner) is not None:
-            with contextlib.suppress(OSError):  # the server has ended
-                connection.sendall(encode_frame(command))
+            with contextlib.suppress(OSError), self._sending:  # the server has ended
+                _send(connection, encode_frame(command))
 
     def _take(self, command: Command) -> None:
         match command:
@@ -311,16 +322,27 @@ class VLLMEngine:
             case Ping():
                 self._spawn(self._ping())
 
-    def _heard(self, message: Scheduled | Rejected) -> None:
-        if isinstance(message, Rejected):
-            self._events.put_nowait(message)
-        elif message.attempt_id in self._tasks:
-            self._scheduled_s[message.attempt_id] = message.time_s
+    def _heard(self, message: Idle | Scheduled | Rejected | Reserved) -> None:
+        match message:
+            case Idle():
+                self._is_idle = message.idle
+            case Rejected():
+                self._events.put_nowait(message)
+            case Scheduled() if message.attempt_id in self._tasks:
+                self._scheduled_s[message.attempt_id] = message.time_s
+            case Reserved() if message.attempt_id in self._tasks:
+                self._reserved.add(message.attempt_id)
+
+    @property
+    def _is_stalled(self) -> bool:
+        """See `contract.engine.Load`."""
+        return self._is_idle and bool(self._tasks.keys() - self._reserved - self._scheduled_s.keys())
 
     def _forget(self, attempt_id: str) -> None:
         self._tasks.pop(attempt_id, None)
         self._scheduled_s.pop(attempt_id, None)
         self._first_tokens.pop(attempt_id, None)
+        self._reserved.discard(attempt_id)
 
     async def _serve(self, submit: Submit) -> None:
         request = submit.request
@@ -328,13 +350,23 @@ class VLLMEngine:
             if lacking := self._adapter.lacks(request):
                 raise InvalidRequest(lacking)
             await self._stream(request, submit.kv_role)
+        except WorkerLost as error:
+            await self._lost(submit.attempt_id, error)
         except PdserveError as error:
             self._reject(submit.attempt_id, error)
         except httpx2.HTTPError as error:
-            self._reject(submit.attempt_id, WorkerLost(f"{self._name} is lost: {str(error) or type(error).__name__}"))
+            what = str(error) or type(error).__name__
+            await self._lost(submit.attempt_id, WorkerLost(f"{self._name} is lost: {what}"))
         except Exception as error:
             log.exception("unexpected error in a call of %s", self._name)
             self._reject(submit.attempt_id, WorkerLost(f"{self._name}: {type(error).__name__}: {error}"))
+
+    async def _lost(self, attempt_id: str, error: WorkerLost) -> None:
+        """Reject a request whose call broke, unless the server has ended: then the worker fails all of its requests."""
+        assert self._process is not None
+        await asyncio.wait([self._process.ended], timeout=END_S)
+        if not self._process.ended.done():
+            self._reject(attempt_id, error)
 
     async def _stream(self, request: Request, role: KVRole) -> None:
         assert self._http is not None
@@ -396,22 +428,22 @@ class VLLMEngine:
 
     async def _follow_load(self, every_s: float) -> None:
         assert self._http is not None
-        last = WorkerLoad()
+        last: Load | None = None
         while True:
             with contextlib.suppress(httpx2.HTTPError):
-                load, _, _ = await self._adapter.load(self._http, self._num_blocks)
+                now, _, _ = await self._adapter.load(self._http, self._num_blocks)
+                load = Load(
+                    now.free_blocks,
+                    now.running,
+                    now.waiting,
+                    now.preemptions,
+                    now.prompt_tokens_looked_up,
+                    now.prompt_tokens_cached,
+                    stalled=self._is_stalled,
+                )
                 if load != last:
                     last = load
-                    self._events.put_nowait(
-                        Load(
-                            load.free_blocks,
-                            load.running,
-                            load.waiting,
-                            load.preemptions,
-                            load.prompt_tokens_looked_up,
-                            load.prompt_tokens_cached,
-                        )
-                    )
+                    self._events.put_nowait(load)
             await asyncio.sleep(every_s)
 
 
@@ -441,8 +473,9 @@ class _KVEvents:
         """See `KVEventReader`."""
 
         def take(message: Any) -> None:
-            if isinstance(message, Scheduled | Rejected):
+            if not isinstance(message, Computed):
                 self._others(message)
+            if not isinstance(message, Reserved | Computed):
                 return
             # The scheduler has told token 1 after the runner told that the prompt is computed.
             self._runner.catch_up()
@@ -455,6 +488,17 @@ class _KVEvents:
         """See `KVEventReader`."""
         self._scheduler.close()
         self._runner.close()
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    """Send all of ``data``. The connector always reads, so this does not wait for long."""
+    while data:
+        try:
+            data = data[connection.send(data) :]
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(connection, select.POLLOUT)
+            poll.poll()
 
 
 def _reader(connection: socket.socket) -> EventReader[Any]:
