@@ -24,7 +24,7 @@ from external_engines.process import ServerProcess
 from external_engines.server import Server, client_of
 from external_engines.worker import EngineWorker
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
-from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
+from pdserve.core.errors import InvalidRequest, LaunchError, NotReady, PdserveError, WorkerLost
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 from pdserve.core.worker import TokenOutput, WorkerInfo, WorkerLoad
 from runtime.awake_clock import awake_clock
@@ -134,19 +134,12 @@ class StartedServer:
         superseded. PdserveError if it does not start."""
         spec = self.spec
         source = await in_thread("model", lambda: resolve_model(spec.config.model.path, served=False))
-        if source.folder is None:
-            raise ModelError(f"model.path: {spec.config.model.path} has no folder that {self._kind} could load")
-        program = spec.config.worker.command
-        if shutil.which(program) is None:
-            raise LaunchError(
-                f"worker.command: there is no program {program!r} on {spec.node}; install {self._kind} there, or name "
-                "its path"
-            )
+        vllm_server.check(spec, source)
         interface = await in_thread(
             "kv-interface", lambda: resolve_interface(spec.config.transfer.interface, spec.host)
         )
         port = spec.kv_port or _free_port(interface.address)
-        command = vllm_server.command(spec, source.folder, path)
+        command = vllm_server.command(spec, source, path)
         environment = vllm_server.environment(spec, interface.address, port)
         process = await ServerProcess.start(command, environment, spec.cores)
         http = client_of("http://engine", str(path))

@@ -53,9 +53,9 @@ from external_engines.vllm import VLLM
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
 from pdserve.core.errors import (
+    ConfigError,
     InvalidRequest,
     LaunchError,
-    ModelError,
     PdserveError,
     TransferError,
     WorkerLost,
@@ -236,20 +236,14 @@ class VLLMEngine:
 
     async def _launch(self, spec: WorkerSpec, source: ModelSource) -> Caches:
         """Start the server, and give its connector the memory of the KV cache."""
-        if source.folder is None:
-            raise ModelError(f"model.path: {spec.config.model.path} has no folder that vLLM could load")
-        program = spec.config.worker.command
-        if shutil.which(program) is None:
-            raise LaunchError(
-                f"worker.command: there is no program {program!r} on {spec.node}; install vLLM there, or name its path"
-            )
+        vllm_server.check(spec, source)
         shutil.copy(Path(vllm_server.__file__).with_name("vllm_connector.py"), self._folder / "pdserve_connector.py")
         path, socket_path = self._folder / "connector", self._folder / "api"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(path))
             listener.listen(2)
             listener.setblocking(False)
-            command = vllm_server.command(spec, source.folder, socket_path)
+            command = vllm_server.command(spec, source, socket_path)
             environment = vllm_server.with_connector(vllm_server.environment(spec, "", 0), self._folder, path)
             self._process = process = await ServerProcess.start(command, environment, spec.cores)
             process.ended.add_done_callback(lambda _: self._events.put_nowait(None))
@@ -451,6 +445,8 @@ async def start_vllm(
     spec: WorkerSpec, joins_groups: bool, memory: PoolMemory
 ) -> tuple[VLLMEngine, Ready, Callable[[], Pool]]:
     """See `worker.incarnation.StartEngine`."""
+    if spec.device != "cpu":
+        raise ConfigError(f"worker.connector: pdserve moves vLLM's KV on CPUs alone so far, not on {spec.device}")
     source = await in_thread("model", lambda: resolve_model(spec.config.model.path, served=False))
     engine = VLLMEngine(spec.worker_id)
     ready = await engine.start(spec, source, spec.config.cluster.start_limit_s(spec.device))

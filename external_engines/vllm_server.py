@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from checkpoints.source import ModelSource
 from engine.spec import DEFAULT_CPU_KV_BYTES
 from pdserve.core.config import EngineConfig
+from pdserve.core.errors import LaunchError, ModelError
 from worker.spec import WorkerSpec
 
 _CONNECTOR = "pdserve_connector"
 
 
-def command(spec: WorkerSpec, folder: Path, socket: Path) -> list[str]:
-    """The command that serves the model in ``folder`` on the Unix ``socket``. The arguments of ``worker.arguments``
-    come last, so that they prevail."""
-    config, engine = spec.config, spec.config.engine
+def check(spec: WorkerSpec, source: ModelSource) -> None:
+    """Raise ModelError for a model without files, LaunchError if there is no vLLM here."""
+    if source.folder is None:
+        raise ModelError(f"model.path: {spec.config.model.path} has no folder that vLLM could load")
+    if shutil.which(program := spec.config.worker.command) is None:
+        raise LaunchError(
+            f"worker.command: there is no program {program!r} on {spec.node}; install vLLM there, or name its path"
+        )
+
+
+def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
+    """The command that serves the model on the Unix ``socket``. The arguments of ``worker.arguments`` come last, so
+    that they prevail."""
+    config, engine, folder = spec.config, spec.config.engine, source.folder
+    assert folder is not None, "it was checked"
     on_cpu = spec.device == "cpu"
     hand_off: dict[str, object] = {"kv_role": "kv_both", "kv_load_failure_policy": "fail"}
     if config.worker.connector == "pdserve":
