@@ -58,11 +58,23 @@ class ServerProcess:
         return self._process.pid
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask the process to end, and after ``timeout_s`` kill it and all that it has started."""
+        """Ask the process to end, and after ``timeout_s`` kill it and all that it has started: what these have in
+        /dev/shm they remove themselves."""
         if not self.ended.done():
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
-            await asyncio.wait([self.ended], timeout=timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self.ended)
+                while self._has_processes():  # noqa: ASYNC110 - they tell nobody
+                    await asyncio.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(self.pid, signal.SIGKILL)
         await self.ended
+
+    def _has_processes(self) -> bool:
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True

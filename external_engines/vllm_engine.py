@@ -159,19 +159,21 @@ class VLLMEngine:
             async with asyncio.timeout(limit_s):
                 caches = await self._launch(spec, source)
                 version, model = await self._wait_ready()
+            model_hash = await in_thread("model-hash", source.model_hash)
         except TimeoutError:
             await self.stop(0.0)
             raise LaunchError(f"worker {spec.worker_id}: vLLM was not ready within {limit_s:.0f} s") from None
         except BaseException:
             await self.stop(0.0)
             raise
-        layout = _layout(caches, f"{await in_thread('model-hash', source.model_hash)} of vLLM {version}")
+        layout = _layout(caches, f"{model_hash} of vLLM {version}")
+        asked = spec.config.model.dtype
         self._model, self._num_blocks = model["id"], caches.num_blocks
         self._spawn(self._follow_load(spec.config.router.heartbeat_s))
         shape = source.shape
         return Ready(
             layout=layout,
-            dtype=caches.dtype,
+            dtype=source.shape.dtype if asked == "auto" else asked,
             num_blocks=caches.num_blocks,
             pool_handle={"kind": "memfd", "bytes": layout.block_bytes * caches.num_blocks},
             max_model_len=int(model["max_model_len"]),
