@@ -3,7 +3,8 @@ tells the worker which blocks requests have and when they are computed. The work
 
 vLLM loads this file by ``kv_connector_module_path`` in a virtual environment without pdserve, so it imports nothing of
 it. It speaks `contract.engine`'s messages over a Unix socket (`_SOCKET`). A request says by ``kv_transfer_params`` what
-it is: ``{"pdserve": "push" | "receive", "attempt": ATTEMPT_ID}``. Tested with vLLM 0.32 on CPUs."""
+it is: ``{"pdserve": "push" | "receive", "attempt": ATTEMPT_ID}``; with ``"goes_on": true``, the last token of a prompt
+that is received stands for token 1, which comes with the KV. Tested with vLLM 0.32 on CPUs."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _SOCKET = "PDSERVE_CONNECTOR"
 _LENGTH = struct.Struct("<I")
 _IDLE_WAIT_S = 0.001
+_FIRST_TOKEN_S = 5.0  # the worker says it to the scheduler first, and then to the runner
 _MOST_ENDED = 10_000  # more than a server ever has at a time: an attempt may end before vLLM knows it
 _LENDS = "pdserve's connector"
 
@@ -47,6 +49,7 @@ class _Worker:
         self._socket.connect(path)
         self._said = threading.Condition()
         self._ended: dict[str, bool] = {}  # attempts, the latest last, and whether their blocks are right
+        self._first_tokens: dict[str, int] = {}  # of those
         self._news = False
 
     def tell(self, *message: Any) -> None:
@@ -59,12 +62,22 @@ class _Worker:
         _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not descriptors:
             raise ConnectionError(f"{_LENDS}: the worker has given no memory")
-        threading.Thread(target=self._follow, name="pdserve", daemon=True).start()
+        self.follow()
         return descriptors[0]
+
+    def follow(self) -> None:
+        """Follow the worker's commands."""
+        threading.Thread(target=self._follow, name="pdserve", daemon=True).start()
 
     def ended(self, attempt_id: str) -> bool | None:
         """Whether the blocks of an attempt are right; None while something accesses them."""
         return self._ended.get(attempt_id)
+
+    def first_token(self, attempt_id: str) -> int | None:
+        """Token 1 of an attempt whose KV has come; None if it was aborted."""
+        with self._said:
+            self._said.wait_for(lambda: attempt_id in self._ended, _FIRST_TOKEN_S)
+            return self._first_tokens.get(attempt_id)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the worker says something."""
@@ -77,11 +90,15 @@ class _Worker:
         stream = self._socket.makefile("rb")
         while len(length := stream.read(_LENGTH.size)) == _LENGTH.size:
             # KVReady, Release or Abort.
-            name, attempt_id, *_ = msgspec.msgpack.decode(stream.read(_LENGTH.unpack(length)[0]))
+            name, attempt_id, *more = msgspec.msgpack.decode(stream.read(_LENGTH.unpack(length)[0]))
             with self._said:
                 self._ended.setdefault(attempt_id, name != "Abort")
+                if name == "KVReady":
+                    self._first_tokens[attempt_id] = more[0]
                 if len(self._ended) > _MOST_ENDED:
-                    del self._ended[next(iter(self._ended))]
+                    oldest = next(iter(self._ended))
+                    del self._ended[oldest]
+                    self._first_tokens.pop(oldest, None)
                 self._news = True
                 self._said.notify_all()
 
@@ -131,6 +148,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._awaited: dict[str, str] = {}  # that have not been scheduled
         self._new_waits: dict[str, _Wait] = {}  # see `_Step`
         self._is_idle = False
+        self._going_on: dict[str, Request] = {}  # that get token 1 with their KV
         # Where the model runs:
         self._index: dict[str, int] = {}
         self._told_layers: set[int] = set()
@@ -138,6 +156,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._wrong_blocks: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self._worker.tell("Scheduler")
+            self._worker.follow()
 
     # --- worker ------------------------------------------------------------------------------------------------------
 
@@ -221,10 +240,16 @@ class PdserveConnector(KVConnectorBase_V1):
     # --- scheduler ---------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """All of a prompt that is received comes from elsewhere. vLLM computes its last token again."""
+        """All of a prompt that is received comes from elsewhere. vLLM computes its last token again, or token 1."""
         if _kind(request)[0] != "receive" or request.num_preemptions:  # a preempted one is computed again
             return 0, False
-        return request.num_prompt_tokens - num_computed_tokens, True
+        return self._num_received(request) - num_computed_tokens, True
+
+    @staticmethod
+    def _num_received(request: Request) -> int:
+        """The tokens of a prompt whose KV comes from elsewhere."""
+        num_tokens: int = request.num_prompt_tokens - _goes_on(request)
+        return num_tokens
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Tell which blocks a prompt has that is received."""
@@ -232,10 +257,13 @@ class PdserveConnector(KVConnectorBase_V1):
         if attempt_id and not request.num_preemptions:
             self._awaited[request.request_id] = attempt_id
         if kind == "receive" and num_external_tokens:
-            num_blocks = -(-request.num_prompt_tokens // self._block_size)
-            cached = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+            num_received = self._num_received(request)
+            num_blocks = -(-num_received // self._block_size)
+            cached = (num_received - num_external_tokens) // self._block_size
             block_ids = blocks.get_block_ids()[0][:num_blocks]
             self._new_waits[request.request_id] = _Wait(attempt_id, block_ids[cached:])
+            if _goes_on(request):
+                self._going_on[request.request_id] = request
             self._worker.tell("Reserved", attempt_id, block_ids, cached, time.monotonic())
         elif kind == "push" and request.request_id not in self._pushes:
             self._pushes[request.request_id] = _Push(attempt_id, request.num_prompt_tokens, [])
@@ -269,9 +297,20 @@ class PdserveConnector(KVConnectorBase_V1):
             computed += output.num_scheduled_tokens[name]
             step.pushes.append((push.attempt_id, min(computed, push.num_tokens), push.block_ids))
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Put token 1 into the prompts whose KV has come."""
+        for name in connector_output.finished_recving or ():
+            request = self._going_on.pop(name, None)
+            if request is None or (token_id := self._worker.first_token(_kind(request)[1])) is None:
+                continue
+            request.prompt_token_ids[-1] = request._all_token_ids[-1] = token_id
+            del request.block_hashes[-1:]  # the last block that it is in
+            request.update_block_hashes()
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Tell token 1 of a prompt that is pushed, and keep its blocks until they are sent."""
         self._awaited.pop(request.request_id, None)
+        self._going_on.pop(request.request_id, None)
         push = self._pushes.pop(request.request_id, None)
         if push is None:
             return False, None
@@ -285,6 +324,10 @@ class PdserveConnector(KVConnectorBase_V1):
 def _kind(request: Request) -> tuple[str, str]:
     params = request.kv_transfer_params or {}
     return params.get("pdserve", ""), params.get("attempt", "")
+
+
+def _goes_on(request: Request) -> bool:
+    return bool((request.kv_transfer_params or {}).get("goes_on"))
 
 
 def _layer_number(name: str) -> int:

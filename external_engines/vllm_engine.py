@@ -132,7 +132,7 @@ class VLLMEngine:
         self._first_tokens: dict[str, int] = {}
         self._reserved: set[str] = set()
         self._is_idle = False
-        self._num_blocks = 0
+        self._num_blocks = self._block_size = 0
         self.memory: HostMemory | None = None
         """The memory of its KV cache."""
 
@@ -168,7 +168,7 @@ class VLLMEngine:
             raise
         layout = _layout(caches, f"{model_hash} of vLLM {version}")
         asked = spec.config.model.dtype
-        self._model, self._num_blocks = model["id"], caches.num_blocks
+        self._model, self._num_blocks, self._block_size = model["id"], caches.num_blocks, caches.block_size
         self._spawn(self._follow_load(spec.config.router.heartbeat_s))
         shape = source.shape
         return Ready(
@@ -298,10 +298,12 @@ class VLLMEngine:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def _tell(self, command: KVReady | Release | Abort) -> None:
-        """Tell the connector that nothing accesses the blocks of a request any more."""
-        if (connection := self._runner) is not None:
-            with contextlib.suppress(OSError), self._sending:  # the server has ended
-                _send(connection, encode_frame(command))
+        """Tell the connectors that nothing accesses the blocks of a request any more: first the one that gets token
+        1."""
+        for connection in (self._scheduler, self._runner):
+            if connection is not None:
+                with contextlib.suppress(OSError), self._sending:  # the server has ended
+                    _send(connection, encode_frame(command))
 
     def _take(self, command: Command) -> None:
         match command:
@@ -372,6 +374,11 @@ class VLLMEngine:
         if role is KVRole.PUSH:
             body["max_tokens"] = 1
         repeats, began_s = role is KVRole.RECEIVE, time.monotonic()
+        if repeats and self._goes_on(request):
+            repeats = False
+            body["prompt"] = [*request.token_ids, request.token_ids[-1]]
+            body["max_tokens"] -= 1
+            body["kv_transfer_params"]["goes_on"] = True
         async with aclosing(steps_of(self._http, self._adapter, body, attempt_id, self._name)) as steps:
             async for step in steps:
                 now_s, tokens = time.monotonic(), list(step.tokens)
@@ -383,6 +390,18 @@ class VLLMEngine:
                         Step(now_s, began_s, self._outs(request, tokens, step.finish_reason, step.cached_tokens or 0))
                     )
                 began_s = now_s
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether decode can go on after token 1: as a part of the prompt it must not change what is sampled. If the
+        prompt ends with a block, all of its KV may be cached, and vLLM would wait for none."""
+        sampling = request.sampling
+        return (
+            sampling.temperature == 0.0
+            and not (sampling.presence_penalty or sampling.frequency_penalty)
+            and sampling.structured_outputs is None
+            and request.max_tokens > 1
+            and bool(request.num_tokens % self._block_size)
+        )
 
     def _check_first(self, attempt_id: str, token_id: int) -> None:
         if token_id != (first := self._first_tokens.get(attempt_id)):

@@ -24,6 +24,7 @@ from tests.external_engines.recorded_vllm import event as event_of
 
 NUM_LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS = 5, 2, 32, 64
 STEP_TOKENS = 48
+HASH_TOKENS = 16
 
 
 class FinishReason(enum.IntEnum):
@@ -77,7 +78,7 @@ class Sequence:
     """A request of the engine, with the attributes of vLLM's that the connector reads."""
 
     request_id: str
-    prompt: list[int]
+    prompt_token_ids: list[int]
     max_tokens: int
     kv_transfer_params: dict[str, Any]
     on_token: Any
@@ -88,10 +89,20 @@ class Sequence:
     is_new: bool = True
     awaits_kv: bool = False
     finished: FinishReason | None = None
+    block_hashes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._all_token_ids = list(self.prompt_token_ids)
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        """Hash the full blocks that are not."""
+        for end in range(HASH_TOKENS * (len(self.block_hashes) + 1), len(self._all_token_ids) + 1, HASH_TOKENS):
+            self.block_hashes.append(hash(tuple(self._all_token_ids[:end])))
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
+        return len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -99,7 +110,7 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        return self.prompt + self.output_token_ids
+        return self._all_token_ids
 
     def get_finished_reason(self) -> FinishReason | None:
         return self.finished
@@ -233,6 +244,7 @@ class ConnectedVLLM(RecordedVLLM):
         self._runner.clear_connector_metadata()
         for request_id, count in scheduled.items():
             self._computed(self._sequences[request_id], count)
+        self._scheduler.update_connector_output(SimpleNamespace(finished_recving=received))
         for request_id in received:
             if request_id in self._held:  # aborted meanwhile
                 self._free += self._held.pop(request_id).block_ids
@@ -241,6 +253,8 @@ class ConnectedVLLM(RecordedVLLM):
             else:
                 sequence = self._sequences[request_id]
                 sequence.awaits_kv, sequence.computed = False, sequence.num_prompt_tokens - 1
+                whole = range(HASH_TOKENS, sequence.num_prompt_tokens + 1, HASH_TOKENS)
+                assert sequence.block_hashes == [hash(tuple(sequence.prompt_token_ids[:end])) for end in whole]
         for request_id in sent:
             self._free += self._held.pop(request_id).block_ids
 
@@ -262,6 +276,8 @@ class ConnectedVLLM(RecordedVLLM):
         kv = [self._cached(sequence, position) for position in range(sequence.computed)]
         token_id = next_token(kv)
         sequence.output_token_ids.append(token_id)
+        sequence._all_token_ids.append(token_id)
+        sequence.update_block_hashes()
         ended = sequence.num_output_tokens == sequence.max_tokens
         sequence.on_token(token_id, "length" if ended else None)
         if ended:

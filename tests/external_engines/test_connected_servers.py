@@ -70,6 +70,8 @@ async def test_a_hand_off_by_our_transports(tmp_path: Path, transport: str, over
         stages = result.breakdowns[Figure.TTFT_DECODE].stages_ms
         assert {"prefill_queue", "prefill", "kv_exposed", "decode_queue", "first_decode"} <= stages.keys()
         assert [link.transport for link in served.workers()["prefill-0"].links] == [transport]
+        for prompt in (LONG[:143], LONG[:144]):  # token 1 ends a block, the prompt does
+            assert list((await ask(served, prompt)).token_ids) == greedy(prompt, 8)
         assert list((await ask(served, LONG, "colocated")).token_ids) == greedy(LONG, 8)
         assert list((await ask(served, LONG, max_tokens=1)).token_ids) == greedy(LONG, 1)
 
