@@ -243,7 +243,18 @@ class PdserveConnector(KVConnectorBase_V1):
         """All of a prompt that is received comes from elsewhere. vLLM computes its last token again, or token 1."""
         if _kind(request)[0] != "receive" or request.num_preemptions:  # a preempted one is computed again
             return 0, False
-        return self._num_received(request) - num_computed_tokens, True
+        if num_external := self._num_received(request) - num_computed_tokens:
+            return num_external, True
+        # All of it is cached here, and only token 1 has to come.
+        attempt_id = _kind(request)[1]
+        if self._worker.ended(attempt_id) is not None:
+            self._go_on(request)
+            return 0, False
+        if request.request_id not in self._going_on:
+            self._going_on[request.request_id] = request
+            num_blocks = num_computed_tokens // self._block_size
+            self._worker.tell("Reserved", attempt_id, list(range(num_blocks)), num_blocks, time.monotonic())
+        return None, False
 
     @staticmethod
     def _num_received(request: Request) -> int:
@@ -300,12 +311,17 @@ class PdserveConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         """Put token 1 into the prompts whose KV has come."""
         for name in connector_output.finished_recving or ():
-            request = self._going_on.pop(name, None)
-            if request is None or (token_id := self._worker.first_token(_kind(request)[1])) is None:
-                continue
-            request.prompt_token_ids[-1] = request._all_token_ids[-1] = token_id
-            del request.block_hashes[-1:]  # the last block that it is in
-            request.update_block_hashes()
+            if (request := self._going_on.get(name)) is not None:
+                self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """Put token 1 into a prompt, unless the attempt was aborted."""
+        self._going_on.pop(request.request_id, None)
+        if (token_id := self._worker.first_token(_kind(request)[1])) is None:
+            return
+        request.prompt_token_ids[-1] = request._all_token_ids[-1] = token_id
+        del request.block_hashes[-1:]  # it may be in the last one
+        request.update_block_hashes()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Tell token 1 of a prompt that is pushed, and keep its blocks until they are sent."""

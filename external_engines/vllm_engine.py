@@ -132,7 +132,7 @@ class VLLMEngine:
         self._first_tokens: dict[str, int] = {}
         self._reserved: set[str] = set()
         self._is_idle = False
-        self._num_blocks = self._block_size = 0
+        self._num_blocks = 0
         self.memory: HostMemory | None = None
         """The memory of its KV cache."""
 
@@ -168,7 +168,7 @@ class VLLMEngine:
             raise
         layout = _layout(caches, f"{model_hash} of vLLM {version}")
         asked = spec.config.model.dtype
-        self._model, self._num_blocks, self._block_size = model["id"], caches.num_blocks, caches.block_size
+        self._model, self._num_blocks = model["id"], caches.num_blocks
         self._spawn(self._follow_load(spec.config.router.heartbeat_s))
         shape = source.shape
         return Ready(
@@ -392,15 +392,13 @@ class VLLMEngine:
                 began_s = now_s
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether decode can go on after token 1: as a part of the prompt it must not change what is sampled. If the
-        prompt ends with a block, all of its KV may be cached, and vLLM would wait for none."""
+        """Whether decode can go on after token 1: as a part of the prompt it must not change what is sampled."""
         sampling = request.sampling
         return (
             sampling.temperature == 0.0
             and not (sampling.presence_penalty or sampling.frequency_penalty)
             and sampling.structured_outputs is None
             and request.max_tokens > 1
-            and bool(request.num_tokens % self._block_size)
         )
 
     def _check_first(self, attempt_id: str, token_id: int) -> None:

@@ -150,6 +150,7 @@ class ConnectedVLLM(RecordedVLLM):
         self._arrived: queue.Queue[Sequence | str] = queue.Queue()
         self._sequences: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
+        self._prefixes: dict[tuple[int, ...], list[torch.Tensor]] = {}
         threading.Thread(target=self._run, daemon=True).start()
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> Response:
@@ -205,7 +206,7 @@ class ConnectedVLLM(RecordedVLLM):
                 sequence.num_preemptions += 1
                 continue
             if not sequence.block_ids and not self._admit(sequence):
-                break
+                continue
             if sequence.awaits_kv or not budget:
                 continue
             count = min(budget, len(sequence.tokens) - sequence.computed)
@@ -262,11 +263,19 @@ class ConnectedVLLM(RecordedVLLM):
         count = -(-(sequence.num_prompt_tokens + sequence.max_tokens) // self.block_size)
         if count > len(self._free):
             return False
-        external, waits = self._scheduler.get_num_new_matched_tokens(sequence, 0)
+        known = [tuple(sequence.tokens[:end]) for end in range(HASH_TOKENS, len(sequence.tokens), HASH_TOKENS)]
+        cached = [prefix for prefix in known if len(prefix) % self.block_size == 0 and prefix in self._prefixes]
+        external, waits = self._scheduler.get_num_new_matched_tokens(sequence, len(cached) * self.block_size)
+        if external is None:
+            return False
         sequence.block_ids, self._free = self._free[:count], self._free[count:]
         blocks = SimpleNamespace(get_block_ids=lambda: (sequence.block_ids,))
         self._scheduler.update_state_after_alloc(sequence, blocks, external)
         sequence.awaits_kv = bool(waits and external)
+        sequence.computed = len(cached) * self.block_size
+        for block_id, prefix in zip(sequence.block_ids, cached, strict=False):
+            for each, values in zip(self._layers.values(), self._prefixes[prefix], strict=True):
+                each.kv_cache[block_id] = values
         return True
 
     def _computed(self, sequence: Sequence, count: int) -> None:
@@ -291,6 +300,10 @@ class ConnectedVLLM(RecordedVLLM):
 
     def _finish(self, sequence: Sequence, reason: FinishReason, *, held: bool = True) -> None:
         del self._sequences[sequence.request_id]
+        for number in range(sequence.computed // self.block_size if reason is FinishReason.LENGTH else 0):
+            block_id = sequence.block_ids[number]
+            values = [each.kv_cache[block_id].clone() for each in self._layers.values()]
+            self._prefixes[tuple(sequence.tokens[: (number + 1) * self.block_size])] = values
         sequence.finished = reason
         delayed, _ = self._scheduler.request_finished(sequence, sequence.block_ids)
         if held and (delayed or sequence.awaits_kv):

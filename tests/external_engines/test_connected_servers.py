@@ -4,6 +4,7 @@ vLLM, behind the real gateway."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import pytest
 from pdserve import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import ConfigError, DeadlineExceeded, LaunchError
+from pdserve.core.errors import ConfigError, DeadlineExceeded, LaunchError, LayoutMismatch, NotReady
 from pdserve.core.timeline import Figure
 from tests.external_engines.recorded_command import started
 from tests.external_engines.recorded_vllm import greedy
@@ -74,6 +75,18 @@ async def test_a_hand_off_by_our_transports(tmp_path: Path, transport: str, over
             assert list((await ask(served, prompt)).token_ids) == greedy(prompt, 8)
         assert list((await ask(served, LONG, "colocated")).token_ids) == greedy(LONG, 8)
         assert list((await ask(served, LONG, max_tokens=1)).token_ids) == greedy(LONG, 1)
+
+
+async def test_prompts_that_decode_has_cached(tmp_path: Path) -> None:
+    """Only what it lacks is sent; after a prompt that it has cached as a whole, only token 1."""
+    async with service(tmp_path) as served:
+        await served.ready()
+        for prompt, cached in ((LONG[:32], 0), (LONG[:40], 32), (LONG[:96], 32), (LONG[:96], 96), (LONG, 96)):
+            result = await ask(served, prompt)
+            assert list(result.token_ids) == greedy(prompt, 8)
+            assert result.kv_bytes == result.kv_bytes_expected
+            blocks = -(-len(prompt) // 16) - cached // 16
+            assert result.kv_bytes == blocks * 5 * 2 * 2 * 32 * 16 * 4
 
 
 async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:
@@ -134,11 +147,18 @@ async def test_a_deadline_passes_while_decode_waits_for_kv(tmp_path: Path) -> No
         assert list((await ask(served, LONG)).token_ids) == greedy(LONG, 8)
 
 
+async def asked_when_linked(served: Service[Worker]) -> None:
+    """Ask until a link was tried."""
+    while True:
+        with contextlib.suppress(NotReady):
+            await ask(served, LONG)
+
+
 async def test_servers_whose_blocks_differ_are_no_pair(tmp_path: Path) -> None:
     async with service(tmp_path, prefill={"engine.block_size": 32}) as served:
         await served.until(lambda: len(served.gateway.registry.workers) == 2)
-        with pytest.raises(Exception, match="block_size"):
-            await ask(served, LONG)
+        with pytest.raises(LayoutMismatch, match="block_size"):
+            await asked_when_linked(served)
 
 
 @pytest.mark.parametrize(
