@@ -78,8 +78,11 @@ def ask_nodes(
     try:
         yield from answers(asked, waiting)
     finally:
-        for reference in asked:
-            ray.cancel(reference, force=True)  # nothing, if it has ended
+        # Only tasks that still run: Ray 2.60 ends this process if a task is cancelled whose answer has come, but whose
+        # end it has not noted.
+        _, running = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+        for reference in running:
+            ray.cancel(reference, force=True)
 
 
 def fetch_model(path: str, nodes: Sequence[Node], report: Report, check: Check = lambda: None) -> None:
