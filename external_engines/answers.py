@@ -9,6 +9,8 @@ import httpx2
 import msgspec
 
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
+from pdserve.core.request import Request
+from pdserve.core.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
     from external_engines.adapter import Adapter, Step
@@ -63,6 +65,14 @@ def step_of(adapter: Adapter, part: dict[str, Any], server: str) -> Step:
     except UNREADABLE as error:
         what = f"{type(error).__name__}: {error}"
         raise WorkerLost(f"{server} does not answer as {adapter.kind} does ({what})") from None
+
+
+def asked_logprobs(logprobs: TokenLogprobs | None, request: Request) -> TokenLogprobs | None:
+    """As many as ``request`` asks for: engines add the sampled token to the likeliest ones."""
+    wanted = request.sampling.logprobs
+    if logprobs is None or wanted is None:
+        return logprobs
+    return TokenLogprobs(logprobs.logprob, logprobs.top[:wanted])
 
 
 def headers_of(attempt_id: str) -> dict[str, str]:

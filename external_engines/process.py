@@ -58,8 +58,8 @@ class ServerProcess:
         return self._process.pid
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask the process to end, and after ``timeout_s`` kill it and all that it has started: what these have in
-        /dev/shm they remove themselves."""
+        """Ask the process to end, and wait for it and all that it has started, which remove their files in /dev/shm.
+        What still runs after ``timeout_s`` is killed."""
         if not self.ended.done():
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()

@@ -140,7 +140,7 @@ class StartedServer:
         )
         port = spec.kv_port or _free_port(interface.address)
         command = vllm_server.command(spec, source, path)
-        environment = vllm_server.environment(spec, interface.address, port)
+        environment = vllm_server.environment(spec, vllm_server.nixl_variables(interface.address, port))
         process = await ServerProcess.start(command, environment, spec.cores)
         http = client_of("http://engine", str(path))
         server = Server(spec.worker_id, self._membership.role, http, source, spec.config.model.dtype, self.clock)

@@ -3,8 +3,8 @@ tells the worker which blocks requests have and when they are computed. The work
 
 vLLM loads this file by ``kv_connector_module_path`` in a virtual environment without pdserve, so it imports nothing of
 it. It speaks `contract.engine`'s messages over a Unix socket (`_SOCKET`). A request says by ``kv_transfer_params`` what
-it is: ``{"pdserve": "push" | "receive", "attempt": ATTEMPT_ID}``; with ``"goes_on": true``, the last token of a prompt
-that is received stands for token 1, which comes with the KV. Tested with vLLM 0.32 on CPUs."""
+it is: ``{"pdserve": "push" | "receive" | "local", "attempt": ATTEMPT_ID}``. With ``"goes_on": true``, the last token of
+a prompt that is received stands for token 1, which comes with the KV. Tested with vLLM 0.32 on CPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<I")
 _IDLE_WAIT_S = 0.001
 _FIRST_TOKEN_S = 5.0  # the worker says it to the scheduler first, and then to the runner
 _MOST_ENDED = 10_000  # more than a server ever has at a time: an attempt may end before vLLM knows it
-_LENDS = "pdserve's connector"
+_NAME = "pdserve's connector"
 
 
 class _Worker:
@@ -61,7 +61,7 @@ class _Worker:
         """Receive the descriptor of the memory that the KV cache goes to. Then follow the worker's commands."""
         _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not descriptors:
-            raise ConnectionError(f"{_LENDS}: the worker has given no memory")
+            raise ConnectionError(f"{_NAME}: the worker has given no memory")
         self.follow()
         return descriptors[0]
 
@@ -74,9 +74,11 @@ class _Worker:
         return self._ended.get(attempt_id)
 
     def first_token(self, attempt_id: str) -> int | None:
-        """Token 1 of an attempt whose KV has come; None if it was aborted."""
+        """Token 1 of an attempt whose KV has come; None if it was aborted. TimeoutError, which ends vLLM's engine, if
+        neither was heard: it must not go on with the token that stands for token 1."""
         with self._said:
-            self._said.wait_for(lambda: attempt_id in self._ended, _FIRST_TOKEN_S)
+            if not self._said.wait_for(lambda: attempt_id in self._ended, _FIRST_TOKEN_S):
+                raise TimeoutError(f"{_NAME}: the worker has not told token 1 of {attempt_id}")
             return self._first_tokens.get(attempt_id)
 
     def wait(self, timeout_s: float) -> None:
@@ -136,9 +138,9 @@ class PdserveConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if (size := vllm_config.parallel_config.world_size) != 1:
-            raise ValueError(f"{_LENDS} is for one device per server, not for {size}")
+            raise ValueError(f"{_NAME} is for one device per server, not for {size}")
         if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(f"{_LENDS} is for models whose layers all cache alike")
+            raise ValueError(f"{_NAME} is for models whose layers all cache alike")
         self._block_size = vllm_config.cache_config.block_size
         self._layers = vllm_config.compilation_config.static_forward_context
         self._groups = int(self._kv_transfer_config.get_from_extra_config("layer_groups", 0))
@@ -158,7 +160,7 @@ class PdserveConnector(KVConnectorBase_V1):
             self._worker.tell("Scheduler")
             self._worker.follow()
 
-    # --- worker ------------------------------------------------------------------------------------------------------
+    # --- where the model runs ----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Put the caches into the worker's memory: one block of all layers after the other."""
@@ -168,7 +170,7 @@ class PdserveConnector(KVConnectorBase_V1):
         for name in names:
             cache = kv_caches[name]
             if cache.device.type != "cpu" or cache.shape != first.shape or not cache[0].is_contiguous():
-                raise ValueError(f"{_LENDS} cannot lend the cache of {name}: {cache.shape} on {cache.device}")
+                raise ValueError(f"{_NAME} cannot lend the cache of {name}: {cache.shape} on {cache.device}")
         layer_bytes = layer_numbers * first.element_size()
         dtype = str(first.dtype).removeprefix("torch.")
         self._worker.tell("Caches", num_blocks, len(names), layer_bytes, self._block_size, dtype)
@@ -182,7 +184,7 @@ class PdserveConnector(KVConnectorBase_V1):
             bound = self._layers[name].kv_cache
             cache.set_(storage, index * layer_numbers, cache.shape, (len(names) * layer_numbers, *inner))
             if bound.shape != cache.shape:
-                raise ValueError(f"{_LENDS}: {name} has blocks of another size than the scheduler; set --block-size")
+                raise ValueError(f"{_NAME}: {name} has blocks of another size than the scheduler; set --block-size")
             self._layers[name].bind_kv_cache(cache)
             self._index[name] = index
         if self._groups:
@@ -241,12 +243,12 @@ class PdserveConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """All of a prompt that is received comes from elsewhere. vLLM computes its last token again, or token 1."""
-        if _kind(request)[0] != "receive" or request.num_preemptions:  # a preempted one is computed again
+        kind, attempt_id, _ = _asked(request)
+        if kind != "receive" or request.num_preemptions:  # a preempted one is computed again
             return 0, False
         if num_external := self._num_received(request) - num_computed_tokens:
             return num_external, True
         # All of it is cached here, and only token 1 has to come.
-        attempt_id = _kind(request)[1]
         if self._worker.ended(attempt_id) is not None:
             self._go_on(request)
             return 0, False
@@ -259,12 +261,12 @@ class PdserveConnector(KVConnectorBase_V1):
     @staticmethod
     def _num_received(request: Request) -> int:
         """The tokens of a prompt whose KV comes from elsewhere."""
-        num_tokens: int = request.num_prompt_tokens - _goes_on(request)
+        num_tokens: int = request.num_prompt_tokens - _asked(request).goes_on
         return num_tokens
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Tell which blocks a prompt has that is received."""
-        kind, attempt_id = _kind(request)
+        kind, attempt_id, goes_on = _asked(request)
         if attempt_id and not request.num_preemptions:
             self._awaited[request.request_id] = attempt_id
         if kind == "receive" and num_external_tokens:
@@ -273,7 +275,7 @@ class PdserveConnector(KVConnectorBase_V1):
             cached = (num_received - num_external_tokens) // self._block_size
             block_ids = blocks.get_block_ids()[0][:num_blocks]
             self._new_waits[request.request_id] = _Wait(attempt_id, block_ids[cached:])
-            if _goes_on(request):
+            if goes_on:
                 self._going_on[request.request_id] = request
             self._worker.tell("Reserved", attempt_id, block_ids, cached, time.monotonic())
         elif kind == "push" and request.request_id not in self._pushes:
@@ -317,7 +319,7 @@ class PdserveConnector(KVConnectorBase_V1):
     def _go_on(self, request: Request) -> None:
         """Put token 1 into a prompt, unless the attempt was aborted."""
         self._going_on.pop(request.request_id, None)
-        if (token_id := self._worker.first_token(_kind(request)[1])) is None:
+        if (token_id := self._worker.first_token(_asked(request).attempt_id)) is None:
             return
         request.prompt_token_ids[-1] = request._all_token_ids[-1] = token_id
         del request.block_hashes[-1:]  # it may be in the last one
@@ -337,13 +339,17 @@ class PdserveConnector(KVConnectorBase_V1):
         return True, None
 
 
-def _kind(request: Request) -> tuple[str, str]:
+class _Asked(NamedTuple):
+    """What a request is for pdserve; of others all are empty."""
+
+    kind: str
+    attempt_id: str
+    goes_on: bool
+
+
+def _asked(request: Request) -> _Asked:
     params = request.kv_transfer_params or {}
-    return params.get("pdserve", ""), params.get("attempt", "")
-
-
-def _goes_on(request: Request) -> bool:
-    return bool((request.kv_transfer_params or {}).get("goes_on"))
+    return _Asked(params.get("pdserve", ""), params.get("attempt", ""), params.get("goes_on", False))
 
 
 def _layer_number(name: str) -> int:

@@ -7,11 +7,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import shutil
+import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
@@ -24,10 +23,7 @@ from checkpoints.source import ModelSource, resolve_model
 from contract.engine import (
     Abort,
     Command,
-    Computed,
     EngineEvent,
-    FrameReader,
-    KVEvent,
     KVReady,
     KVRole,
     Load,
@@ -41,16 +37,14 @@ from contract.engine import (
     Step,
     Submit,
     TokenOut,
-    encode_frame,
 )
-from contract.message import Message
-from engine.process.client import EventReader
 from external_engines import vllm_server
-from external_engines.answers import steps_of
+from external_engines.adapter import Step as Answered
+from external_engines.answers import asked_logprobs, steps_of
 from external_engines.process import ServerProcess
 from external_engines.server import client_of
 from external_engines.vllm import VLLM
-from kv_transfer.memory import HostMemory
+from external_engines.vllm_channel import Caches, Idle, Scheduled, VLLMChannel, VLLMKVEvents
 from kv_transfer.pool import Pool
 from pdserve.core.errors import (
     ConfigError,
@@ -61,7 +55,7 @@ from pdserve.core.errors import (
     WorkerLost,
     to_wire,
 )
-from pdserve.core.kv_layout import FP8, KV_DTYPE_BYTES, CacheSpec, KVLayout, probe_area
+from pdserve.core.kv_layout import FP8, KV_DTYPE_BYTES, CacheSpec, KVLayout
 from pdserve.core.request import Request
 from runtime.threads import in_thread
 from worker.incarnation import PoolMemory
@@ -73,40 +67,7 @@ T = TypeVar("T")
 
 LOOK_EVERY_S = 0.5
 END_S = 1.0
-"""Within which a server whose calls break has ended, if that is why."""
-_ROLES = {KVRole.LOCAL: "local", KVRole.PUSH: "push", KVRole.RECEIVE: "receive"}
-
-
-class Scheduler(Message, frozen=True):
-    """The first message of the connector in vLLM's scheduler."""
-
-
-class Caches(Message, frozen=True):
-    """The first message of the connector where the model runs: the KV cache that it lends. A block has ``layer_bytes``
-    of each layer."""
-
-    num_blocks: int
-    num_layers: int
-    layer_bytes: int
-    block_size: int
-    dtype: str
-
-
-class Idle(Message, frozen=True):
-    """Whether vLLM's last step computed nothing. Said when it changes."""
-
-    idle: bool
-
-
-class Scheduled(Message, frozen=True):
-    """The first step that computes something for a request begins."""
-
-    attempt_id: str
-    time_s: float
-
-
-_First = Scheduler | Caches
-_Said = Idle | Scheduled | Rejected | Reserved | Computed
+"""How long a request whose call broke waits for the end of the server, which may be the reason."""
 
 
 class VLLMEngine:
@@ -122,9 +83,7 @@ class VLLMEngine:
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
         self._process: ServerProcess | None = None
         self._http: httpx2.AsyncClient | None = None
-        self._scheduler: socket.socket | None = None
-        self._runner: socket.socket | None = None  # where the model runs
-        self._sending = threading.Lock()
+        self._channel: VLLMChannel | None = None
         self._folder = Path()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -133,8 +92,6 @@ class VLLMEngine:
         self._reserved: set[str] = set()
         self._is_idle = False
         self._num_blocks = 0
-        self.memory: HostMemory | None = None
-        """The memory of its KV cache."""
 
     # --- EnginePort --------------------------------------------------------------------------------------------------
 
@@ -157,7 +114,7 @@ class VLLMEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="pdserve-server-"))  # of this user alone
         try:
             async with asyncio.timeout(limit_s):
-                caches = await self._launch(spec, source)
+                channel = await self._launch(spec, source)
                 version, model = await self._wait_ready()
             model_hash = await in_thread("model-hash", source.model_hash)
         except TimeoutError:
@@ -166,6 +123,7 @@ class VLLMEngine:
         except BaseException:
             await self.stop(0.0)
             raise
+        caches = channel.caches
         layout = _layout(caches, f"{model_hash} of vLLM {version}")
         asked = spec.config.model.dtype
         self._model, self._num_blocks = model["id"], caches.num_blocks
@@ -188,7 +146,7 @@ class VLLMEngine:
     def send(self, command: Command) -> None:
         """See `EnginePort`."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the engine
-            match command:
+            match command:  # `SetTokenBudget` has no effect: vLLM's is set when it starts
                 case Submit() | Ping() | PinPrefix():
                     self._loop.call_soon_threadsafe(self._take, command)
                 case KVReady():
@@ -206,15 +164,19 @@ class VLLMEngine:
             yield event
         self._events.put_nowait(None)
 
-    def take_kv_events(self) -> _KVEvents:
+    def take_kv_events(self) -> VLLMKVEvents:
         """See `EnginePort`."""
-        assert self._scheduler is not None, "the engine was not started"
-        assert self._runner is not None, "the engine was not started"
+        assert self._channel is not None, "the engine was not started"
 
         def others(message: Idle | Scheduled | Rejected | Reserved) -> None:
             self._loop.call_soon_threadsafe(self._heard, message)
 
-        return _KVEvents(_reader(self._scheduler), _reader(self._runner), others)
+        return self._channel.kv_events(others)
+
+    def pool(self, ready: Ready) -> Pool:
+        """The pool of its KV cache. Closing it twice is no error, and `stop` closes it, too."""
+        assert self._channel is not None, "the engine was not started"
+        return Pool(ready.layout, ready.num_blocks, self._channel.memory)
 
     async def stop(self, timeout_s: float) -> None:
         """See `EnginePort`."""
@@ -226,18 +188,14 @@ class VLLMEngine:
             await self._http.aclose()
         if self._process is not None:
             await self._process.stop(timeout_s)
-        for connection in (self._scheduler, self._runner):
-            if connection is not None:
-                connection.close()
-        self._scheduler = self._runner = None
-        if self.memory is not None:
-            self.memory.close()
+        if self._channel is not None:
+            self._channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- start -------------------------------------------------------------------------------------------------------
 
-    async def _launch(self, spec: WorkerSpec, source: ModelSource) -> Caches:
-        """Start the server, and give its connector the memory of the KV cache."""
+    async def _launch(self, spec: WorkerSpec, source: ModelSource) -> VLLMChannel:
+        """Start the server, and wait for its connectors."""
         vllm_server.check(spec, source)
         shutil.copy(Path(vllm_server.__file__).with_name("vllm_connector.py"), self._folder / "pdserve_connector.py")
         path, socket_path = self._folder / "connector", self._folder / "api"
@@ -246,30 +204,12 @@ class VLLMEngine:
             listener.listen(2)
             listener.setblocking(False)
             command = vllm_server.command(spec, source, socket_path)
-            environment = vllm_server.with_connector(vllm_server.environment(spec, "", 0), self._folder, path)
+            environment = vllm_server.environment(spec, vllm_server.connector_variables(self._folder, path))
             self._process = process = await ServerProcess.start(command, environment, spec.cores)
             process.ended.add_done_callback(lambda _: self._events.put_nowait(None))
             self._http = client_of("http://engine", str(socket_path))
-            caches: Caches | None = None
-            while caches is None or self._scheduler is None:
-                connection, first = await self._or_ended(self._accept(listener))
-                if isinstance(first, Scheduler):
-                    self._scheduler = connection
-                else:
-                    self._runner, caches = connection, first
-                    memory = self.memory = _memory(first)
-                    socket.send_fds(connection, [b"m"], [memory.fd])
-        return caches
-
-    async def _accept(self, listener: socket.socket) -> tuple[socket.socket, Scheduler | Caches]:
-        """A connector that connects, and its first message."""
-        connection, _ = await self._loop.sock_accept(listener)
-        connection.setblocking(False)
-        frames: FrameReader[Any] = FrameReader(_First)  # type: ignore[arg-type]  # a union
-        while not (messages := frames.feed(data := await self._loop.sock_recv(connection, 4096))):
-            if not data:
-                raise LaunchError(f"worker {self._worker_id}: pdserve's connector in vLLM has ended; see its log")
-        return connection, messages[0]
+            channel = self._channel = await self._or_ended(VLLMChannel.accept(listener))
+        return channel
 
     async def _wait_ready(self) -> tuple[str, dict[str, Any]]:
         """The server's version and model, once it answers."""
@@ -298,12 +238,14 @@ class VLLMEngine:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def _tell(self, command: KVReady | Release | Abort) -> None:
-        """Tell the connectors that nothing accesses the blocks of a request any more: first the one that gets token
-        1."""
-        for connection in (self._scheduler, self._runner):
-            if connection is not None:
-                with contextlib.suppress(OSError), self._sending:  # the server has ended
-                    _send(connection, encode_frame(command))
+        """See `VLLMChannel.tell`. A server that reads no commands is killed, which ends this engine."""
+        assert self._channel is not None, "the engine was not started"
+        try:
+            self._channel.tell(command)
+        except TimeoutError as error:
+            log.error("%s is killed: %s", self._name, error)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _take(self, command: Command) -> None:
         match command:
@@ -370,7 +312,7 @@ class VLLMEngine:
         assert self._http is not None
         attempt_id = request.attempt_id
         body = self._adapter.alone(request, self._model)
-        body["kv_transfer_params"] = {"pdserve": _ROLES[role], "attempt": attempt_id}
+        body["kv_transfer_params"] = {"pdserve": role, "attempt": attempt_id}
         if role is KVRole.PUSH:
             body["max_tokens"] = 1
         repeats, began_s = role is KVRole.RECEIVE, time.monotonic()
@@ -381,14 +323,13 @@ class VLLMEngine:
             body["kv_transfer_params"]["goes_on"] = True
         async with aclosing(steps_of(self._http, self._adapter, body, attempt_id, self._name)) as steps:
             async for step in steps:
-                now_s, tokens = time.monotonic(), list(step.tokens)
-                if repeats and tokens:
+                now_s = time.monotonic()
+                if repeats and step.tokens:
                     repeats = False
-                    self._check_first(attempt_id, tokens.pop(0)[0])
-                if tokens:
-                    self._events.put_nowait(
-                        Step(now_s, began_s, self._outs(request, tokens, step.finish_reason, step.cached_tokens or 0))
-                    )
+                    self._check_first(attempt_id, step.tokens[0][0])
+                    step = step._replace(tokens=step.tokens[1:])
+                if step.tokens:
+                    self._events.put_nowait(Step(now_s, began_s, self._tokens_of(request, step)))
                 began_s = now_s
 
     def _goes_on(self, request: Request) -> bool:
@@ -408,19 +349,19 @@ class VLLMEngine:
                 "KV, or another order of computing in its batch"
             )
 
-    def _outs(self, request: Request, tokens: list[Any], reason: Any, cached_tokens: int) -> list[TokenOut]:
+    def _tokens_of(self, request: Request, answered: Answered) -> list[TokenOut]:
         scheduled_s = self._scheduled_s.get(request.attempt_id, time.monotonic())
-        last = len(tokens) - 1
+        reason, last = answered.finish_reason, len(answered.tokens) - 1
         return [
             TokenOut(
                 request.attempt_id,
                 token_id,
-                str(reason) if reason is not None and number == last else "",
+                reason.value if reason is not None and number == last else "",
                 scheduled_s,
-                logprobs,
-                cached_tokens,
+                asked_logprobs(logprobs, request),
+                answered.cached_tokens or 0,
             )
-            for number, (token_id, logprobs) in enumerate(tokens)
+            for number, (token_id, logprobs) in enumerate(answered.tokens)
         ]
 
     def _reject(self, attempt_id: str, error: PdserveError) -> None:
@@ -470,59 +411,7 @@ async def start_vllm(
     engine = VLLMEngine(spec.worker_id)
     ready = await engine.start(spec, source, spec.config.cluster.start_limit_s(spec.device))
 
-    def open_pool() -> Pool:
-        assert engine.memory is not None, "the engine was started"
-        return Pool(ready.layout, ready.num_blocks, HostMemory(engine.memory.fd))
-
-    return engine, ready, open_pool
-
-
-class _KVEvents:
-    """The events about blocks among what the connectors say, in the order in which they say it
-    (`contract.engine.KVEventReader`). ``others`` gets the rest."""
-
-    def __init__(self, scheduler: EventReader[Any], runner: EventReader[Any], others: Callable[[Any], object]) -> None:
-        self._scheduler, self._runner, self._others = scheduler, runner, others
-
-    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
-        """See `KVEventReader`."""
-
-        def take(message: Any) -> None:
-            if not isinstance(message, Computed):
-                self._others(message)
-            if not isinstance(message, Reserved | Computed):
-                return
-            # The scheduler has told token 1 after the runner told that the prompt is computed.
-            self._runner.catch_up()
-            on_event(message)
-
-        self._scheduler.follow(take)
-        self._runner.follow(on_event)
-
-    def close(self) -> None:
-        """See `KVEventReader`."""
-        self._scheduler.close()
-        self._runner.close()
-
-
-def _send(connection: socket.socket, data: bytes) -> None:
-    """Send all of ``data``. The connector always reads, so this does not wait for long."""
-    while data:
-        try:
-            data = data[connection.send(data) :]
-        except BlockingIOError:
-            poll = select.poll()
-            poll.register(connection, select.POLLOUT)
-            poll.poll()
-
-
-def _reader(connection: socket.socket) -> EventReader[Any]:
-    return EventReader(os.dup(connection.fileno()), _Said)  # type: ignore[arg-type]  # a union
-
-
-def _memory(caches: Caches) -> HostMemory:
-    area = probe_area(caches.num_blocks * caches.num_layers * caches.layer_bytes)
-    return HostMemory.create(area.offset + area.size)
+    return engine, ready, lambda: engine.pool(ready)
 
 
 def _layout(caches: Caches, model_hash: str) -> KVLayout:

@@ -64,19 +64,22 @@ def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
     return [config.worker.command, "serve", str(folder), *given, *config.worker.arguments]
 
 
-def environment(spec: WorkerSpec, host: str, port: int) -> Mapping[str, str]:
-    """The variables of the server, whose KV others fetch at ``host`` and ``port``. Those of this process prevail, where
-    they say how threads wait."""
-    added = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-    if spec.cores:
-        added["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores))
+def nixl_variables(host: str, port: int) -> Mapping[str, str]:
+    """Variables of a server whose KV others fetch at ``host`` and ``port``."""
+    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+
+
+def connector_variables(folder: Path, socket: Path) -> Mapping[str, str]:
+    """Variables of a server with pdserve's connector, whose module is in ``folder``, and which finds its worker at
+    ``socket``."""
+    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": os.pathsep.join(paths), "PDSERVE_CONNECTOR": str(socket)}
+
+
+def environment(spec: WorkerSpec, variables: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of the server: this process's, with ``variables``. This process's prevail where they say how
+    threads wait."""
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, spec.cores))} if spec.cores else {}
     # Else the threads of an idle server keep its cores busy.
     waiting = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if spec.device == "cpu" else {}
-    return {**waiting, **os.environ, **added}
-
-
-def with_connector(environment: Mapping[str, str], folder: Path, socket: Path) -> Mapping[str, str]:
-    """``environment`` for a server with pdserve's connector, whose module is in ``folder``, and which finds its worker
-    at ``socket``."""
-    paths = [str(folder), environment.get("PYTHONPATH", "")]
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PDSERVE_CONNECTOR": str(socket)}
+    return {**waiting, **os.environ, **cores, **variables}

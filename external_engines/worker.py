@@ -13,7 +13,7 @@ import httpx2
 import msgspec
 
 from external_engines.adapter import Adapter, HandOff, KVCounters, Step
-from external_engines.answers import TIMEOUT, headers_of, object_of, refusal, step_of, steps_of
+from external_engines.answers import TIMEOUT, asked_logprobs, headers_of, object_of, refusal, step_of, steps_of
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (
     InvalidRequest,
@@ -24,7 +24,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVPeer, PrefixSource, TransferProof
 from pdserve.core.request import Request
-from pdserve.core.sampling import FinishReason, TokenLogprobs
+from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import ClockOffset, Event, EventKind
 from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
 
@@ -262,15 +262,13 @@ class EngineWorker:
         hand_off: bytes = b"",
     ) -> None:
         """Give the tokens of a step to the request's sink, and ``proof`` with the last one."""
-        wanted = request.sampling.logprobs
         if not step.tokens and step.finish_reason is not None:  # the router asks for a token with it
             self._output(request, TokenOutput(None, step.finish_reason))
         for number, (token_id, logprobs) in enumerate(step.tokens, 1):
-            if logprobs is not None and wanted is not None:
-                logprobs = TokenLogprobs(logprobs.logprob, logprobs.top[:wanted])
             reason, proven = (step.finish_reason, proof) if number == len(step.tokens) else (None, None)
             cached = step.cached_tokens or 0
-            output = TokenOutput(token_id, reason, events, proven, logprobs, cached, hand_off=hand_off)
+            asked = asked_logprobs(logprobs, request)
+            output = TokenOutput(token_id, reason, events, proven, asked, cached, hand_off=hand_off)
             self._output(request, output)
 
     # --- HTTP --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, DeadlineExceeded, LaunchError, LayoutMismatch, NotReady
 from pdserve.core.timeline import Figure
+from tests.external_engines.connected_vllm import HEAD_DIM, HEADS, NUM_LAYERS
 from tests.external_engines.recorded_command import started
 from tests.external_engines.recorded_vllm import greedy
 from tests.external_engines.served import EXPECTED, Service
@@ -86,7 +87,7 @@ async def test_prompts_that_decode_has_cached(tmp_path: Path) -> None:
             assert list(result.token_ids) == greedy(prompt, 8)
             assert result.kv_bytes == result.kv_bytes_expected
             blocks = -(-len(prompt) // 16) - cached // 16
-            assert result.kv_bytes == blocks * 5 * 2 * 2 * 32 * 16 * 4
+            assert result.kv_bytes == blocks * NUM_LAYERS * HEADS * 2 * HEAD_DIM * 16 * 4
 
 
 async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""The connections to pdserve's connectors in a vLLM server (`external_engines.vllm_connector`): what they say, the
+memory that they are given, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from contract.engine import Abort, Computed, FrameReader, KVEvent, KVReady, Rejected, Release, Reserved, encode_frame
+from contract.message import Message
+from engine.process.client import EventReader
+from kv_transfer.memory import HostMemory
+from pdserve.core.errors import LaunchError
+from pdserve.core.kv_layout import probe_area
+
+SEND_S = 5.0
+"""Limit: a vLLM server that reads no commands of its worker. Then: it is killed, and the worker starts another one."""
+
+
+class Scheduler(Message, frozen=True):
+    """The first message of the connector in vLLM's scheduler."""
+
+
+class Caches(Message, frozen=True):
+    """The first message of the connector where the model runs: the KV cache that gets memory. A block has
+    ``layer_bytes`` of each layer."""
+
+    num_blocks: int
+    num_layers: int
+    layer_bytes: int
+    block_size: int
+    dtype: str
+
+
+class Idle(Message, frozen=True):
+    """Whether vLLM's last step computed nothing. Sent when it changes."""
+
+    idle: bool
+
+
+class Scheduled(Message, frozen=True):
+    """The first step that computes something for a request begins, at ``time_s`` of the host's monotonic clock."""
+
+    attempt_id: str
+    time_s: float
+
+
+_First: TypeAlias = Scheduler | Caches
+_Said: TypeAlias = Idle | Scheduled | Rejected | Reserved | Computed
+
+
+class VLLMChannel:
+    """The two connections to one server, created by `accept`: vLLM has a connector in its scheduler, and another one in
+    the process that runs the model."""
+
+    def __init__(self, scheduler: socket.socket, runner: socket.socket, caches: Caches, memory: HostMemory) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self.caches = caches
+        self.memory = memory
+        """The memory of the KV cache."""
+        self._sending = threading.Lock()
+
+    @classmethod
+    async def accept(cls, listener: socket.socket) -> VLLMChannel:
+        """Wait for both connectors at the non-blocking ``listener``, and give the KV cache its memory. LaunchError if
+        one of them ends before."""
+        found: dict[type, tuple[socket.socket, Any]] = {}
+        try:
+            while len(found) < 2:
+                connection, first = await _accept(listener)
+                found[type(first)] = connection, first
+                if isinstance(first, Caches):
+                    memory = _memory(first)
+                    socket.send_fds(connection, [b"m"], [memory.fd])
+        except BaseException:
+            for connection, _ in found.values():
+                connection.close()
+            raise
+        runner, caches = found[Caches]
+        return cls(found[Scheduler][0], runner, caches, memory)
+
+    def tell(self, command: KVReady | Release | Abort) -> None:
+        """Tell the connectors that nothing accesses the blocks of a request any more, from any thread. The scheduler's
+        is told first, because it has to know token 1 before the runner's reports that the KV has come. TimeoutError if
+        the server reads nothing for `SEND_S`; it can be used no longer. Ignored after its end."""
+        frame = encode_frame(command)
+        with self._sending:
+            for connection in (self._scheduler, self._runner):
+                try:
+                    _send(connection, frame)
+                except TimeoutError:
+                    raise
+                except OSError:  # the server has ended, or this was closed
+                    return
+
+    def kv_events(self, others: Callable[[Any], object]) -> VLLMKVEvents:
+        """The events about blocks. ``others`` gets the other messages, on the loop that follows the events."""
+        return VLLMKVEvents(_reader(self._scheduler), _reader(self._runner), others)
+
+    def close(self) -> None:
+        """Close the connections and the memory."""
+        with self._sending:
+            self._scheduler.close()
+            self._runner.close()
+        self.memory.close()
+
+
+class VLLMKVEvents:
+    """The events about blocks among what the connectors say, in the order in which they say it
+    (`contract.engine.KVEventReader`)."""
+
+    def __init__(self, scheduler: EventReader[Any], runner: EventReader[Any], others: Callable[[Any], object]) -> None:
+        self._scheduler, self._runner, self._others = scheduler, runner, others
+
+    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
+        """See `KVEventReader`."""
+
+        def take(message: Any) -> None:
+            if not isinstance(message, Computed):
+                self._others(message)
+            if isinstance(message, Reserved | Computed):
+                # The scheduler has told token 1 after the runner told that the prompt is computed.
+                self._runner.catch_up()
+                on_event(message)
+
+        self._scheduler.follow(take)
+        self._runner.follow(on_event)
+
+    def close(self) -> None:
+        """See `KVEventReader`."""
+        self._scheduler.close()
+        self._runner.close()
+
+
+async def _accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+    """A connector that connects, and its first message."""
+    loop = asyncio.get_running_loop()
+    connection, _ = await loop.sock_accept(listener)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(connection)
+        connection.setblocking(False)
+        frames: FrameReader[Any] = FrameReader(_First)  # type: ignore[arg-type]  # a union
+        while not (messages := frames.feed(data := await loop.sock_recv(connection, 4096))):
+            if not data:
+                raise LaunchError("pdserve's connector in vLLM has ended; see the worker's log")
+        stack.pop_all()
+    return connection, messages[0]
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    """Send all of ``data``. The connector always reads."""
+    while data:
+        try:
+            data = data[connection.send(data) :]
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(connection, select.POLLOUT)
+            if not poll.poll(SEND_S * 1e3):
+                raise TimeoutError(f"vLLM has read nothing for {SEND_S:.0f} s") from None
+
+
+def _reader(connection: socket.socket) -> EventReader[Any]:
+    return EventReader(os.dup(connection.fileno()), _Said)  # type: ignore[arg-type]  # a union
+
+
+def _memory(caches: Caches) -> HostMemory:
+    area = probe_area(caches.num_blocks * caches.num_layers * caches.layer_bytes)
+    return HostMemory.create(area.offset + area.size)
