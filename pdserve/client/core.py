@@ -120,11 +120,13 @@ class StreamCore(ABC, Generic[G]):
             raise self._error
 
     def _call(self, token_ids: Sequence[int]) -> None:
-        cancel = self._read(self._gateway.start(self._ask, token_ids))
+        self._cancel_call = weakref.finalize(self, self._read(self._gateway.start(self._ask, token_ids)))
+        self._cancel_call.atexit = False  # the process's end closes the connection anyway
+
+    def _release_call(self) -> None:
+        """Keep nothing of a call that has ended."""
         if self._cancel_call is not None:
             self._cancel_call.detach()
-        self._cancel_call = weakref.finalize(self, cancel)
-        self._cancel_call.atexit = False  # the process's end closes the connection anyway
 
     @abstractmethod
     def _read(self, call: Any) -> Callable[[], Any]:
@@ -144,6 +146,7 @@ class StreamCore(ABC, Generic[G]):
 
     def _lost(self, error: PdserveError) -> None:
         """Turn to another gateway after ``error``. Raises it if no other one could do better."""
+        self._release_call()
         if not isinstance(error, NotReady):
             raise error from None
         self._gateway.lost()
@@ -151,6 +154,7 @@ class StreamCore(ABC, Generic[G]):
 
     def _end(self, assembler: Assembler, arrival: Arrival) -> None:
         """End the stream with the last arrival."""
+        self._release_call()
         self._check_open()
         if arrival is None:
             self._result = assembler.result()
