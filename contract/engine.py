@@ -170,6 +170,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     the first step that computed anything for the request in this engine. ``logprobs`` is set if the request asked for
     them. ``cached_tokens`` comes with the first token of a prompt computed here: its tokens found in the prefix cache.
     So do ``prompt_logprobs``, of each token of the prompt after the first, if the request asked for them.
+    ``draft_tokens`` comes with the first token of a step: how many guessed tokens the step verified, of which
+    ``accepted_draft_tokens`` were right.
     """
 
     attempt_id: str
@@ -179,6 +181,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class Step(Message, frozen=True):
@@ -200,7 +204,8 @@ class Load(Message, frozen=True):
     ``preemptions`` counts since the start, and so do ``prompt_tokens_looked_up`` in the prefix cache and
     ``prompt_tokens_cached`` found there. ``cached_blocks`` are the blocks that the cache can find now, and
     ``stored_blocks`` the cold ones kept outside of the pool. ``stalled``: it can compute nothing and admit nothing,
-    because requests lack blocks, and those that have them await KV or an end of their hand-off.
+    because requests lack blocks, and those that have them await KV or an end of their hand-off. ``draft_tokens`` were
+    verified since the start, and ``accepted_draft_tokens`` of them were right.
     """
 
     free_blocks: int
@@ -212,6 +217,8 @@ class Load(Message, frozen=True):
     cached_blocks: int = 0
     stored_blocks: int = 0
     stalled: bool = False
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class CacheChanged(Message, frozen=True):

@@ -34,8 +34,8 @@ from pdserve.core.prefix_digests import block_hash, pack
 CALM_STEPS = 32
 """Steps after which they may be twice as large again, when one had run out of memory."""
 
-Sampled = Mapping[str, SampledToken]
-"""The next token of each part of a step with ``sample``, by request id."""
+Sampled = Mapping[str, Sequence[SampledToken]]
+"""The next token of each part of a step with ``sample``, by request id, and those after each of its drafts."""
 
 
 class RunningStep(Protocol):

@@ -40,6 +40,7 @@ class EngineSpec:
     # what computes prompts' attention on GPUs (`engine.kernels.cuda_flashinfer`)
     prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
     batch_invariant: bool = False  # what is computed of a request does not depend on the others in its steps
+    speculation: Literal["off", "ngram"] = "off"  # what guesses next tokens
     layer_groups: int = 0  # layer groups per step for early KV push (0: push at the end of the step)
     # a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``
     offload_folder: str | None = None

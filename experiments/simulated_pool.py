@@ -154,7 +154,7 @@ class _Simulation:
         scattered = 1 - longest / free if free else 0.0
         self._samples.append((self._clock.now(), took_s, live, 1 - free / config.num_blocks, scattered, len(seqs)))
         self._clock.advance(took_s)
-        return ComputedStep({seq.attempt_id: self._next(int(seq.attempt_id)) for seq in seqs if seq.sample})
+        return ComputedStep({seq.attempt_id: [self._next(int(seq.attempt_id))] for seq in seqs if seq.sample})
 
     def _next(self, index: int) -> SampledToken:
         return SampledToken(_STOP if len(self._tokens_s[index]) + 1 == self._lengths[index][1] else _WORD)

@@ -30,6 +30,8 @@ def account_of(completion: Completion) -> dict[str, Any]:
         "prompt_tokens": len(record.request.prompt_token_ids),
         "output_tokens": len(record.output_token_ids),
         "prefill_cached_tokens": result.prefill_cached_tokens,
+        "draft_tokens": result.draft_tokens,
+        "accepted_draft_tokens": result.accepted_draft_tokens,
         "attempts": record.attempts,
         "placements": list(record.placements),
         "failures": [failed._asdict() for failed in record.failures],

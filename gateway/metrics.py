@@ -207,6 +207,9 @@ _OF_WORKERS: tuple[tuple[type[Metric], str, str, Callable[[RegisteredWorker], fl
      lambda w: w.load.prompt_tokens_looked_up),
     (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens that were found there",
      lambda w: w.load.prompt_tokens_cached),
+    (CounterMetricFamily, "draft_tokens", "Guessed tokens that steps verified", lambda w: w.load.draft_tokens),
+    (CounterMetricFamily, "draft_tokens_accepted", "Guessed tokens that were right",
+     lambda w: w.load.accepted_draft_tokens),
     (GaugeMetricFamily, "paused", "1 if it gets no request but probes, because it failed the last ones",
      lambda w: w.breaker.state is not BreakerState.CLOSED),
 )  # fmt: skip

@@ -174,6 +174,8 @@ class StatusReport:
             prompt_tokens_looked_up=load.prompt_tokens_looked_up,
             prompt_tokens_cached=load.prompt_tokens_cached,
             cached_blocks=load.cached_blocks,
+            draft_tokens=load.draft_tokens,
+            accepted_draft_tokens=load.accepted_draft_tokens,
             failing=worker.breaker.explanation,
             kv_addresses={endpoint.transport: endpoint.address for endpoint in info.kv_endpoints},
         )

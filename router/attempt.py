@@ -386,6 +386,8 @@ class Attempt:
             self._note_fetch(output.prefix_fetch, worker)
         if output.cached_tokens:  # the prompt of a retry includes the outputs so far
             result.prefill_cached_tokens = min(output.cached_tokens, len(session.request.prompt_token_ids))
+        result.draft_tokens += output.draft_tokens
+        result.accepted_draft_tokens += output.accepted_draft_tokens
         if worker.worker_id == result.decode_worker:
             self._decoded = True
         index = len(session.output_token_ids)

@@ -43,6 +43,9 @@ class RoutingResult:
     ``prefix_fetch`` brought them from another worker's."""
     prefix_fetch: PrefixFetch | None = None
     """None: nothing was fetched."""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    """Guesses that were verified, and those of them that were right."""
     prefix_bytes_expected: int = 0
     """KV bytes of the tokens that were fetched, by arithmetic."""
 

@@ -15,9 +15,10 @@ from engine.offload import BlockStore, MemoryStore, OffloadConnector
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq, StepTooLarge
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.speculation import Drafter
 from kv_transfer.memory import HostMemory
 from pdserve.core.kv_layout import KVLayout, Region
-from pdserve.core.request import EngineStatus
+from pdserve.core.request import EngineStatus, Request
 from simulator.loop import Mailbox, WorldLoop
 from simulator.model import EOS_TOKEN_ID, NUM_LAYERS, SLOT_BYTES, VOCAB_SIZE, Chain
 from simulator.network import Process
@@ -49,6 +50,7 @@ class WorldEngine:
         layer_groups: int,
         step_s: tuple[float, float],
         tight_tokens: int | None = None,
+        speculates: bool = False,
     ) -> None:
         self.process = Process(worker.network, f"{worker.name}/engine", worker.host)
         worker.children.append(self.process)
@@ -70,7 +72,8 @@ class WorldEngine:
                 clock, layout, layer_groups, store, self._read_block, self._write_block, self._done, reader
             )
         connector.worth_bytes = layout.block_bytes
-        self.scheduler = Scheduler(config, clock, connector)
+        drafter = (lambda request: WorldDrafter(request, chance)) if speculates else None
+        self.scheduler = Scheduler(config, clock, connector, drafter)
         self._pipe = _Pipe(control, self._events, self._kv_reader)
         self.core = EngineCore(self.scheduler, self.runner, clock, self._pipe, run_ahead)
         self.returncode: int | None = None
@@ -171,6 +174,26 @@ class WorldEngine:
             if self.scheduler.has_work or busy:
                 await asyncio.sleep(self._chance.uniform(*self._step_s))  # the device computes; commands wait
             busy = self.core.step()
+
+
+class WorldDrafter(Drafter):
+    """Guesses tokens that are right up to a random place."""
+
+    def __init__(self, request: Request, chance: random.Random) -> None:
+        self._chain, self._chance = Chain(request.salt, request.token_ids), chance
+
+    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`."""
+        chain, end, count = self._chain, len(token_ids), self._chance.randrange(most + 1)
+        for token_id in token_ids[len(chain.token_ids) :]:
+            chain.append(token_id)
+        for _ in range(count):
+            chain.append(chain.token_at(len(chain.token_ids)))
+        guess = chain.token_ids[end:]
+        chain.cut(end)
+        if count and self._chance.random() < 0.5:
+            guess[self._chance.randrange(count)] = self._chance.randrange(VOCAB_SIZE)
+        return guess
 
 
 class DiskError(OSError):
@@ -321,13 +344,18 @@ class _Runner:
                 self._write(each.chain.rows[layer], seq, layer)
             if hook is not None and layer + 1 in hook.after:
                 hook.done(layer + 1)
-        sampled: dict[str, SampledToken] = {}
+        sampled: dict[str, list[SampledToken]] = {}
         for seq, each in zip(seqs, known, strict=True):
             if (prompt := seq.prompt_logprobs) is not None:
                 prompt.values += each.chain.prompt_logprobs(prompt.missing(seq.start, seq.end)[0])
             if seq.sample:
-                token_id = self._pending[seq.attempt_id] = each.chain.token_at(seq.end)
-                sampled[seq.attempt_id] = SampledToken(token_id)
+                accepted, chain = seq.end - seq.num_drafts, each.chain
+                token_ids = [chain.token_at(place) for place in range(accepted, seq.end + 1)]
+                while accepted < seq.end and chain.token_ids[accepted] == chain.token_at(accepted):
+                    accepted += 1
+                chain.cut(accepted)
+                self._pending[seq.attempt_id] = token_ids[-1]
+                sampled[seq.attempt_id] = [SampledToken(token_id) for token_id in token_ids]
         return ComputedStep(sampled)
 
     def _extend(self, chain: Chain, seq: ScheduledSeq) -> None:

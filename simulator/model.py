@@ -73,6 +73,12 @@ class Chain:
         for layer, row in enumerate(self.rows):
             row += _slot(state, layer)
 
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens."""
+        del self.token_ids[length:], self._states[length + 1 :]
+        for row in self.rows:
+            del row[length * SLOT_BYTES :]
+
     def token_at(self, position: int) -> int:
         """The token that follows the first ``position`` ones."""
         return _token(self._states[position])

@@ -20,6 +20,8 @@ FAST_BYTES_PER_S = 2e7
 """At which a handshake sends trains of several probes."""
 QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
+SPECULATING = 3
+"""The remainder by five of seeds whose engines guess tokens. It is no draw, so that no other plan changes."""
 MEASURED_S = 4.5
 """Within which all offsets to a clock are measured anew."""
 HUNG_S = 4.0
@@ -174,6 +176,13 @@ class Plan:
             config["transfer"]["connect_timeout_s"] = 1.0
         if draw.random() < 0.1:
             settings = replace(settings, tight_tokens=draw.choice([8, 16]))
+        if seed % 5 == SPECULATING:
+            each = random.Random(f"speculation/{seed}")
+            settings = replace(settings, speculates=True)
+            requests = tuple(
+                replace(request, asked=replace(request.asked, speculation=each.choice([None, None, True, False])))
+                for request in requests
+            )
         if quiet:  # heartbeats wait for what is in flight on a slow link
             config["transfer"]["lease_s"] = max(3.0, config["transfer"]["lease_s"])
         return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)

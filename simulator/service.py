@@ -88,6 +88,8 @@ class WorkerSettings:
     """So many blocks that the prefix cache forgets are kept. An engine finds those of the one before."""
     cold_fail_share: float = 0.0
     """See `FailingStore`."""
+    speculates: bool = False
+    """Engines guess tokens."""
     tight_tokens: int | None = None
     """Steps of more tokens than this may run out of memory."""
 
@@ -199,6 +201,7 @@ class WorldWorker:
             layer_groups=config.transfer.layer_groups if config.transfer.overlap == "layer" else 0,
             step_s=settings.step_s,
             tight_tokens=settings.tight_tokens,
+            speculates=settings.speculates,
         )
         self.engines.append(engine)
         engine.process.on_death += [mapped.close, lambda: self._engine_died(engine)]
@@ -300,6 +303,7 @@ class Asked:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end it, which the engine finds."""
     prompt_logprobs: bool = False
+    speculation: bool | None = None
 
     @property
     def model_salt(self) -> str:

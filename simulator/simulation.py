@@ -536,6 +536,7 @@ class _Simulation:
                 "salt": asked.salt,
                 "timeout_s": left_s,
                 "priority": asked.priority,
+                "speculation": asked.speculation,
             }
             stream = AsyncStream(Ask(asked.prompt, options, len(apis) > 1, self.host.clock.now), apis)
             outcome.tokens.clear()

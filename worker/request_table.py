@@ -139,6 +139,8 @@ class ServedRequest:
                 events,
                 logprobs=token.logprobs,
                 prompt_logprobs=token.prompt_logprobs,
+                draft_tokens=token.draft_tokens,
+                accepted_draft_tokens=token.accepted_draft_tokens,
                 **more,
             ),
         )
@@ -180,7 +182,14 @@ class ServedRequest:
     def _forward(self, token: TokenOut) -> bool:
         """Send a token to the gateway. Returns whether it was the last one."""
         reason = finish_reason(token)
-        self.outbox.output(self.attempt_id, TokenOutput(token.token_id, reason, logprobs=token.logprobs))
+        output = TokenOutput(
+            token.token_id,
+            reason,
+            logprobs=token.logprobs,
+            draft_tokens=token.draft_tokens,
+            accepted_draft_tokens=token.accepted_draft_tokens,
+        )
+        self.outbox.output(self.attempt_id, output)
         return reason is not None
 
 

@@ -148,15 +148,19 @@ class LaunchedStep:
     def _sample(self) -> None:
         assert self._logits is not None
         wanted = self._wanted
-        positions = [seq.end for seq in wanted]
+        if any(seq.num_drafts for seq in wanted):
+            wanted = [seq for seq in wanted for _ in range(seq.num_drafts + 1)]
+            positions = [seq.end - back for seq in self._wanted for back in range(seq.num_drafts, -1, -1)]
+        else:
+            positions = [seq.end for seq in wanted]
         params, histories = [s.params for s in wanted], [s.history for s in wanted]
         drawn = draw_tokens(self._logits, params, positions, histories, self._runner.draw_rows)
         self._drawn, self._logits = drawn, None
         self._runner.last = LastTokens(drawn.tensors[0], {seq.attempt_id: row for row, seq in enumerate(wanted)})
         self._copied = self._runner.copy([*self._prompt_tensors, *drawn.tensors])
 
-    def tokens(self) -> dict[str, SampledToken]:
-        """The token of each request that gets one, by request id."""
+    def tokens(self) -> dict[str, list[SampledToken]]:
+        """The tokens of each request that gets any, by request id."""
         assert self._copied is not None, "sample() comes first"
         copies = self._copied()
         if self._layers is not None:
@@ -169,8 +173,8 @@ class LaunchedStep:
                 prompt.values += islice(told, count)
         if self._drawn is None:
             return {}
-        sampled = self._drawn.read(copies[len(self._prompt_tensors) :])
-        return {seq.attempt_id: token for seq, token in zip(self._wanted, sampled, strict=True)}
+        sampled = iter(self._drawn.read(copies[len(self._prompt_tensors) :]))
+        return {seq.attempt_id: list(islice(sampled, seq.num_drafts + 1)) for seq in self._wanted}
 
 
 class ModelRunner:
@@ -197,7 +201,7 @@ class ModelRunner:
         self._watch: LayerWatch | None = None  # from the first step on that has layers announced
         self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
 
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, SampledToken]:
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
         """`launch` a step, sample, and wait for its tokens."""
         step = self.launch(seqs, hook)
         step.sample()
@@ -287,21 +291,24 @@ class ModelRunner:
         )
         if all(len(s.token_ids) == 1 and s.sample for s in seqs):
             return step, list(seqs)
-        # Only the last row of a chunk is wanted, and it attends like a decode in the last layer.
-        rows: dict[str, int] = {}
+        # Only the last row of a chunk is wanted, or those from its last known token on if drafts follow. They attend
+        # like a shorter chunk, or a decode, in the last layer.
+        rows: dict[str, range] = {}
         lasts: dict[str, ScheduledSeq] = {}
         wanted: dict[str, ScheduledSeq] = {}
         end = 0
         for seq in seqs:
             end += len(seq.token_ids)
             if seq.sample:
-                rows[seq.attempt_id] = end - 1
+                count = seq.num_drafts + 1
+                rows[seq.attempt_id] = range(end - count, end)
                 wanted[seq.attempt_id] = seq
-                lasts[seq.attempt_id] = msgspec.structs.replace(seq, token_ids=seq.token_ids[-1:], start=seq.end - 1)
+                last_ids = seq.token_ids[-count:]
+                lasts[seq.attempt_id] = msgspec.structs.replace(seq, token_ids=last_ids, start=seq.end - count)
         ordered = self._attention.order(list(lasts.values()))
         step = replace(
             step,
-            wanted=upload([rows[s.attempt_id] for s in ordered], torch.int64, self._device),
+            wanted=upload([row for s in ordered for row in rows[s.attempt_id]], torch.int64, self._device),
             wanted_attention=self._attention.plan(ordered),
         )
         return step, [wanted[s.attempt_id] for s in ordered]

@@ -32,6 +32,7 @@ from contract.engine import (
 from engine.core import EngineCore, Outbox, Runner
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.speculation import NgramDrafter
 from engine.scheduling.structures import Structures
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
@@ -164,7 +165,8 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
     built = build_engine(spec, memory_fd, woken=pipe.wake, pool_memory=pool_memory)
     clock = MonotonicClock()
     connector = make_connector(spec, built.runner.pool, clock, pipe.put)
-    scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
+    drafter = NgramDrafter if spec.speculation == "ngram" else None
+    scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector, drafter)
     core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead, built.structures)
     freeze_heap()
     with contextlib.suppress(ParentGone):

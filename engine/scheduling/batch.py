@@ -26,6 +26,9 @@ class ScheduledSeq(msgspec.Struct, frozen=True, eq=False):
     all of these tokens, the last of which may be `PENDING`. With ``sample``, the step samples the request's next token
     from the logits after the last token.
 
+    The last ``num_drafts`` tokens are guesses (`engine.scheduling.speculation`). The step samples after each of them,
+    too, and after the token before them.
+
     ``history`` is set if ``params`` penalise or have structured outputs. It is the request's own object, so read it
     when the tokens of the step before are known, and before those of this step are.
 
@@ -40,6 +43,7 @@ class ScheduledSeq(msgspec.Struct, frozen=True, eq=False):
     params: SamplingParams
     history: TokenHistory | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
@@ -58,7 +62,7 @@ class LayerHook:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token that a step sampled for a request, with its logprobs if the request asked for them."""
+    """A token that a step sampled for a request, with its logprobs if the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -9,20 +9,24 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+
+import msgspec
 
 from contract.engine import Finished, Load, Rejected, Step, Submit, TokenOut
 from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.speculation import MAX_DRAFTS, Drafter, RowCost, Speculation
 from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
 from pdserve.core.prefix_digests import PrefixDigests
-from pdserve.core.request import AGED_S, EngineStatus
+from pdserve.core.request import AGED_S, EngineStatus, Request
+from pdserve.core.sampling import FinishReason
 
 SchedulerEvent = Rejected | Finished
 
@@ -73,6 +77,11 @@ class TokenBudget:
         self._spare = num_tokens - num_decodes
         self._chunk_tokens = num_tokens if chunk_tokens is None else chunk_tokens
 
+    @property
+    def left(self) -> int:
+        """Tokens that nobody has been given."""
+        return self._left
+
     def offer(self, wanted: int, *, first: bool) -> int:
         """How many of ``wanted`` tokens (at least 1) a running request gets. The ``first`` request of a step always
         gets one."""
@@ -118,6 +127,12 @@ class Scheduler:
     wrote it, or by `kv_ready`. It is never written again: a request writes only at positions without KV, which are in
     blocks of its own.
 
+    **Speculation.** A request that decodes may get drafts in a step (`engine.scheduling.speculation`): from what the
+    budget leaves, into blocks that it has or that are free beyond the watermark. They count for nothing until `update`:
+    their KV is computed once they are accepted, and is else written over by the next step. While guesses are right, the
+    request is not computed ahead, because what comes next is guessed from known tokens. Requests with penalties or
+    structured outputs have no drafts, since each of their tokens changes the logits after it.
+
     **KV transfer** is up to a connector (`engine.scheduling.kv_connector`). The scheduler knows two facts about a
     request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
     something outside the engine reads them. A request that awaits KV gets its blocks as soon as its turn comes and they
@@ -139,9 +154,18 @@ class Scheduler:
     preemption that frees no block is not made.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        """Create an idle scheduler. Without a ``connector`` it transfers no layers early."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Clock,
+        connector: KVConnector | None = None,
+        drafter: Callable[[Request], Drafter] | None = None,
+    ) -> None:
+        """Create an idle scheduler. Without a ``connector`` it transfers no layers early, and without a ``drafter``
+        steps verify no guesses."""
         self.config = config
+        self._drafter = drafter
+        self._row_cost = RowCost()
         self.connector = connector or KVConnector(clock)
         self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
@@ -159,6 +183,8 @@ class Scheduler:
         self._events: list[SchedulerEvent] = []
         self._arrivals = 0
         self._preemptions = 0
+        self._draft_tokens = 0
+        self._accepted_draft_tokens = 0
         self._looked_up_tokens = 0
         self._cached_tokens = 0
 
@@ -180,6 +206,9 @@ class Scheduler:
         seq = Sequence.from_submit(submit, self._arrivals, self._clock.now(), self.config.eos_token_ids, matcher)
         if self.config.prefix_caching and seq.prompt_logprobs is None:  # else all of the prompt is computed
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
+        wanted = submit.request.sampling.speculation
+        if self._drafter is not None and wanted is not False and seq.history is None and seq.max_tokens > 1:
+            seq.speculation = Speculation(self._drafter(submit.request), always=bool(wanted))
         seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))
         self._arrivals += 1
         self._seqs[seq.attempt_id] = seq
@@ -318,12 +347,14 @@ class Scheduler:
             self._start(head)
             parts.append((head, num_tokens))
             budget.spend(num_tokens, wanted)
-        return self._launch(parts, started_s, preempted)
+        drafts = {} if self._drafter is None or preempted else self._draft(parts, budget.left)
+        return self._launch(parts, started_s, preempted, drafts)
 
-    def update(self, output: SchedulerOutput, sampled: Mapping[str, SampledToken], sampled_s: float) -> Step:
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, Seq[SampledToken]], sampled_s: float) -> Step:
         """Apply the results of the oldest step in flight and return its tokens. AssertionError if it is not ``output``.
 
-        ``sampled`` holds the next token of every part with ``sample`` (KeyError if one is missing). ``sampled_s`` is
+        ``sampled`` holds the next token of every part with ``sample`` (KeyError if one is missing), and those after
+        each of its drafts. ``sampled_s`` is
         the time at which the tokens were known, in seconds of the clock. Requests that have ended meanwhile are left
         out.
 
@@ -336,8 +367,9 @@ class Scheduler:
         self._updated_s = sampled_s
         step = Step(sampled_s, started_s)
         any_ended, block_size = False, self.config.block_size
+        draft_cost = 0.0 if self._drafter is None else self._draft_cost(output.seqs, sampled_s - started_s)
         for part, seq in zip(output.seqs, seqs, strict=True):
-            num_tokens = len(part.token_ids)
+            num_tokens = len(part.token_ids) - part.num_drafts
             any_ended |= self._take_back(part, seq)
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = started_s
@@ -346,23 +378,26 @@ class Scheduler:
             seq.num_computed_tokens += num_tokens
             reason = None
             if part.sample:
-                token = sampled[part.attempt_id]
+                token, *after = sampled[part.attempt_id]
+                if seq.speculation is not None and not part.num_drafts:
+                    seq.speculation.observe_next(seq.token_ids, token.token_id, draft_cost)
                 reason = seq.append(token.token_id)
                 if seq.history is not None and self._reject_mismatch(seq):
                     any_ended = True
                     continue
-                step.tokens.append(
-                    TokenOut(
-                        part.attempt_id,
-                        token.token_id,
-                        "" if reason is None else reason.value,
-                        seq.first_scheduled_s,
-                        token.logprobs,
-                        seq.num_cached_tokens if len(seq.token_ids) == seq.num_prompt_tokens + 1 else 0,
-                        () if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs.values),
-                    )
+                first = TokenOut(
+                    part.attempt_id,
+                    token.token_id,
+                    "" if reason is None else reason.value,
+                    seq.first_scheduled_s,
+                    token.logprobs,
+                    seq.num_cached_tokens if len(seq.token_ids) == seq.num_prompt_tokens + 1 else 0,
+                    () if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs.values),
                 )
                 seq.prompt_logprobs = None
+                step.tokens.append(first)
+                if part.num_drafts:
+                    reason = self._accept(seq, part, reason, after, step, draft_cost)
             if seq.num_computed_tokens >= (seq.num_published_blocks + 1) * block_size:
                 self._publish(seq)
             if seq.pinned:
@@ -407,6 +442,8 @@ class Scheduler:
             self.blocks.cached_blocks,
             self.connector.num_stored_blocks,
             self._is_stalled(),
+            self._draft_tokens,
+            self._accepted_draft_tokens,
         )
 
     def _is_stalled(self) -> bool:
@@ -428,6 +465,8 @@ class Scheduler:
             return InvalidRequest(f"attempt_id: {submit.attempt_id!r} is in use in this engine")
         if not submit.request.prompt_token_ids:
             return InvalidRequest("prompt_token_ids: the prompt is empty; it must have at least one token")
+        if submit.request.sampling.speculation and self._drafter is None:
+            return InvalidRequest("speculation: this service has none (engine.speculation is off); leave it out")
         if submit.max_tokens < 1:
             return InvalidRequest(f"max_tokens: {submit.max_tokens} is below 1; it must be at least 1")
         if not 0 <= submit.prefix_tokens < prompt_tokens or submit.prefix_tokens % config.block_size:
@@ -611,18 +650,102 @@ class Scheduler:
         insort(self._preempted, seq, key=_rank)
         self._preemptions += 1
 
+    def _draft(self, parts: list[tuple[Sequence, int]], left: int) -> dict[Sequence, list[int]]:
+        """The drafts of requests among ``parts``, at most ``left`` in all. Another draft pays if the step gains a
+        greater share of tokens by it than of time."""
+        candidates: list[tuple[Sequence, Speculation, list[int]]] = []
+        for seq, num_tokens in parts:
+            speculation = seq.speculation
+            if speculation is None or num_tokens > 1 or seq.pinned or seq.num_pending_tokens:
+                continue
+            most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
+            if most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1:
+                candidates.append((seq, speculation, speculation.drafter.propose(seq.token_ids, most)))
+        rows = sum(num_tokens for _, num_tokens in parts)
+        expected = float(sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts))
+        lengths: dict[Sequence, int] = {}
+        for depth in range(1, MAX_DRAFTS + 1):
+            for seq, speculation, guess in candidates:
+                if not left or len(guess) < depth or lengths.get(seq, 0) < depth - 1:
+                    continue
+                if gain := speculation.gain(depth, expected * self._row_cost.share(rows)):
+                    lengths[seq] = depth
+                    rows, expected, left = rows + 1, expected + gain, left - 1
+        drafts: dict[Sequence, list[int]] = {}
+        for seq, speculation, guess in candidates:
+            if seq in lengths and (num_drafts := self._cut_drafts(seq, lengths[seq])):
+                drafts[seq] = guess[:num_drafts]
+                speculation.waits = True  # where it goes on is known when they are verified
+        return drafts
+
+    def _cut_drafts(self, seq: Sequence, wanted: int) -> int:
+        """How many of ``wanted`` drafts have a place in blocks of ``seq``, or in blocks that are free and not kept for
+        others to grow."""
+        computed = seq.num_scheduled_tokens + 1
+        missing = self.blocks.blocks_for(computed + wanted) - len(seq.block_ids)
+        if missing <= 0:
+            return wanted
+        if self.blocks.free_blocks - missing >= self._watermark:
+            self.blocks.allocate(seq.arrival, computed + wanted)
+        return min(wanted, len(seq.block_ids) * self.config.block_size - computed)
+
+    def _accept(
+        self,
+        seq: Sequence,
+        part: ScheduledSeq,
+        reason: FinishReason | None,
+        after: Seq[SampledToken],
+        step: Step,
+        draft_cost: float,
+    ) -> FinishReason | None:
+        """Add the tokens ``after`` accepted drafts to ``seq`` and to ``step``, whose last token is the one before them.
+        ``reason`` is its finish reason; returns that of the last token."""
+        place = len(step.tokens) - 1
+        first = step.tokens[place]
+        for draft, token in zip(part.token_ids[-part.num_drafts :], after, strict=True):
+            if reason is not None or seq.token_ids[-1] != draft:
+                break
+            seq.num_computed_tokens += 1
+            reason = seq.append(token.token_id)
+            finish_reason = "" if reason is None else reason.value
+            step.tokens.append(
+                TokenOut(seq.attempt_id, token.token_id, finish_reason, first.first_scheduled_s, token.logprobs)
+            )
+        accepted = len(step.tokens) - 1 - place
+        self._draft_tokens += part.num_drafts
+        self._accepted_draft_tokens += accepted
+        if seq.speculation is not None:
+            seq.speculation.observe(accepted, part.num_drafts, draft_cost)
+        step.tokens[place] = msgspec.structs.replace(
+            first, draft_tokens=part.num_drafts, accepted_draft_tokens=accepted
+        )
+        return reason
+
+    def _draft_cost(self, parts: list[ScheduledSeq], step_s: float) -> float:
+        """The tokens that a draft cost in a step of ``parts``, which took ``step_s``."""
+        rows = sum(len(part.token_ids) for part in parts)
+        if all(len(part.token_ids) == part.num_drafts + 1 for part in parts):
+            self._row_cost.observe(rows, step_s)
+        return len(parts) * self._row_cost.share(rows)
+
     def _launch(
-        self, parts: list[tuple[Sequence, int]], started_s: float, preempted: list[str] | None = None
+        self,
+        parts: list[tuple[Sequence, int]],
+        started_s: float,
+        preempted: list[str] | None = None,
+        drafts: Mapping[Sequence, list[int]] | None = None,
     ) -> SchedulerOutput:
-        """The step of ``parts`` (requests, and how many of their tokens), which is in flight now unless there are
-        none."""
-        output = SchedulerOutput([self._take(*part) for part in parts], started_s, preempted or [])
+        """The step of ``parts`` (requests, and how many of their tokens) with ``drafts``, which is in flight now unless
+        there are none."""
+        drafts = drafts or {}
+        taken = [self._take(seq, num_tokens, drafts.get(seq, [])) for seq, num_tokens in parts]
+        output = SchedulerOutput(taken, started_s, preempted or [])
         if parts:
             self._in_flight.append((output, [seq for seq, _ in parts]))
         return output
 
     @staticmethod
-    def _take(seq: Sequence, num_tokens: int) -> ScheduledSeq:
+    def _take(seq: Sequence, num_tokens: int, drafts: list[int]) -> ScheduledSeq:
         start = seq.num_computed_tokens + seq.num_running_tokens
         end, num_known = start + num_tokens, len(seq.token_ids)
         sample = end == num_known + seq.num_pending_tokens
@@ -633,12 +756,22 @@ class Scheduler:
         seq.num_running_tokens += num_tokens
         seq.num_pending_tokens += sample
         prompt = seq.prompt_logprobs
-        return ScheduledSeq(seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history, prompt)
+        return ScheduledSeq(
+            seq.attempt_id,
+            token_ids + drafts,
+            start,
+            seq.block_ids,
+            sample,
+            seq.params,
+            seq.history,
+            prompt,
+            len(drafts),
+        )
 
     def _take_back(self, part: ScheduledSeq, seq: Sequence) -> bool:
         """Undo `_take`. Returns whether blocks were freed, because the request has ended meanwhile."""
         seq.num_running_steps -= 1
-        seq.num_running_tokens -= len(part.token_ids)
+        seq.num_running_tokens -= len(part.token_ids) - part.num_drafts
         seq.num_pending_tokens -= part.sample
         ended = seq.status is not EngineStatus.RUNNING
         if ended and not seq.num_running_steps and self._seqs.get(seq.attempt_id) is not seq:

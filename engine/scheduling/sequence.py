@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from contract.engine import KVRole, Submit
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.structures import Matcher
 from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
@@ -97,6 +98,7 @@ class Sequence:
     num_published_blocks: int = 0
     # its tokens that the prefix cache held at its first admission, or that came from elsewhere
     num_cached_tokens: int = 0
+    speculation: Speculation | None = None
 
     @classmethod
     def from_submit(
@@ -161,9 +163,13 @@ class Sequence:
     @property
     def can_go_on(self) -> bool:
         """Whether a step may compute it before the steps in flight are known: not if they sample its last token by
-        length."""
+        length, or verify its drafts, or if the next step is to verify some."""
         pending = self.num_pending_tokens
-        return not pending or self.max_tokens > len(self.token_ids) - self.num_prompt_tokens + pending
+        if not pending:
+            return True
+        if self.speculation is not None and self.speculation.waits:
+            return False
+        return self.max_tokens > len(self.token_ids) - self.num_prompt_tokens + pending
 
     @property
     def computes_prompt(self) -> bool:

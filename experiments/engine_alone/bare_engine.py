@@ -120,7 +120,7 @@ class BareEngine:
                 part = ScheduledSeq("one", ids[start:end], start, table, end == len(ids), _GREEDY)
                 drawn = self._runner.execute([part])
             times.append(time.perf_counter() - started_s)
-            ids.append(drawn["one"].token_id)
+            ids.append(drawn["one"][0].token_id)
         return ids[len(prompt) :], times
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:

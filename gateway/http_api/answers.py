@@ -19,14 +19,22 @@ from router.session import Session
 Object = dict[str, Any]
 
 
-def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Object:
-    """The object ``usage``. ``cached_tokens`` are known at the end of a request."""
-    return {
+def _usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None, drafts: tuple[int, int] = (0, 0)
+) -> Object:
+    """The object ``usage``. ``cached_tokens``, and ``drafts`` verified and accepted, are known at the end of a
+    request."""
+    usage: Object = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
     }
+    verified, accepted = drafts
+    if verified:
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": verified - accepted}
+        usage["completion_tokens_details"] = details
+    return usage
 
 
 class Answer(ABC):
@@ -98,6 +106,10 @@ class Answer(ABC):
             sum(len(each.record.request.prompt_token_ids) for each in prompts),
             0 if self._is_prompt_alone else sum(len(each.record.output_token_ids) for each in completions),
             sum(each.result.prefill_cached_tokens for each in prompts),
+            (
+                sum(each.result.draft_tokens for each in completions),
+                sum(each.result.accepted_draft_tokens for each in completions),
+            ),
         )
 
     def _end(self, completion: Completion) -> Object:

@@ -90,7 +90,12 @@ def _answers() -> dict[str, Schema]:
                 "completion_tokens": _NUMBER,
                 "total_tokens": _NUMBER,
                 "prompt_tokens_details": _or_null(_object({"cached_tokens": _NUMBER})),
-            }
+            },
+            {
+                "completion_tokens_details": _object(
+                    {"accepted_prediction_tokens": _NUMBER, "rejected_prediction_tokens": _NUMBER}
+                )
+            },
         ),
         "Model": _object({**model, "max_model_len": _or_null(_NUMBER)}),
         "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),

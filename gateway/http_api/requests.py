@@ -184,6 +184,7 @@ class GenerationBody(CallBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: LogitBias | None = None
+    speculation: bool | None = Field(None, description="verify guesses of the next tokens; default: as far as it pays")
     response_format: ResponseFormat | None = None
     structured_outputs: Structure | None = Field(None, description="not together with a response_format")
     return_token_ids: bool = Field(False, description="send the token ids of prompt and outputs")

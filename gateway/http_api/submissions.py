@@ -31,7 +31,7 @@ MOST_TOKENS = 2**31
 """Asks for all that fit."""
 _PLAIN = (
     "temperature", "top_p", "min_p", "seed", "ignore_eos", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias",
+    "frequency_penalty", "logit_bias", "speculation",
 )  # fmt: skip
 """Fields of sampling that have the same name and meaning in bodies."""
 

@@ -62,6 +62,14 @@ def generate(
     token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
     target: TargetsOption = DEFAULT_TARGET,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="generate up to --max-tokens")] = False,
+    speculation: Annotated[
+        bool | None,
+        typer.Option(
+            "--speculation/--no-speculation",
+            help="verify all guesses of next tokens, or none; default: as far as it pays",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
     text_only: Annotated[bool, typer.Option("--text-only", help="print the text, and no waterfall")] = False,
     png: Annotated[Path | None, typer.Option(help="also save the waterfall as a picture")] = None,
@@ -83,6 +91,7 @@ def generate(
             "structured_outputs": _structure(request["structured_outputs"]),
             "timeout_s": request["timeout"],
             "ignore_eos": ignore_eos,
+            "speculation": speculation,
         },
     )
     generation = _stream(service, prompt, options, show=not as_json)

@@ -81,6 +81,12 @@ def reused(generation: Generation) -> str:
     return "prefix cache: " + (", ".join(parts) or "nothing found")
 
 
+def guessed(generation: Generation) -> str:
+    """One line on speculation: '40 of 64 guessed tokens right'. Empty if no guess was verified."""
+    accepted, drafts = generation.accepted_draft_tokens, generation.draft_tokens
+    return f"speculation: {accepted} of {drafts} guessed tokens right" if drafts else ""
+
+
 def proof(generation: Generation) -> str:
     """One line on the KV bytes that were transferred: 'kv 1.2 MB = expected, 5 blocks over grpc_stream'."""
     if not generation.kv_bytes and not generation.kv_bytes_expected and not generation.kv_blocks_skipped:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ops.waterfall.bars import COLORS, StageBar, bars, longest, proof, reused
+from ops.waterfall.bars import COLORS, StageBar, bars, guessed, longest, proof, reused
 from pdserve.client.generation import Generation, TransferDetails
 from pdserve.core.timeline import Breakdown, Figure
 
@@ -101,6 +101,8 @@ def _proof_line(generation: Generation) -> Text:
     equal = generation.kv_bytes == generation.kv_bytes_expected
     text = Text(proof(generation), style="" if equal else "bold red")
     text.append(f"\n{reused(generation)}", "dim")
+    if guesses := guessed(generation):
+        text.append(f"\n{guesses}", "dim")
     if generation.kv_bytes:
         transfer = generation.transfer
         text.append(

@@ -105,7 +105,8 @@ class Generation:
     ``ttft_decode_ms`` to token 2 (None if there was none), ``itl_ms`` the gaps between tokens. ``breakdowns`` has a
     figure only if its token was written. Bytes are whole blocks. Prefix caches saved the computation of
     ``prefill_cached_tokens`` of the prompt and the transfer of ``kv_blocks_skipped``. ``prefix_fetch`` tells what of
-    the former came from another worker's cache (None: nothing was fetched).
+    the former came from another worker's cache (None: nothing was fetched). Of ``draft_tokens``, guesses that steps
+    verified, ``accepted_draft_tokens`` were right (`docs/engine.md`).
 
     ``tokens`` correspond to ``token_ids``: all streamed tokens, except those that a stop string trimmed.
 
@@ -132,6 +133,8 @@ class Generation:
     kv_blocks_sent: int
     kv_blocks_skipped: int
     prefill_cached_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     transfer: TransferDetails
     ttft_ms: float
     ttft_decode_ms: float | None
@@ -187,6 +190,8 @@ class Generation:
             "kv_blocks_sent": self.kv_blocks_sent,
             "kv_blocks_skipped": self.kv_blocks_skipped,
             "prefill_cached_tokens": self.prefill_cached_tokens,
+            "draft_tokens": self.draft_tokens,
+            "accepted_draft_tokens": self.accepted_draft_tokens,
             "prefix_fetch": None if self.prefix_fetch is None else asdict(self.prefix_fetch),
             "ttft_ms": self.ttft_ms,
             "ttft_decode_ms": self.ttft_decode_ms,

@@ -50,6 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     structured_outputs: Mapping[str, Any] | None
+    speculation: bool | None
     mode: Mode | str
     request_id: str | None
     timeout_s: float | None
@@ -143,6 +144,7 @@ def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
         stop_token_ids=_token_ids("stop_token_ids", options.get("stop_token_ids") or ()),
         ignore_eos=bool(options.get("ignore_eos", False)),
         logit_bias=_logit_bias(options.get("logit_bias") or {}),
+        speculation=_flag("speculation", options.get("speculation")),
     )
     params.validate()
     for name, value in given.items():
@@ -153,6 +155,8 @@ def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
     sampling.stop_token_ids.extend(params.stop_token_ids)
     sampling.ignore_eos = params.ignore_eos
     sampling.logit_bias.update(params.logit_bias)
+    if params.speculation is not None:
+        sampling.speculation = params.speculation
     if params.structured_outputs is not None:
         setattr(sampling.structured_outputs, params.structured_outputs.kind, params.structured_outputs.text)
 
@@ -172,6 +176,12 @@ def _text(name: str, value: Any) -> str:
     except UnicodeEncodeError:
         raise InvalidRequest(f"{name}: has a lone surrogate, which is not valid Unicode text") from None
     return value
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise InvalidRequest(f"{name}: must be true or false, got {value!r}")
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float]) -> int | float | None:

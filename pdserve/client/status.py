@@ -45,6 +45,8 @@ class ServiceWorker:
     kv_addresses: dict[str, str]
     failing: str
     worker_restarts: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:

@@ -279,6 +279,9 @@ class EngineConfig(_Section):
     batch_invariant: bool = False
     """compute a request in the same order whatever else is in its steps, so that its tokens do not depend on the batch,
     also after a retry; slower"""
+    speculation: Literal["off", "ngram"] = "off"
+    """guess the next tokens of a request, and verify them in one step, as far as that pays. ngram: what followed the
+    last three tokens the last time, in prompt or output"""
     run_ahead: bool | None = None
     """prepare and launch the next step while the device computes the current one; default: on GPUs"""
 

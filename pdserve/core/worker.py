@@ -112,6 +112,8 @@ class WorkerLoad:
     others_prompt_tokens: int = 0
     shared_cores: tuple[SharedCores, ...] = ()
     stalled: bool = False
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     note: str = ""
 
 
@@ -126,7 +128,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     in the prefix cache, or got it from another worker's; ``prefix_fetch`` reports the latter, with the events
     PREFIX_AWAITED and PREFIX_READY. ``prompt_logprobs`` come with the same token, if they were asked for: those of each
     token of the prompt after the first. ``hand_off``, with token 1 of prefill, is what the engine wants the decode of
-    the hand-off to know (empty: nothing, because the two tell each other over a KV link).
+    the hand-off to know (empty: nothing, because the two tell each other over a KV link). ``draft_tokens`` guesses
+    were verified in the step of this token, if it is the first one of the step; ``accepted_draft_tokens`` were right.
     """
 
     token_id: int | None
@@ -138,6 +141,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     prefix_fetch: PrefixFetch | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hand_off: bytes = b""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class OutputSink(Protocol):

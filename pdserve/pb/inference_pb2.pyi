@@ -86,6 +86,7 @@ class Sampling(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    SPECULATION_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """default 128"""
     temperature: builtins.float
@@ -109,6 +110,8 @@ class Sampling(google.protobuf.message.Message):
     """with each token its log-probability and that many likeliest; absent: none"""
     prompt_logprobs: builtins.int
     """the same of the prompt's tokens, which are then computed without a cache"""
+    speculation: builtins.bool
+    """Verify guesses of the next tokens: as many as can be made, or none; absent: as many as pay."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """strings that end the text (they are not part of it)"""
@@ -142,9 +145,10 @@ class Sampling(google.protobuf.message.Message):
         logprobs: builtins.int | None = ...,
         structured_outputs: global___StructuredOutputs | None = ...,
         prompt_logprobs: builtins.int | None = ...,
+        speculation: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculation", b"_speculation", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculation", b"speculation", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculation", b"_speculation", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -161,6 +165,8 @@ class Sampling(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_speculation", b"_speculation"]) -> typing.Literal["speculation"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
     @typing.overload
@@ -591,6 +597,8 @@ class Completion(google.protobuf.message.Message):
     PREFIX_FETCH_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     FAILURES_FIELD_NUMBER: builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     text: builtins.str
     """the whole text, stop strings trimmed"""
@@ -607,6 +615,10 @@ class Completion(google.protobuf.message.Message):
     """Tokens of the prompt whose KV was in the cache of the worker that ran it, or was fetched from another's, hence
     not computed.
     """
+    draft_tokens: builtins.int
+    """guesses of next tokens that steps verified"""
+    accepted_draft_tokens: builtins.int
+    """of these were right"""
     @property
     def transfer(self) -> global___Transfer: ...
     @property
@@ -662,9 +674,11 @@ class Completion(google.protobuf.message.Message):
         prefix_fetch: global___PrefixFetch | None = ...,
         prompt_logprobs: collections.abc.Iterable[global___Token] | None = ...,
         failures: collections.abc.Iterable[global___FailedAttempt] | None = ...,
+        draft_tokens: builtins.int = ...,
+        accepted_draft_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prefix_fetch", b"prefix_fetch", "transfer", b"transfer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "events", b"events", "failures", b"failures", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "placements", b"placements", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "prefix_fetch", b"prefix_fetch", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "draft_tokens", b"draft_tokens", "events", b"events", "failures", b"failures", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "placements", b"placements", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "prefix_fetch", b"prefix_fetch", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
 
 global___Completion = Completion
 
@@ -741,6 +755,8 @@ class WorkerStatus(google.protobuf.message.Message):
     FAILING_FIELD_NUMBER: builtins.int
     KV_ADDRESSES_FIELD_NUMBER: builtins.int
     WORKER_RESTARTS_FIELD_NUMBER: builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
@@ -773,6 +789,9 @@ class WorkerStatus(google.protobuf.message.Message):
     """why it gets no request, or only one as a probe: it failed the last ones; empty otherwise"""
     worker_restarts: builtins.int
     """how often its process was replaced, as far as the gateway has seen it"""
+    draft_tokens: builtins.int
+    """Guesses of next tokens that the engine has verified since its start, and those that were right."""
+    accepted_draft_tokens: builtins.int
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """that it listens with"""
@@ -819,8 +838,10 @@ class WorkerStatus(google.protobuf.message.Message):
         failing: builtins.str = ...,
         kv_addresses: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         worker_restarts: builtins.int = ...,
+        draft_tokens: builtins.int = ...,
+        accepted_draft_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id", "worker_restarts", b"worker_restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "draft_tokens", b"draft_tokens", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pdserve import AsyncClient, Client, Token
+from pdserve import AsyncClient, Client, InvalidRequest, Token
 from pdserve.client.status import ServiceStatus
 from pdserve.core.prefix_digests import PrefixDigests, keyed_salt
 from pdserve.pb import inference_pb2 as pb
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, folder: Path) -> Iterator[LocalCluster]:
-    engine = {"block_size": BLOCK, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64}
+    engine = {"block_size": BLOCK, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64, "speculation": "ngram"}
     offload = {"offload_folder": str(folder), "offload_disk_mb": 64}
     settings = {"model": {"path": str(model), "dtype": "float32"}, "engine": {**engine, **offload}}
     with local_cluster({**settings, "router": {"heartbeat_s": 0.2}}) as started:
@@ -97,6 +97,28 @@ def test_same_tokens_whichever_way(model: Path, client: Client) -> None:
     assert (one.kv_bytes, one.kv_bytes_expected, one.ttft_decode_ms) == (0, 0, None)
 
 
+@pytest.mark.parametrize("mode", ["pd", "colocated"])
+def test_guesses_change_no_token(model: Path, client: Client, mode: str) -> None:
+    drawn: dict[str, Any] = {"temperature": 0.9, "seed": 5, "logprobs": 2}
+    for sampling in ({}, drawn):
+        plain, guessed = (
+            client.generate(PROMPT, max_tokens=60, mode=mode, speculation=wanted, **sampling).result()
+            for wanted in (False, True)
+        )
+        assert guessed.token_ids == plain.token_ids
+        assert [token.logprob is None for token in guessed.tokens] == [not sampling] * 60
+        assert plain.draft_tokens == 0
+        assert 0 <= guessed.accepted_draft_tokens <= guessed.draft_tokens
+        if not sampling:
+            assert guessed.token_ids == tuple(greedy_tokens(model, PROMPT, 60))
+            assert guessed.draft_tokens > 0  # `PROMPT` repeats, and so do greedy tokens of a random model
+    status = client.status()
+    worker = next(each for each in status.workers if each.worker_id == guessed.decode_worker)
+    assert worker.draft_tokens >= guessed.draft_tokens
+    with pytest.raises(InvalidRequest, match=r"^speculation: with penalties"):
+        client.generate(PROMPT, speculation=True, repetition_penalty=1.2)
+
+
 def test_a_kv_cache_in_fp8(model: Path) -> None:
     """A quarter of the bytes of float32, and the same tokens whichever way."""
     shape = SHAPES[model.name]
@@ -106,6 +128,8 @@ def test_a_kv_cache_in_fp8(model: Path) -> None:
     with local_cluster({"model": {"path": str(model), "dtype": "float32"}, "engine": engine}) as cluster:
         with Client(cluster.target) as client:
             assert client.status().kv_bytes_per_token == token_bytes
+            with pytest.raises(InvalidRequest, match=r"^speculation: this service has none"):
+                client.generate(PROMPT, speculation=True).result()
             prompt = prompt_of(5 * BLOCK + 3, 1)
             apart, together = (
                 client.generate(prompt, max_tokens=TOKENS, mode=mode).result() for mode in ("pd", "colocated")

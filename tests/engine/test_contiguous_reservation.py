@@ -28,7 +28,7 @@ def step(engine: ContiguousReservation, ending: str = "") -> dict[str, list[int]
     check_scheduler(engine)
     assert not output.preempted
     blocks = {part.attempt_id: list(part.block_ids) for part in output.seqs}
-    tokens = {p.attempt_id: SampledToken(EOS if p.attempt_id in ending else 2) for p in output.seqs if p.sample}
+    tokens = {p.attempt_id: [SampledToken(EOS if p.attempt_id in ending else 2)] for p in output.seqs if p.sample}
     engine.update(output, tokens, 0.0)
     check_scheduler(engine)
     return blocks

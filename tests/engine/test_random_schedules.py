@@ -3,6 +3,8 @@ cut, found in the cache, preempted or outlived by aborted ones, its tokens are t
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +16,9 @@ from contract.engine import Abort, KVRole, Submit, TokenOut
 from engine.model.runner import ModelRunner
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.speculation import Drafter
 from pdserve.core.clock import MonotonicClock
+from pdserve.core.request import Request
 from tests.engine.harness import BLOCK, make_core, make_runner, submit
 from tests.engine.integrity import check_scheduler
 from tests.random_models import save_random_model
@@ -104,10 +108,11 @@ def run(
     plans: list[Plan],
     kind: type[Scheduler] = Scheduler,
     run_ahead: bool = False,
+    drafter: Callable[[Request], Drafter] | None = None,
 ) -> tuple[dict[str, Told], Scheduler]:
     """What the requests of ``plans`` are told, and the scheduler as they leave it. Logprobs of other batches differ in
     their last bits."""
-    scheduler = kind(config, MonotonicClock())
+    scheduler = kind(config, MonotonicClock(), None, drafter)
     core, outbox = make_core(runner, scheduler, run_ahead)
     last_tick = max(plan.tick + (plan.aborted_after or 0) for plan in plans)
     for tick in range(MAX_STEPS):
@@ -135,8 +140,10 @@ def _told(token: TokenOut) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module", params=["gqa", "mistral_window"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """A runner in float32; nothing resets its pool between schedules, so stale blocks are everywhere."""
-    return make_runner(save_random_model(tmp_path_factory.mktemp("model"), request.param), POOL_BLOCKS)
+    """A runner in float32; nothing resets its pool between schedules, so stale blocks are everywhere. One of the two is
+    batch invariant: without that, a draw next to the border between two tokens may become the other one."""
+    folder = save_random_model(tmp_path_factory.mktemp("model"), request.param)
+    return make_runner(folder, POOL_BLOCKS, batch_invariant=request.param == "gqa")
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +152,21 @@ def lone_runs(runner: ModelRunner) -> dict[Plan, Told]:
     return {}
 
 
+class Guesses:
+    """Guesses the tokens of a request, of which so large a share is right."""
+
+    def __init__(self, answer: Told, request: Request, right: float) -> None:
+        self._tokens = [*request.token_ids, *(token[0] for token in answer)]
+        self._right, self._draw = right, random.Random(request.attempt_id)
+
+    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`."""
+        coming = self._tokens[len(token_ids) : len(token_ids) + most]
+        return [token if self._draw.random() < self._right else 300 for token in coming]
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(config=CONFIGS, plans=PLANS, kind=KINDS, run_ahead=st.booleans())
+@given(config=CONFIGS, plans=PLANS, kind=KINDS, run_ahead=st.booleans(), right=st.sampled_from([None, 1.0, 0.7]))
 def test_tokens_are_those_of_the_lone_run(
     runner: ModelRunner,
     lone_runs: dict[Plan, Told],
@@ -154,13 +174,19 @@ def test_tokens_are_those_of_the_lone_run(
     plans: list[Plan],
     kind: type[Scheduler],
     run_ahead: bool,
+    right: float | None,
 ) -> None:
-    told, scheduler = run(runner, config, plans, kind, run_ahead)
-    assert scheduler.blocks.free_blocks == config.num_blocks
-    for i, plan in enumerate(plans):
-        alone = replace(plan, tick=0, salt="", aborted_after=None)
+    each = [replace(plan, tick=0, salt="", aborted_after=None) for plan in plans]
+    for alone in each:
         if alone not in lone_runs:
             lone_runs[alone] = run(runner, LONE, [alone])[0]["0"]
+
+    def drafter(request: Request) -> Guesses:
+        return Guesses(lone_runs[each[int(request.attempt_id)]], request, right or 0.0)
+
+    told, scheduler = run(runner, config, plans, kind, run_ahead, None if right is None else drafter)
+    assert scheduler.blocks.free_blocks == config.num_blocks
+    for i, (plan, alone) in enumerate(zip(plans, each, strict=True)):
         mine, expected = told.get(str(i), []), lone_runs[alone]
         assert mine == (expected if plan.aborted_after is None else expected[: len(mine)])
 
@@ -176,6 +202,10 @@ def test_schedules_like_these_do_preempt_share_and_end_early(runner: ModelRunner
     assert load.prompt_tokens_cached > 0
     assert {tokens[-1][1] for tokens in told.values()} == {"stop", "length"}
     assert any(token[2] is not None for tokens in told.values() for token in tokens)
+    guessed = run(runner, config, plans, run_ahead=run_ahead, drafter=lambda r: Guesses(told[r.attempt_id], r, 0.7))
+    assert guessed[0] == told
+    drafts, accepted = guessed[1].load().draft_tokens, guessed[1].load().accepted_draft_tokens
+    assert 0 < accepted < drafts
 
 
 @pytest.mark.parametrize("left_behind", [float("nan"), float("inf")])

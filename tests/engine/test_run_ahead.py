@@ -61,7 +61,7 @@ class RecordedStep:
         self.recorder.calls.append(f"tokens {self.number}")
         clock = self.recorder.clock
         clock.advance(max(0.0, self.done_s - clock.now()))
-        return {seq.attempt_id: SampledToken(1) for seq in self.seqs if seq.sample}
+        return {seq.attempt_id: [SampledToken(1)] for seq in self.seqs if seq.sample}
 
 
 class Telling(KVConnector):

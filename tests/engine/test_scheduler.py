@@ -69,7 +69,7 @@ class Rig:
         if not output.seqs:
             return Step(self.clock.now(), output.started_s)
         sampled_token = SampledToken(self.next_token if token is None else token)
-        sampled = {part.attempt_id: sampled_token for part in output.seqs if part.sample}
+        sampled = {part.attempt_id: [sampled_token] for part in output.seqs if part.sample}
         self.next_token += 1
         self._events += self.scheduler.connector.take_events()
         step = self.scheduler.update(output, sampled, self.clock.now())

@@ -60,10 +60,11 @@ def test_every_kind_of_sampling_is_read(tokenizer: Tokenizer) -> None:
         "stop_token_ids": (9, 3), "min_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": -2.0, "logprobs": 0,
         "frequency_penalty": 2.0, "logit_bias": {4: -100.0}, "prompt_logprobs": 2,
     }  # fmt: skip
-    assert {*given, "structured_outputs"} == set(pb.Sampling.DESCRIPTOR.fields_by_name)
+    assert {*given, "structured_outputs", "speculation"} == set(pb.Sampling.DESCRIPTOR.fields_by_name)
     twice = {**given, "stop_token_ids": [9, 3, 9, 9, 3]}
     assert read_sampling(submission(sampling=pb.Sampling(**twice)), tokenizer) == SamplingParams(**given)
     structure = pb.Sampling(structured_outputs=pb.StructuredOutputs(regex="a"))
+    assert read_sampling(submission(sampling=pb.Sampling(speculation=False)), tokenizer).speculation is False
     found = read_sampling(submission(sampling=structure), tokenizer).structured_outputs
     assert found == StructuredOutputs("regex", "a")
 

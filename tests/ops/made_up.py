@@ -53,6 +53,8 @@ def made_up(
         kv_blocks_sent=blocks,
         kv_blocks_skipped=0,
         prefill_cached_tokens=0,
+        draft_tokens=0,
+        accepted_draft_tokens=0,
         transfer=TransferDetails(
             export_ms=0.5,
             wire_ms=2.0,

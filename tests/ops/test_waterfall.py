@@ -105,6 +105,12 @@ def test_what_prefix_caches_saved() -> None:
     assert found.to_dict()["prefill_cached_tokens"] == 64
 
 
+def test_what_speculation_guessed() -> None:
+    assert "speculation" not in printed(waterfall(made_up(70)))
+    told = printed(waterfall(replace(made_up(70), draft_tokens=64, accepted_draft_tokens=40)))
+    assert "speculation: 40 of 64 guessed tokens right" in told
+
+
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1_234_567, "1.2 MB"), (5e15, "5000.0 TB")])
 def test_human_bytes(count: float, text: str) -> None:
     assert human_bytes(count) == text

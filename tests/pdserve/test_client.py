@@ -42,7 +42,7 @@ STATUSES = [
 ISSUE_KEYS = [
     *("request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport"),
     *("block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped"),
-    *("prefill_cached_tokens", "prefix_fetch"),
+    *("prefill_cached_tokens", "draft_tokens", "accepted_draft_tokens", "prefix_fetch"),
     *("ttft_ms", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms", "transfer"),
     *("prompt_tokens", "attempts", "placements", "failures", "resumes"),
     *("tpot_ms", "total_ms", "tokens", "events", "clocks"),

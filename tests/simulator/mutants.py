@@ -249,6 +249,30 @@ MUTANTS = (
         "        num_full = seq.num_computed_tokens // self.config.block_size\n        if num_full",
         "        num_full = -(-seq.num_computed_tokens // self.config.block_size)\n        if num_full",
     ),
+    Mutant(
+        "a token counts that follows a wrong guess",
+        "engine/scheduling/scheduler.py",
+        "            if reason is not None or seq.token_ids[-1] != draft:\n",
+        "            if reason is not None:\n",
+    ),
+    Mutant(
+        "the KV of wrong guesses counts",
+        "engine/scheduling/scheduler.py",
+        "            num_tokens = len(part.token_ids) - part.num_drafts\n            any_ended",
+        "            num_tokens = len(part.token_ids)\n            any_ended",
+    ),
+    Mutant(
+        "a request is computed ahead while its guesses are verified",
+        "engine/scheduling/scheduler.py",
+        "                speculation.waits = True  # where",
+        "                pass  # where",
+    ),
+    Mutant(
+        "guesses are written beyond a request's blocks",
+        "engine/scheduling/scheduler.py",
+        "        return min(wanted, len(seq.block_ids) * self.config.block_size - computed)\n",
+        "        return wanted\n",
+    ),
 )
 
 

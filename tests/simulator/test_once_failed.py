@@ -104,4 +104,4 @@ def test_nothing_of_a_world_is_kept() -> None:
     """A client's stream that had ended kept its call, and so all that the call refers to, until the stream was freed;
     here the call refers to the stream, and a thousand seeds kept 200 MB."""
     simulate(Plan.draw(41029))
-    assert not [each for each in gc.get_objects() if isinstance(each, WorldLoop)]
+    assert not [each for each in gc.get_objects() if type(each) is WorldLoop]

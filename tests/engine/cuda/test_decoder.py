@@ -186,7 +186,7 @@ def test_logits_of_fp8_products(
 
 
 def _logprobs(runner: ModelRunner, step: Sequence[ScheduledSeq]) -> torch.Tensor:
-    (sampled,) = runner.execute(step).values()
+    ((sampled,),) = runner.execute(step).values()
     assert sampled.logprobs is not None
     return torch.tensor([logprob for _, logprob in sorted(sampled.logprobs.top)])
 

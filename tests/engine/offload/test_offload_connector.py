@@ -79,7 +79,7 @@ class Engine:
             assert [self.memory.content[block] for block in part.block_ids[:before]] == list(digests[:before])
             for index in range(before, -(-part.end // SIZE)):
                 self.memory.content[part.block_ids[index]] = digests[index] if index < part.end // SIZE else b""
-        sampled = {part.attempt_id: SampledToken(7) for part in output.seqs if part.sample}
+        sampled = {part.attempt_id: [SampledToken(7)] for part in output.seqs if part.sample}
         for token in self.scheduler.update(output, sampled, 0.0).tokens:
             self.cached.setdefault(token.attempt_id, token.cached_tokens)
         check_scheduler(self.scheduler)

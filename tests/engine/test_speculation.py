@@ -1,0 +1,220 @@
+"""What guesses the next tokens, how many guesses a step verifies, and that they change no token and no distribution."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from contract.engine import KVRole, Submit
+from engine.core import ComputedStep, EngineCore
+from engine.model.sampler import sample
+from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.speculation import MAX_DRAFTS, MAX_LOOKBACK, NgramDrafter, RowCost, Speculation
+from pdserve.core.clock import FakeClock, MonotonicClock
+from tests.engine.harness import BLOCK, Outbox, make_core, submit
+
+CONFIG = SchedulerConfig(512, 16, 4096, BLOCK, 2048, prefix_caching=False)
+
+
+def ngrams(*prompt: int) -> NgramDrafter:
+    return NgramDrafter(submit("r", KVRole.LOCAL, prompt, 8).request)
+
+
+def test_ngrams_guess_what_followed_the_last_time() -> None:
+    text = [1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 8, 9, 1, 2, 3]
+    assert ngrams(*text).propose(text, 3) == [7, 8, 9]
+    assert ngrams(*text).propose(text, 1) == [7]
+    assert ngrams(*text).propose(text, 0) == []
+    assert ngrams(1, 2, 3, 4, 5).propose([1, 2, 3, 4, 5], 3) == []
+    assert ngrams(1, 2).propose([1, 2], 3) == []
+
+
+def test_ngrams_learn_from_the_output() -> None:
+    drafter, text = ngrams(1, 2, 3), [1, 2, 3]
+    for token, guess in ((4, []), (1, []), (2, []), (3, []), (4, [4, 1, 2])):
+        assert drafter.propose(text, 3) == guess
+        text.append(token)
+
+
+def test_what_repeats_is_guessed_beyond_its_end() -> None:
+    assert ngrams(7, 7, 7, 7).propose([7] * 4, 5) == [7] * 5
+    text = [1, 2, 3, 4, 1, 2, 3]
+    assert ngrams(*text).propose(text, 6) == [4, 1, 2, 3, 4, 1]
+
+
+def test_ngrams_search_the_end_of_a_long_prompt() -> None:
+    text = [1, 2, 3, *[0] * MAX_LOOKBACK, 5, 6, 8, 1, 2, 3]
+    assert ngrams(*text).propose(text, 2) == []
+    assert ngrams(*text).propose([*text, 5, 6, 8], 2) == [1, 2]
+
+
+def test_row_cost_is_the_slope_of_step_times() -> None:
+    cost = RowCost()
+    assert cost.share(1) == 0.0
+    for rows in (1, 4, 9, 1, 2):
+        cost.observe(rows, 0.010 + 0.002 * rows)
+    assert cost.share(1) == pytest.approx(2 / 12)
+    assert cost.share(5) == pytest.approx(2 / 20)
+    for _ in range(2000):
+        cost.observe(3, 0.016)
+    assert cost.share(3) == 0.0  # what was learnt long ago is tried again
+
+
+def test_acceptance_follows_the_guesses() -> None:
+    speculation = Speculation(NgramDrafter(submit("r", KVRole.LOCAL, [1], 8).request), always=False)
+    assert speculation.acceptance == 0.5
+    for _ in range(40):
+        speculation.observe(3, 3, 0.0)
+    assert speculation.acceptance > 0.98
+    assert speculation.gain(2, 0.5) > 0.9
+    for _ in range(40):
+        speculation.observe(0, 5, 0.0)
+    assert speculation.acceptance < 0.02
+    assert speculation.gain(1, 0.5) == 0.0
+
+
+class Repeating:
+    """A runner whose steps take ``step_s(rows)``, and whose tokens repeat a period of four."""
+
+    def __init__(self, clock: FakeClock, fixed_s: float, row_s: float) -> None:
+        self._clock, self._fixed_s, self._row_s = clock, fixed_s, row_s
+        self.drafts: list[int] = []
+
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
+        """See `engine.core.Runner`."""
+        rows = sum(len(seq.token_ids) for seq in seqs)
+        self._clock.advance(self._fixed_s + self._row_s * rows)
+        self.drafts.append(sum(seq.num_drafts for seq in seqs))
+        return ComputedStep(
+            {
+                seq.attempt_id: [SampledToken(place % 4) for place in range(seq.end - seq.num_drafts, seq.end + 1)]
+                for seq in seqs
+                if seq.sample
+            }
+        )
+
+
+def repeat(fixed_s: float, row_s: float, num_requests: int, **sampling: Any) -> tuple[float, list[int], Outbox]:
+    """Tokens per second, drafts of each step, and what was told."""
+    clock = FakeClock()
+    runner, outbox = Repeating(clock, fixed_s, row_s), Outbox()
+    core = EngineCore(Scheduler(CONFIG, clock, None, NgramDrafter), runner, clock, outbox)
+    for number in range(num_requests):
+        core.take(submit(str(number), KVRole.LOCAL, [0], 200, ignore_eos=True, **sampling))
+    while core.step():
+        pass
+    told = sum(map(len, outbox.tokens.values()))
+    assert told == 200 * num_requests
+    return told / clock.now(), runner.drafts, outbox
+
+
+@pytest.mark.parametrize("num_requests", [1, 16])
+def test_drafts_are_verified_while_rows_are_cheap(num_requests: int) -> None:
+    plain, none, _ = repeat(0.010, 0.00001, num_requests, speculation=False)
+    speculating, drafts, outbox = repeat(0.010, 0.00001, num_requests)
+    assert not any(none)
+    assert max(drafts) == num_requests * MAX_DRAFTS
+    assert speculating > 4 * plain
+    assert sum(token.accepted_draft_tokens for token in outbox.tokens["0"]) == 200 - len(drafts)  # one more per step
+
+
+@pytest.mark.parametrize("num_requests", [1, 16])
+def test_drafts_are_left_out_where_rows_cost_as_much_as_steps(num_requests: int) -> None:
+    """But for those from which this is learnt, and those of requests that insist."""
+    plain, _, _ = repeat(0.0, 0.010, num_requests, speculation=False)
+    speculating, drafts, _ = repeat(0.0, 0.010, num_requests)
+    assert speculating > 0.97 * plain
+    assert sum(map(bool, drafts)) < 8
+    assert sum(map(bool, repeat(0.0, 0.010, num_requests, speculation=True)[1])) > 20
+
+
+def test_drafts_take_no_block_from_others() -> None:
+    """They have what is free beyond the watermark, and the budget that prompts leave."""
+    clock = FakeClock()
+    runner, outbox = Repeating(clock, 0.010, 0.0), Outbox()
+    config = SchedulerConfig(64, 4, 1024, BLOCK, 12, prefix_caching=False)
+    scheduler = Scheduler(config, clock, None, NgramDrafter)
+    core = EngineCore(scheduler, runner, clock, outbox)
+    for name in "ab":
+        core.take(submit(name, KVRole.LOCAL, [0], 48 - 1, ignore_eos=True))
+    while core.step():
+        assert scheduler.load().preemptions == 0
+    assert {name: len(tokens) for name, tokens in outbox.tokens.items()} == {"a": 47, "b": 47}
+    assert scheduler.blocks.free_blocks == 12
+
+
+def test_who_insists_is_refused_where_nothing_guesses() -> None:
+    scheduler = Scheduler(CONFIG, FakeClock())
+    core, outbox = make_core(Repeating(FakeClock(), 0.0, 0.0), scheduler)
+    core.take(submit("r", KVRole.LOCAL, [1], 2, speculation=True))
+    core.step()
+    assert "speculation: this service has none" in outbox.rejected["r"]
+
+
+class Drawing:
+    """A runner that draws from one distribution, by the real sampler, and puts the token 3 in place of others, so often
+    that it is ``bias`` more likely."""
+
+    def __init__(self, probabilities: Sequence[float], bias: float) -> None:
+        self._logits = torch.tensor(probabilities).log()
+        self._every = round((1 - probabilities[3]) / bias) if bias else 0
+        self._count = 0
+
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
+        """See `engine.core.Runner`."""
+        rows = [(seq, place) for seq in seqs for place in range(seq.end - seq.num_drafts, seq.end + 1)]
+        logits = self._logits.expand(len(rows), -1)
+        tokens = sample(logits, [seq.params for seq, _ in rows], [place for _, place in rows])
+        drawn: dict[str, list[SampledToken]] = {}
+        for (seq, _), token in zip(rows, tokens, strict=True):
+            self._count += 1
+            biased = self._every and self._count % self._every == 0
+            drawn.setdefault(seq.attempt_id, []).append(SampledToken(3) if biased else token)
+        return ComputedStep(drawn)
+
+
+class Threes:
+    """Guesses that all tokens are 3."""
+
+    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`."""
+        return [3] * most
+
+
+PROBABILITIES = (0.05, 0.25, 0.1, 0.4, 0.2)
+
+
+def deviation(bias: float, drafts: bool) -> float:
+    """By how many standard deviations the least likely count of a token misses what is expected of its draws."""
+    config = SchedulerConfig(2048, 256, 64, BLOCK, 2048, prefix_caching=False)
+    scheduler = Scheduler(config, MonotonicClock(), None, lambda _: Threes())
+    core, outbox = make_core(Drawing(PROBABILITIES, bias), scheduler)
+    for number in range(8_000):
+        core.take(drawn(number, drafts))
+    while core.step():
+        pass
+    counts = Counter(token for tokens in outbox.token_ids.values() for token in tokens[1:])  # the first are no drafts
+    total = counts.total()
+    assert total == 8_000 * 9
+    assert (scheduler.load().accepted_draft_tokens > total / 5) == drafts
+    return max(abs(counts[token] - total * p) / math.sqrt(total * p * (1 - p)) for token, p in enumerate(PROBABILITIES))
+
+
+def drawn(number: int, drafts: bool) -> Submit:
+    """A request for sampled tokens."""
+    return submit(str(number), KVRole.LOCAL, [1], 10, temperature=1.0, seed=number, ignore_eos=True, speculation=drafts)
+
+
+def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
+    assert deviation(0.0, drafts=True) < 4
+    assert deviation(0.0, drafts=False) < 4
+
+
+def test_a_bias_of_one_percent_would_be_seen() -> None:
+    assert deviation(0.01, drafts=True) > 5
