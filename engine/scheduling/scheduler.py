@@ -166,6 +166,7 @@ class Scheduler:
         self.config = config
         self._drafter = drafter
         self._row_cost = RowCost()
+        self._tries_drafts = False
         self.connector = connector or KVConnector(clock)
         self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
@@ -367,7 +368,7 @@ class Scheduler:
         self._updated_s = sampled_s
         step = Step(sampled_s, started_s)
         any_ended, block_size = False, self.config.block_size
-        draft_cost = 0.0 if self._drafter is None else self._draft_cost(output.seqs, sampled_s - started_s)
+        draft_cost = None if self._drafter is None else self._learn_cost(output.seqs, sampled_s - started_s)
         for part, seq in zip(output.seqs, seqs, strict=True):
             num_tokens = len(part.token_ids) - part.num_drafts
             any_ended |= self._take_back(part, seq)
@@ -661,6 +662,7 @@ class Scheduler:
             most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
             if most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1:
                 candidates.append((seq, speculation, speculation.drafter.propose(seq.token_ids, most)))
+        self._tries_drafts = not self._tries_drafts
         rows = sum(num_tokens for _, num_tokens in parts)
         expected = float(sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts))
         lengths: dict[Sequence, int] = {}
@@ -668,7 +670,7 @@ class Scheduler:
             for seq, speculation, guess in candidates:
                 if not left or len(guess) < depth or lengths.get(seq, 0) < depth - 1:
                     continue
-                if gain := speculation.gain(depth, expected * self._row_cost.share(rows)):
+                if gain := speculation.gain(depth, self._draft_cost(rows, expected)):
                     lengths[seq] = depth
                     rows, expected, left = rows + 1, expected + gain, left - 1
         drafts: dict[Sequence, list[int]] = {}
@@ -696,7 +698,7 @@ class Scheduler:
         reason: FinishReason | None,
         after: Seq[SampledToken],
         step: Step,
-        draft_cost: float,
+        draft_cost: float | None,
     ) -> FinishReason | None:
         """Add the tokens ``after`` accepted drafts to ``seq`` and to ``step``, whose last token is the one before them.
         ``reason`` is its finish reason; returns that of the last token."""
@@ -721,12 +723,19 @@ class Scheduler:
         )
         return reason
 
-    def _draft_cost(self, parts: list[ScheduledSeq], step_s: float) -> float:
-        """The tokens that a draft cost in a step of ``parts``, which took ``step_s``."""
+    def _draft_cost(self, rows: int, tokens: float) -> float | None:
+        """The tokens that a step of ``rows``, which makes ``tokens``, makes in the time that a draft takes. As long as
+        that is unknown, every second step has drafts as if they cost nothing, and the others (None) have none."""
+        if (share := self._row_cost.share(rows)) is None:
+            return 0.0 if self._tries_drafts else None
+        return tokens * share
+
+    def _learn_cost(self, parts: list[ScheduledSeq], step_s: float) -> float | None:
+        """Note the time of a step of ``parts``, and return what a draft costs in one like it."""
         rows = sum(len(part.token_ids) for part in parts)
         if all(len(part.token_ids) == part.num_drafts + 1 for part in parts):
             self._row_cost.observe(rows, step_s)
-        return len(parts) * self._row_cost.share(rows)
+        return self._draft_cost(rows, len(parts))
 
     def _launch(
         self,

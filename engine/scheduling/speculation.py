@@ -24,7 +24,6 @@ _MEMORY = 0.9
 """The weight of a guess in the next one's estimate, so that some ten guesses count."""
 _STEP_MEMORY = 0.98
 _LEAST_VARIANCE = 1e-3
-_LEAST_STEPS = 3.0
 
 
 class Drafter(Protocol):
@@ -68,19 +67,19 @@ class Speculation:
         """The estimated probability that a guess is right, above 0 and below 1."""
         return self._right / self._guesses
 
-    def gain(self, depth: int, cost: float) -> float:
-        """The tokens that draft number ``depth`` is expected to add, or 0 if this is no more than ``cost``, what the
-        other requests' tokens lose by it."""
+    def gain(self, depth: int, cost: float | None) -> float:
+        """The tokens that draft number ``depth`` is expected to add; 0 if it does not pay: if a step makes as many in
+        the time that it takes, ``cost`` (None: that is unknown)."""
         expected = self.acceptance**depth
-        return expected if self._always or expected > cost else 0.0
+        return expected if self._always or (cost is not None and expected > cost) else 0.0
 
-    def observe(self, accepted: int, drafts: int, cost: float) -> None:
+    def observe(self, accepted: int, drafts: int, cost: float | None) -> None:
         """Note that the first ``accepted`` of ``drafts`` guesses were right, and what a draft costs now."""
         for right in islice((*(1.0,) * accepted, 0.0), drafts):
             self._right, self._guesses = self._right * _MEMORY + right, self._guesses * _MEMORY + 1.0
         self.waits = accepted > 0 and self.gain(1, cost) > 0.0
 
-    def observe_next(self, token_ids: Seq[int], token_id: int, cost: float) -> None:
+    def observe_next(self, token_ids: Seq[int], token_id: int, cost: float | None) -> None:
         """`observe` whether the guess after ``token_ids``, which no step has verified, would have been right."""
         guess = self.drafter.propose(token_ids, 1)
         self.observe(int(guess == [token_id]), len(guess), cost)
@@ -101,15 +100,15 @@ class RowCost:
         self._rows_rows = self._rows_rows * _STEP_MEMORY + rows * rows
         self._rows_seconds = self._rows_seconds * _STEP_MEMORY + rows * seconds
 
-    def share(self, rows: int) -> float:
-        """How much longer one more row makes a step of ``rows``, as a share of its time. 0 if steps do not tell: they
-        all had the same number of rows."""
-        if self._weight < _LEAST_STEPS:
-            return 0.0
+    def share(self, rows: int) -> float | None:
+        """How much longer one more row makes a step of ``rows``, as a share of its time. None if it is not known,
+        because the last steps all had the same number of rows."""
+        if not self._weight:
+            return None
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
         variance = self._rows_rows / self._weight - mean_rows * mean_rows
         if variance < _LEAST_VARIANCE:
-            return 0.0
+            return None
         slope = max(0.0, (self._rows_seconds / self._weight - mean_rows * mean_s) / variance)
         step_s = max(mean_s + slope * (rows - mean_rows), slope * rows)
         return slope / step_s if step_s > 0.0 else 0.0
