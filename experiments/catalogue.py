@@ -16,6 +16,7 @@ from experiments.prefix import Prefix
 from experiments.primer import Primer
 from experiments.routing import Routing
 from experiments.run_folder import RunFolder
+from experiments.speculation import Speculation
 from experiments.sweep import Sweep
 from experiments.transport import Transport
 from pdserve.core import plugins
@@ -30,6 +31,7 @@ _OWN: tuple[type[Experiment], ...] = (
     Interference,
     ChunkedPrefill,
     Batching,
+    Speculation,
     Transport,
     LinkSweep,
 )

@@ -1,7 +1,8 @@
 """Attention on CPUs, in tiles: the keys and values of a tile are copied from their pages into a scratch buffer.
 
 Decodes of similar context share a tile of at most `TILE_BYTES`, which stays in the CPU's cache, so that the KV cache
-crosses the memory bus once per step. A larger context of one sequence is still one tile.
+crosses the memory bus once per step. A larger context of one sequence is still one tile. Those of a tile have equally
+many rows: one, and one for each draft.
 
 The context of a prompt chunk is one tile. The queries of the chunk are processed in strips, so that no strip computes
 scores for keys it cannot see. Query heads that share a KV head are rows of one product.
@@ -33,8 +34,8 @@ decode tiles, ``[rows, columns]`` in strips."""
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows ``begin`` to ``end`` of the step, all decodes or a strip of a chunk. They see columns ``first`` to ``last``
-    of their tile; ``masks`` hide some columns from some rows."""
+    """Rows ``begin`` to ``end`` of the step, all of decodes or a strip of a chunk. They see columns ``first`` to
+    ``last`` of their tile; ``masks`` hide some columns from some rows."""
 
     begin: int
     end: int
@@ -47,10 +48,9 @@ class _Rows:
 class _Tile:
     """Decodes, padded to the same number of blocks, or a prompt chunk in strips."""
 
-    pages: (
-        torch.Tensor
-    )  # of all contexts: [2 * rows * kv_heads * blocks] of decodes, [2 * kv_heads * blocks] of a chunk
+    pages: torch.Tensor  # of all contexts: [2 * seqs * kv_heads * blocks]
     rows: list[_Rows]
+    seqs: int = 1
 
 
 class _Scratch:
@@ -100,9 +100,10 @@ class CPUAttention(Attention):
 
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
         self.clear_unfilled(seqs)
-        decodes = [s for s in seqs if len(s.token_ids) == 1]
+        decodes = [s for s in seqs if s.decodes]
+        chunks, row = seqs[len(decodes) :], sum(len(s.token_ids) for s in decodes)
         plans = {
-            window: (self._decode_tiles(decodes, window), self._chunk_tiles(seqs[len(decodes) :], len(decodes), window))
+            window: (self._decode_tiles(decodes, window), self._chunk_tiles(chunks, row, window))
             for window in self.windows
         }
         return _CPUStep(self, self.slots(seqs), plans)
@@ -132,9 +133,9 @@ class CPUAttention(Attention):
     def _decode_tiles(self, seqs: Sequence[ScheduledSeq], window: int | None) -> list[_Tile]:
         size = self.block_size
         block_bytes = 2 * self.num_kv_heads * size * self.head_dim * self._dtype.itemsize
-        spans = [(0 if window is None else max(0, s.start + 1 - window) // size, s.start // size + 1) for s in seqs]
+        spans = [(0 if window is None else max(0, s.start + 1 - window) // size, (s.end - 1) // size + 1) for s in seqs]
         tiles: list[_Tile] = []
-        begin = 0
+        begin = row = 0
         while begin < len(seqs):
             widest = narrowest = spans[begin][1] - spans[begin][0]
             end = begin + 1
@@ -143,13 +144,16 @@ class CPUAttention(Attention):
                 widest, narrowest = max(widest, blocks), min(narrowest, blocks)
                 if (end + 1 - begin) * widest * block_bytes > TILE_BYTES or widest > 2 * narrowest:
                     break
+                if seqs[end].num_drafts != seqs[begin].num_drafts:
+                    break
                 end += 1
-            tiles.append(self._decode_tile(seqs[begin:end], spans[begin:end], begin, window))
+            tiles.append(self._decode_tile(seqs[begin:end], spans[begin:end], row, window))
+            row += (end - begin) * len(seqs[begin].token_ids)
             begin = end
         return tiles
 
     def _decode_tile(
-        self, seqs: Sequence[ScheduledSeq], spans: Sequence[tuple[int, int]], begin: int, window: int | None
+        self, seqs: Sequence[ScheduledSeq], spans: Sequence[tuple[int, int]], row: int, window: int | None
     ) -> _Tile:
         size = self.block_size
         blocks = max(last - first for first, last in spans)
@@ -159,8 +163,9 @@ class CPUAttention(Attention):
         for seq, (first, last) in zip(seqs, spans, strict=True):
             mine = list(seq.block_ids[first:last])
             tables.append(mine + mine[:1] * (blocks - len(mine)))  # padded by one of its blocks, which the mask hides
-            lows.append(0 if window is None else max(0, seq.start + 1 - window) - first * size)
-            highs.append(seq.start + 1 - first * size)
+            for position in range(seq.start, seq.end):
+                lows.append(0 if window is None else max(0, position + 1 - window) - first * size)
+                highs.append(position + 1 - first * size)
         masks: list[_Mask] = []
         if max(lows):
             columns = torch.arange(max(lows))
@@ -169,7 +174,7 @@ class CPUAttention(Attention):
             columns = torch.arange(min(highs), blocks * size)
             hidden = columns >= torch.tensor(highs)[:, None]
             masks.append((min(highs), blocks * size, self.hide(hidden)[:, None]))
-        return _Tile(self.pages(tables), [_Rows(begin, begin + len(seqs), max(lows), min(highs), masks)])
+        return _Tile(self.pages(tables), [_Rows(row, row + len(lows), max(lows), min(highs), masks)], len(seqs))
 
     def _chunk_tiles(self, seqs: Sequence[ScheduledSeq], row: int, window: int | None) -> list[_Tile]:
         size = self.block_size
@@ -222,8 +227,10 @@ class CPUAttention(Attention):
         """Compute a tile of decodes into ``out``."""
         (part,) = tile.rows
         rows = part.end - part.begin
-        keys, values = self.fetch(layer, tile.pages, rows)
-        folded = query[part.begin : part.end].reshape(keys.shape[0], -1, self.head_dim)
+        keys, values = self.fetch(layer, tile.pages, tile.seqs)
+        # [seqs, rows, kv_heads, group, head_dim]. kv_heads come before rows then, as these share the keys of a head.
+        split = (tile.seqs, rows // tile.seqs, self.num_kv_heads, -1, self.head_dim)
+        folded = query[part.begin : part.end].view(split).transpose(1, 2).reshape(keys.shape[0], -1, self.head_dim)
         if rows == 1 and part.last - part.first <= SHORT_CONTEXT and self.softcap is None:
             columns = slice(part.first, part.last)
             out[part.begin] = functional.scaled_dot_product_attention(
@@ -231,10 +238,16 @@ class CPUAttention(Attention):
             ).view(-1, self.head_dim)
             return
         scores = self.scores(folded, keys, scale)
+        each = scores.view(tile.seqs, self.num_kv_heads, rows // tile.seqs, -1, keys.shape[1])
         for begin, end, hidden in part.masks:
-            scores.view(rows, -1, keys.shape[1])[:, :, begin:end].add_(hidden)
+            each[..., begin:end].add_(hidden.view(tile.seqs, 1, rows // tile.seqs, 1, -1))
         torch.softmax(scores, -1, out=scores)
-        torch.bmm(scores, values, out=out[part.begin : part.end].view(folded.shape))
+        into = out[part.begin : part.end]
+        if rows == tile.seqs:
+            torch.bmm(scores, values, out=into.view(folded.shape))
+        else:
+            attended = torch.bmm(scores, values).view(*each.shape[:-1], self.head_dim)
+            into.view(split).copy_(attended.transpose(1, 2))
 
     def chunk(self, query: torch.Tensor, layer: LayerKV, tile: _Tile, scale: float, out: torch.Tensor) -> None:
         """Compute a prompt chunk into ``out``."""

@@ -36,8 +36,9 @@ class Attention(ABC):
 
     @staticmethod
     def order(seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
-        """Return ``seqs`` in the order that `plan` requires: decodes, ordered by context, then chunks."""
-        return sorted(seqs, key=lambda s: (len(s.token_ids) > 1, s.start))
+        """Return ``seqs`` in the order that `plan` requires: decodes, by the number of their drafts, then by context,
+        and then chunks."""
+        return sorted(seqs, key=lambda s: (not s.decodes, s.num_drafts, s.start))
 
     @abstractmethod
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:

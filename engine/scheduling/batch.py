@@ -50,6 +50,11 @@ class ScheduledSeq(msgspec.Struct, frozen=True, eq=False):
         """Tokens whose KV is in the pool after the step."""
         return self.start + len(self.token_ids)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether there is only one token beside the drafts."""
+        return len(self.token_ids) == self.num_drafts + 1
+
 
 @dataclass(frozen=True, slots=True)
 class LayerHook:

@@ -20,7 +20,7 @@ from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.speculation import MAX_DRAFTS, Drafter, RowCost, Speculation
+from engine.scheduling.speculation import MAX_DRAFTS, TRIAL_COST, Drafter, RowCost, Speculation
 from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
@@ -725,9 +725,9 @@ class Scheduler:
 
     def _draft_cost(self, rows: int, tokens: float) -> float | None:
         """The tokens that a step of ``rows``, which makes ``tokens``, makes in the time that a draft takes. As long as
-        that is unknown, every second step has drafts as if they cost nothing, and the others (None) have none."""
+        that is unknown, every second step tries drafts that are likely enough, and the others (None) have none."""
         if (share := self._row_cost.share(rows)) is None:
-            return 0.0 if self._tries_drafts else None
+            return TRIAL_COST if self._tries_drafts else None
         return tokens * share
 
     def _learn_cost(self, parts: list[ScheduledSeq], step_s: float) -> float | None:

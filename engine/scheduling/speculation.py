@@ -20,6 +20,8 @@ NGRAM = 3
 """Tokens that must have occurred before. Fewer occur by chance in any text."""
 MAX_LOOKBACK = 32_768
 """Tokens before the end of a prompt that are searched: an index of them takes some 8 MB."""
+TRIAL_COST = 0.25
+"""The tokens that a draft has to be expected to add while it is not known what it costs."""
 _MEMORY = 0.9
 """The weight of a guess in the next one's estimate, so that some ten guesses count."""
 _STEP_MEMORY = 0.98

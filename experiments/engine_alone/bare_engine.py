@@ -16,6 +16,7 @@ from engine.process.build import build_engine
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.sequence import PromptLogprobs
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
+from experiments.engine_alone.guessing import Guessing
 from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
 from pdserve.core.config import EngineConfig
 from pdserve.core.sampling import SamplingParams
@@ -60,7 +61,8 @@ class BareEngine:
         self._runner = built.runner
         self._cuda = None if device == "cpu" else Cuda()
         self.ready: Ready = built.ready
-        self.chunk = built.scheduler_config.max_num_batched_tokens
+        self._config = built.scheduler_config
+        self.chunk = self._config.max_num_batched_tokens
 
     def measure_s(self, case: StepCase) -> float:
         """Seconds of a case now: of a decode step the median of several, of a whole prompt that of all its steps."""
@@ -122,6 +124,10 @@ class BareEngine:
             times.append(time.perf_counter() - started_s)
             ids.append(drawn["one"][0].token_id)
         return ids[len(prompt) :], times
+
+    def guessing(self, prompt_len: int, output_len: int) -> Guessing:
+        """What measures guesses of next tokens, in outputs of ``output_len`` after prompts of ``prompt_len``."""
+        return Guessing(self._runner, self._config, self.ready.vocab_size, prompt_len, output_len)
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The log-probability of each token of ``prompt`` after the first, in steps of ``chunk``."""

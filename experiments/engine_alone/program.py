@@ -18,7 +18,7 @@ import msgspec
 from engine.process.client import ALLOCATOR_SETTINGS
 from experiments.child_process import ChildFailed, ChildProcess, call
 from experiments.engine_alone.arithmetic import ModelArithmetic
-from experiments.engine_alone.steps import StepCase
+from experiments.engine_alone.steps import GuessCase, StepCase
 from experiments.messages import Done, Message, say
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 
@@ -33,9 +33,9 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, ``repeats`` times after a warm-up: each of ``cases``, and in each of ``arms`` (with and without
-    a KV cache) the generation of ``output_len`` tokens after ``prompt_len``. ``core``: None on a GPU. ``chunk``: most
-    tokens of a step (default: a prefill worker's budget)."""
+    """What to measure, ``repeats`` times after a warm-up: each of ``cases``, and generations of ``output_len`` tokens
+    after ``prompt_len``, in each of ``arms``: with and without a KV cache; or, of each of ``guesses``, with speculation
+    and without. ``core``: None on a GPU. ``chunk``: most tokens of a step (default: a prefill worker's budget)."""
 
     model: str
     device: str
@@ -44,6 +44,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     cases: tuple[StepCase, ...] = ()
     arms: tuple[str, ...] = ()
+    guesses: tuple[GuessCase, ...] = ()
     prompt_len: int = 0
     output_len: int = 0
     chunk: int | None = None
@@ -51,7 +52,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def measurements(self) -> int:
         """How many samples there are, those of the warm-up included."""
-        return (self.repeats + 1) * (len(self.cases) + len(self.arms))
+        return (self.repeats + 1) * (len(self.cases) + len(self.guesses or self.arms))
 
 
 class Built(Message):
@@ -77,7 +78,7 @@ class Rates(Message):
 class Sample(Message):
     """What was measured once in a ``repeat`` (-1: the warm-up). ``values`` are ``case``, the index of a case, and its
     ``time_s``; or of a generation ``arm``, the ``times_s`` of its tokens and ``token_ids`` (all arms of a repeat have
-    the same prompt)."""
+    the same prompt); or ``guess``, the index of guesses, with ``rate``, ``drafts`` and ``accepted`` by arm."""
 
     repeat: int
     values: dict[str, Any]
@@ -132,7 +133,8 @@ def _run(task: Task) -> None:
     from experiments.engine_alone.bare_engine import BareEngine, blocks_for, blocks_of
     from experiments.engine_alone.ceilings import Ceilings
 
-    num_blocks = max(blocks_of(task.cases), blocks_for(1, task.prompt_len + task.output_len))
+    batch = max((1, *(case.batch for case in task.guesses)))
+    num_blocks = max(blocks_of(task.cases), blocks_for(batch, task.prompt_len + task.output_len))
     most_seqs = max((64, *(case.batch for case in task.cases)))
     engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs, chunk=task.chunk)
     dtype = engine.ready.dtype
@@ -152,7 +154,8 @@ def _run(task: Task) -> None:
         if repeat >= 0:
             flops = [ceilings.product_flops(1, packed=packed) for packed in (False, True)]
             say(Rates(max(flops), ceilings.read_bytes_per_s(1)))
-        for values in itertools.chain(_generations(task, engine, repeat), _steps(task, engine, repeat)):
+        generations = _guesses(task, engine, repeat) if task.guesses else _generations(task, engine, repeat)
+        for values in itertools.chain(generations, _steps(task, engine, repeat)):
             say(Sample(repeat, values))
 
 
@@ -163,6 +166,13 @@ def _generations(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[s
     for arm in _order(task.arms, repeat):
         token_ids, times_s = engine.generate(prompt, tokens, cached=arm == WITH)
         yield {"arm": arm, "times_s": [round(each, 7) for each in times_s], "token_ids": token_ids}
+
+
+def _guesses(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
+    guessing = engine.guessing(task.prompt_len, task.output_len if repeat >= 0 else min(4, task.output_len))
+    for index in _order(tuple(range(len(task.guesses))), repeat):
+        arms = _order(task.arms, repeat)
+        yield {"guess": index, **guessing.measure(task.guesses[index], arms, f"{task.seed}/{repeat}/{index}")}
 
 
 def _steps(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The steps of an engine that are measured. Without torch."""
+"""The steps and generations of an engine that are measured. Without torch."""
 
 from __future__ import annotations
 
@@ -38,3 +38,24 @@ class StepCase(msgspec.Struct, frozen=True):
     def pairs(self) -> float:
         """Pairs of a computed token of them and one that it attends to."""
         return self.rows * (self.context + (self.tokens + 1) / 2)
+
+
+OFF, AUTO, ALWAYS = "off", "auto", "always"
+SPECULATION = {OFF: None, AUTO: None, ALWAYS: True}
+"""The option of requests, by arm. Without speculation there is nothing that guesses."""
+REPEATING, RANDOM = "repeating", "random"
+"""A prompt that repeats, answered greedily; and a random one, answered by random tokens."""
+
+
+class GuessCase(msgspec.Struct, frozen=True):
+    """``batch`` requests whose guesses are right with the probability ``right``; or are those of n-grams in a ``text``
+    of a kind."""
+
+    batch: int
+    right: float | None = None
+    text: str = RANDOM
+
+    @property
+    def guesses(self) -> str:
+        """What the guesses are."""
+        return f"n-grams, {self.text} text" if self.right is None else f"{self.right:.0%} right"

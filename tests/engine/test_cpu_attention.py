@@ -27,13 +27,22 @@ def _pool(num_blocks: int, block_size: int, dtype: str = "float32") -> KVPool:
     return pool
 
 
-def _seqs(lengths: Sequence[tuple[int, int]], block_size: int) -> list[ScheduledSeq]:
-    """Sequences of ``(start, rows)``, in scattered blocks."""
+def _seqs(lengths: Sequence[tuple[int, int]], block_size: int, all_drafts: bool = False) -> list[ScheduledSeq]:
+    """Sequences of ``(start, rows)``, in scattered blocks. With ``all_drafts`` those of few rows are decodes, with
+    drafts."""
     counts = [-(-(start + rows) // block_size) for start, rows in lengths]
     free = list(range(sum(counts)))
     random.Random(3).shuffle(free)
     return [
-        ScheduledSeq(str(i), [0] * rows, start, [free.pop() for _ in range(count)], True, GREEDY)
+        ScheduledSeq(
+            str(i),
+            [0] * rows,
+            start,
+            [free.pop() for _ in range(count)],
+            True,
+            GREEDY,
+            num_drafts=rows - 1 if all_drafts and rows <= 9 else 0,
+        )
         for i, ((start, rows), count) in enumerate(zip(lengths, counts, strict=True))
     ]
 
@@ -69,17 +78,19 @@ def _written_out(
         [(1100, 200)],
         [(3, 1), (200, 1), (64, 1), (63, 1), (0, 1), (500, 1)],
         [(3, 1), (90, 1), (31, 33), (0, 40), (9, 1)],
+        [(3, 2), (200, 9), (64, 9), (63, 1), (14, 4), (500, 9), (0, 40), (70, 1), (95, 2)],
     ],
     ids=str,
 )
+@pytest.mark.parametrize("all_drafts", [False, True])
 def test_what_attention_is(
-    lengths: list[tuple[int, int]], fused: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    lengths: list[tuple[int, int]], fused: bool, window: int | None, all_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     block_size = 16
     page_bytes = block_size * HEAD_DIM * 4
     monkeypatch.setattr(cpu_attention, "TILE_BYTES", 40 * 2 * KV_HEADS * page_bytes)  # decodes take several tiles
-    unordered = _seqs(lengths, block_size)
+    unordered = _seqs(lengths, block_size, all_drafts)
     pool = _pool(sum(len(s.block_ids) for s in unordered), block_size)
     attention = CPUAttention(pool, HEADS, {None, window}, fused=fused)
     seqs = attention.order(unordered)
@@ -114,7 +125,7 @@ class Attended:
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        unordered = _seqs(lengths, 16)
+        unordered = _seqs(lengths, 16, all_drafts=True)
         pool = _pool(sum(len(s.block_ids) for s in unordered), 16, dtype)
         self.attention = CPUAttention(pool, HEADS, {window}, **options)
         seqs = self.attention.order(unordered)
@@ -129,7 +140,7 @@ class Attended:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_scores_are_capped_softly(window: int | None) -> None:
-    did = Attended([(3, 1), (90, 1), (31, 33), (0, 140)], window=window, softcap=0.3, fused=True)
+    did = Attended([(3, 1), (90, 1), (88, 4), (31, 33), (0, 140)], window=window, softcap=0.3, fused=True)
     assert not did.attention.fused  # PyTorch's fused attention has no soft cap
     torch.testing.assert_close(did.out, did.expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(did.out, did.uncapped, rtol=1e-1, atol=1e-1)

@@ -1,0 +1,113 @@
+"""The rate of requests whose next tokens are guessed, on a bare engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from contract.engine import EngineEvent, KVEvent, KVRole, Step, Submit
+from engine.core import EngineCore
+from engine.model.runner import ModelRunner
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.speculation import Drafter, NgramDrafter
+from experiments.engine_alone.steps import OFF, REPEATING, SPECULATION, GuessCase
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.request import Request
+from pdserve.core.sampling import SamplingParams
+
+_REPEATED = 16
+"""Tokens of a prompt that repeats, again and again."""
+
+
+class PlantedDrafter:
+    """Knows the answer of a request, and guesses each token of it with probability ``right``, else another one."""
+
+    def __init__(self, request: Request, answer: Sequence[int], right: float, vocab_size: int) -> None:
+        self._tokens = [*request.token_ids, *answer]
+        self._right, self._vocab_size = right, vocab_size
+        self._draw = random.Random(request.attempt_id)
+
+    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`."""
+        return [
+            token_id if self._draw.random() < self._right else (token_id + 1) % self._vocab_size
+            for token_id in self._tokens[len(token_ids) : len(token_ids) + most]
+        ]
+
+
+class _Answers:
+    """Keeps the tokens of requests."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[str, list[int]] = {}
+        self.count = 0
+
+    def send(self, *events: EngineEvent) -> None:
+        """Note tokens."""
+        for event in events:
+            for token in event.tokens if isinstance(event, Step) else ():
+                self.token_ids.setdefault(token.attempt_id, []).append(token.token_id)
+                self.count += 1
+
+    def send_kv(self, *events: KVEvent) -> None:
+        """There are none."""
+
+
+class _Served(NamedTuple):
+    rate: float
+    answers: Mapping[str, list[int]]
+    drafts: int
+    accepted: int
+
+
+class Guessing:
+    """Measures cases with a ``runner``, whose prompts have ``prompt_len`` tokens and whose outputs ``output_len``."""
+
+    def __init__(
+        self, runner: ModelRunner, config: SchedulerConfig, vocab_size: int, prompt_len: int, output_len: int
+    ) -> None:
+        self._runner, self._config, self._vocab_size = runner, config, vocab_size
+        self._prompt_len, self._output_len = prompt_len, output_len
+
+    def measure(self, case: GuessCase, arms: Sequence[str], seed: str) -> dict[str, dict[str, Any]]:
+        """By arm: output tokens per second after the first of each request, and the drafts and accepted drafts."""
+        drafter: Callable[[Request], Drafter] = NgramDrafter
+        if case.right is not None:
+            right, answers = case.right, self._serve(case, OFF, None, seed).answers
+
+            def drafter(request: Request) -> Drafter:
+                return PlantedDrafter(request, answers[request.attempt_id], right, self._vocab_size)
+
+        each = {arm: self._serve(case, arm, None if arm == OFF else drafter, seed) for arm in arms}
+        return {
+            arm: {"rate": served.rate, "drafts": served.drafts, "accepted": served.accepted}
+            for arm, served in each.items()
+        }
+
+    def _serve(self, case: GuessCase, arm: str, drafter: Callable[[Request], Drafter] | None, seed: str) -> _Served:
+        clock, answers, draw = MonotonicClock(), _Answers(), random.Random(seed)
+        scheduler = Scheduler(self._config, clock, None, drafter)
+        core = EngineCore(scheduler, self._runner, clock, answers)
+        sampling = SamplingParams(
+            max_tokens=self._output_len,
+            temperature=0.0 if case.right is not None or case.text == REPEATING else 1.0,
+            seed=draw.getrandbits(32),
+            ignore_eos=True,
+            speculation=SPECULATION[arm],
+        )
+        for number in range(case.batch):
+            prompt = [draw.randrange(self._vocab_size) for _ in range(self._prompt_len)]
+            if case.text == REPEATING:
+                prompt = (prompt[:_REPEATED] * self._prompt_len)[: self._prompt_len]
+            request = Request(str(number), tuple(prompt), sampling, attempt_id=str(number), salt=seed + arm)
+            core.take(Submit(request, KVRole.LOCAL))
+        while len(answers.token_ids) < case.batch:
+            core.step()
+        began_s, before = time.perf_counter(), answers.count
+        while core.step():
+            pass
+        rate = (answers.count - before) / (time.perf_counter() - began_s)
+        load = scheduler.load()
+        return _Served(rate, answers.token_ids, load.draft_tokens, load.accepted_draft_tokens)
