@@ -169,8 +169,15 @@ class Speculation(Experiment):
         return Report("Speculation", self.question, _answer(summary), setup_of(run, method), blocks, caveats, [])
 
 
+def _differs(ratio: Figures) -> bool:
+    """Whether the interval of a ratio is on one side of 1, or there is none because values are few."""
+    return ratio["lo"] is None or ratio["lo"] > 1.0 or ratio["hi"] < 1.0
+
+
 def _pays_from(rows: Sequence[Figures]) -> float | None:
-    """The share of right guesses at which the ratio of `ALWAYS` passes 1."""
+    """The share of right guesses at which the ratio of `ALWAYS` passes 1. None also if no ratio differs from it."""
+    if not any(_differs(row[ALWAYS]["ratio"]) for row in rows):
+        return None
     points = sorted((float(row["right"]), float(row[ALWAYS]["ratio"]["mean"])) for row in rows)
     if not points or points[-1][1] < 1.0:
         return None
@@ -187,12 +194,16 @@ def _answer(summary: Figures) -> str:
     for batch, pays_from in summary["pays_from"].items():
         rows = [row for row in summary["guesses"] if str(row["batch"]) == batch]
         best = max((row for row in rows if row["right"] is not None), key=lambda row: float(row["right"]))
+        ratio = best[ALWAYS]["ratio"]
+        start = f"With {counted(int(batch), 'request')}, guesses of which {best['right']:.0%} are right give"
+        if not _differs(ratio):
+            parts.append(f"{start} no difference in tokens per second that could be measured.")
+            continue
         when = "never pays" if pays_from is None else f"pays from {pays_from:.0%} on" if pays_from else "always pays"
-        worst = min(float(row[AUTO]["ratio"]["mean"]) for row in rows)
+        worst = min((row[AUTO]["ratio"] for row in rows), key=lambda each: float(each["mean"]))
         parts.append(
-            f"With {counted(int(batch), 'request')}, guesses of which {best['right']:.0%} are right give "
-            f"{interval_text(best[ALWAYS]['ratio'], '.2f')} times the tokens per second; verifying all of them "
-            f"{when}. Where only those are verified that pay, the least is {worst:.2f} times."
+            f"{start} {interval_text(ratio, '.2f')} times the tokens per second; verifying all guesses {when}. With "
+            f"those verified that pay, the worst case has {interval_text(worst, '.2f')} times the tokens per second."
         )
     return " ".join(parts) or "Nothing was measured."
 

@@ -103,6 +103,8 @@ class SGLang:
     def lacks(self, request: Request) -> str:
         """See `external_engines.adapter.Adapter`."""
         sampling = request.sampling
+        if sampling.speculation is not None:
+            return "speculation: SGLang decides it when it starts (--speculative-algorithm); leave it out"
         if sampling.prompt_logprobs is not None or sampling.logprobs is not None:
             return "logprobs: not read from SGLang workers; leave it out"
         if sampling.structured_outputs is not None:

@@ -117,6 +117,8 @@ class VLLM:
     def lacks(self, request: Request) -> str:
         """See `external_engines.adapter.Adapter`."""
         sampling = request.sampling
+        if sampling.speculation is not None:
+            return "speculation: vLLM decides it when it starts (--speculative-config); leave it out"
         if sampling.prompt_logprobs is not None:
             return "prompt_logprobs (echo with logprobs): not read from vLLM workers; leave it out"
         if sampling.structured_outputs is not None and request.output_token_ids:

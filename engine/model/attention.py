@@ -38,7 +38,7 @@ class Attention(ABC):
     def order(seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
         """Return ``seqs`` in the order that `plan` requires: decodes, by the number of their drafts, then by context,
         and then chunks."""
-        return sorted(seqs, key=lambda s: (not s.decodes, s.num_drafts, s.start))
+        return sorted(seqs, key=lambda s: (len(s.token_ids) > s.num_drafts + 1, s.num_drafts, s.start))
 
     @abstractmethod
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:

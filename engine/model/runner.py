@@ -173,8 +173,11 @@ class LaunchedStep:
                 prompt.values += islice(told, count)
         if self._drawn is None:
             return {}
-        sampled = iter(self._drawn.read(copies[len(self._prompt_tensors) :]))
-        return {seq.attempt_id: list(islice(sampled, seq.num_drafts + 1)) for seq in self._wanted}
+        sampled = self._drawn.read(copies[len(self._prompt_tensors) :])
+        if len(sampled) == len(self._wanted):
+            return {seq.attempt_id: [token] for seq, token in zip(self._wanted, sampled, strict=True)}
+        rows = iter(sampled)
+        return {seq.attempt_id: list(islice(rows, seq.num_drafts + 1)) for seq in self._wanted}
 
 
 class ModelRunner:

@@ -355,9 +355,8 @@ class Scheduler:
         """Apply the results of the oldest step in flight and return its tokens. AssertionError if it is not ``output``.
 
         ``sampled`` holds the next token of every part with ``sample`` (KeyError if one is missing), and those after
-        each of its drafts. ``sampled_s`` is
-        the time at which the tokens were known, in seconds of the clock. Requests that have ended meanwhile are left
-        out.
+        each of its drafts. ``sampled_s`` is the time at which the tokens were known, in seconds of the clock. Requests
+        that have ended meanwhile are left out.
 
         A step that was scheduled while another one was in flight counts as started when that one's tokens were known.
         """
@@ -379,7 +378,7 @@ class Scheduler:
             seq.num_computed_tokens += num_tokens
             reason = None
             if part.sample:
-                token, *after = sampled[part.attempt_id]
+                token = sampled[part.attempt_id][0]
                 if seq.speculation is not None and not part.num_drafts:
                     seq.speculation.observe_next(seq.token_ids, token.token_id, draft_cost)
                 reason = seq.append(token.token_id)
@@ -398,7 +397,7 @@ class Scheduler:
                 seq.prompt_logprobs = None
                 step.tokens.append(first)
                 if part.num_drafts:
-                    reason = self._accept(seq, part, reason, after, step, draft_cost)
+                    reason = self._accept(seq, part, reason, sampled[part.attempt_id][1:], step, draft_cost)
             if seq.num_computed_tokens >= (seq.num_published_blocks + 1) * block_size:
                 self._publish(seq)
             if seq.pinned:
@@ -746,15 +745,17 @@ class Scheduler:
     ) -> SchedulerOutput:
         """The step of ``parts`` (requests, and how many of their tokens) with ``drafts``, which is in flight now unless
         there are none."""
-        drafts = drafts or {}
-        taken = [self._take(seq, num_tokens, drafts.get(seq, [])) for seq, num_tokens in parts]
+        if drafts:
+            taken = [self._take(seq, num_tokens, drafts.get(seq, ())) for seq, num_tokens in parts]
+        else:
+            taken = [self._take(seq, num_tokens) for seq, num_tokens in parts]
         output = SchedulerOutput(taken, started_s, preempted or [])
         if parts:
             self._in_flight.append((output, [seq for seq, _ in parts]))
         return output
 
     @staticmethod
-    def _take(seq: Sequence, num_tokens: int, drafts: list[int]) -> ScheduledSeq:
+    def _take(seq: Sequence, num_tokens: int, drafts: Collection[int] = ()) -> ScheduledSeq:
         start = seq.num_computed_tokens + seq.num_running_tokens
         end, num_known = start + num_tokens, len(seq.token_ids)
         sample = end == num_known + seq.num_pending_tokens
@@ -764,17 +765,10 @@ class Scheduler:
         seq.num_running_steps += 1
         seq.num_running_tokens += num_tokens
         seq.num_pending_tokens += sample
-        prompt = seq.prompt_logprobs
+        prompt, num_drafts = seq.prompt_logprobs, len(drafts)
+        token_ids += drafts
         return ScheduledSeq(
-            seq.attempt_id,
-            token_ids + drafts,
-            start,
-            seq.block_ids,
-            sample,
-            seq.params,
-            seq.history,
-            prompt,
-            len(drafts),
+            seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history, prompt, num_drafts
         )
 
     def _take_back(self, part: ScheduledSeq, seq: Sequence) -> bool:

@@ -142,10 +142,27 @@ def _workers(console: Console, answer: ServiceStatus) -> Table:
                 "restarts": str(w.engine_restarts + w.worker_restarts),
                 "heard": f"{w.heartbeat_age_s:.1f} s",
             }
+            if w.draft_tokens:
+                row["guesses right"] = f"{100 * w.accepted_draft_tokens / w.draft_tokens:.0f} %"
         rows.append(row)
     text = ("worker", *(("role",) if others else ()), "state", where, "device")
-    numbers = ("free blocks", "cached", "hits", "run", "wait", "tokens to do", "preempted", "restarts", "heard")
-    less = ("heard", "restarts", "preempted", "cached", "device", "tokens to do", "hits", where, "wait", "run")
+    guesses = ("guesses right",) if any("guesses right" in row for row in rows) else ()
+    numbers = (
+        *("free blocks", "cached", "hits", *guesses, "run", "wait", "tokens to do", "preempted", "restarts", "heard"),
+    )
+    less = (
+        "heard",
+        "restarts",
+        "preempted",
+        "cached",
+        "device",
+        *guesses,
+        "tokens to do",
+        "hits",
+        where,
+        "wait",
+        "run",
+    )
     return fitted(console, rows, text, numbers, less)
 
 

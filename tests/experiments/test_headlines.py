@@ -24,6 +24,7 @@ from tests.experiments import (
     test_prefix,
     test_primer,
     test_routing,
+    test_speculation,
     test_transport,
 )
 
@@ -154,6 +155,11 @@ def primer() -> tuple[dict[str, Any], RunData]:
     return {}, RunData("primer", {}, {}, (cell,), ())
 
 
+def speculation() -> tuple[dict[str, Any], RunData]:
+    cell = test_speculation.cell(1, [{arm: noise() for arm in ("off", "auto", "always")} for _ in range(8)])
+    return {"acceptances": (0.5,)}, RunData("speculation", {}, {}, (cell,), ())
+
+
 def link_sweep() -> tuple[dict[str, Any], RunData]:
     cells = [test_link_sweep.cell_of(gbps, 0.0, "none") for gbps in (0.5, 2.0)]
     rows = [alike(row) for cell in cells for row in test_link_sweep.rows_of(cell.cell, 2.0, 12)]
@@ -185,6 +191,7 @@ PLANTED: dict[str, tuple[Callable[[], tuple[dict[str, Any], RunData]], str]] = {
     "chunked-prefill": (chunked_prefill, "No lowest p99 ITL could be told"),
     "batching": (batching, "No difference in throughput between static and continuous"),
     "primer": (primer, "not measurably less"),
+    "speculation": (speculation, "give no difference in tokens per second that could be measured"),
     "link-sweep": (link_sweep, "within 15 % or 3 ms of the prediction"),  # nothing is compared
     "transport": (transport, "GB/s"),  # figures of each, and no comparison
 }

@@ -77,6 +77,7 @@ def test_what_it_lacks_is_refused_by_name() -> None:
 
     json_schema = StructuredOutputs("json", '{"type": "object"}')
     assert lacks(logprobs=2) == lacks(prompt_logprobs=0) == "logprobs"
+    assert lacks(speculation=True) == "speculation"
     assert lacks(structured_outputs=StructuredOutputs("grammar", 'start: "a"')) == "structured_outputs"
     assert lacks(structured_outputs=json_schema, output=(4,)) == "structured_outputs"
     assert lacks(structured_outputs=json_schema) == lacks() == ""

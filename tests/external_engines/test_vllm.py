@@ -56,6 +56,7 @@ def test_structures(kind: Any, text: str, sent: dict[str, Any]) -> None:
     wanted = request(structured_outputs=StructuredOutputs(kind, text))
     assert VLLM_.alone(wanted, "m")["structured_outputs"] == sent
     assert VLLM_.lacks(wanted) == ""
+    assert VLLM_.lacks(request(speculation=False)).startswith("speculation: ")
     assert VLLM_.lacks(msgspec.structs.replace(wanted, output_token_ids=(4,))).startswith("structured_outputs: ")
 
 

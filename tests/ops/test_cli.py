@@ -328,6 +328,8 @@ def test_status(service: ScriptedService, pdserve: Any) -> None:
     assert "64/64" in ran.out
     assert "37" in ran.out
     assert "75 %" in ran.out
+    assert "guesses right" in ran.out
+    assert "25 %" in ran.out
     assert "scripted (float32 from bfloat16, context 2048)" in ran.out
     assert "note: decode-0: core 3 is shared [with another]" in ran.out
     assert "hand-off within a host: 1 ms + 0.4 ms/MB (from 20 requests)" in " ".join(ran.out.split())

@@ -182,6 +182,8 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
                     prompt_tokens_looked_up=200,
                     prompt_tokens_cached=150,
                     cached_blocks=37,
+                    draft_tokens=40 if role == "decode" else 0,
+                    accepted_draft_tokens=10 if role == "decode" else 0,
                     links=[pb.PeerLink(worker_id="decode-0", transport="shm", reason="the fastest", ceiling_gbs=9.5)]
                     if role == "prefill"
                     else [],
