@@ -20,7 +20,7 @@ from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.speculation import MAX_DRAFTS, TRIAL_COST, Drafter, RowCost, Speculation
+from engine.scheduling.speculation import LEAST_GAIN, MAX_DRAFTS, TRIAL_COST, Drafter, Speculation, StepTimes
 from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
@@ -165,8 +165,8 @@ class Scheduler:
         steps verify no guesses."""
         self.config = config
         self._drafter = drafter
-        self._row_cost = RowCost()
-        self._tries_drafts = False
+        self._step_times = StepTimes()
+        self._drafts_pay = True
         self.connector = connector or KVConnector(clock)
         self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
@@ -661,9 +661,8 @@ class Scheduler:
             most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
             if most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1:
                 candidates.append((seq, speculation, speculation.drafter.propose(seq.token_ids, most)))
-        self._tries_drafts = not self._tries_drafts
-        rows = sum(num_tokens for _, num_tokens in parts)
-        expected = float(sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts))
+        rows = num_plain = sum(num_tokens for _, num_tokens in parts)
+        expected = plain = float(sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts))
         lengths: dict[Sequence, int] = {}
         for depth in range(1, MAX_DRAFTS + 1):
             for seq, speculation, guess in candidates:
@@ -672,9 +671,16 @@ class Scheduler:
                 if gain := speculation.gain(depth, self._draft_cost(rows, expected)):
                     lengths[seq] = depth
                     rows, expected, left = rows + 1, expected + gain, left - 1
+        if lengths:
+            plain_s, drafting_s = (self._step_times.seconds(n, n > num_plain) for n in (num_plain, rows))
+            self._drafts_pay = True
+            if plain_s is not None and drafting_s is not None:
+                self._drafts_pay = expected * plain_s > LEAST_GAIN * plain * drafting_s
         drafts: dict[Sequence, list[int]] = {}
         for seq, speculation, guess in candidates:
-            if seq in lengths and (num_drafts := self._cut_drafts(seq, lengths[seq])):
+            if seq not in lengths or not (self._drafts_pay or speculation.always):
+                continue
+            if num_drafts := self._cut_drafts(seq, lengths[seq]):
                 drafts[seq] = guess[:num_drafts]
                 speculation.waits = True  # where it goes on is known when they are verified
         return drafts
@@ -723,18 +729,20 @@ class Scheduler:
         return reason
 
     def _draft_cost(self, rows: int, tokens: float) -> float | None:
-        """The tokens that a step of ``rows``, which makes ``tokens``, makes in the time that a draft takes. As long as
-        that is unknown, every second step tries drafts that are likely enough, and the others (None) have none."""
-        if (share := self._row_cost.share(rows)) is None:
-            return TRIAL_COST if self._tries_drafts else None
-        return tokens * share
+        """The tokens that a step of ``rows`` with drafts, which makes ``tokens``, makes in the time of a row. While the
+        time of such steps is unknown, drafts are tried that are likely enough; while that of others is, none (None)."""
+        if self._step_times.seconds(rows, drafting=False) is None:
+            return None
+        step_s = self._step_times.seconds(rows, drafting=True)
+        return TRIAL_COST if not step_s else tokens * self._step_times.row_s / step_s
 
     def _learn_cost(self, parts: list[ScheduledSeq], step_s: float) -> float | None:
-        """Note the time of a step of ``parts``, and return what a draft costs in one like it."""
+        """Note the time of a step of ``parts``, and return what a draft costs in one like it (None: drafts do not
+        pay)."""
         rows = sum(len(part.token_ids) for part in parts)
-        if all(len(part.token_ids) == part.num_drafts + 1 for part in parts):
-            self._row_cost.observe(rows, step_s)
-        return self._draft_cost(rows, len(parts))
+        if all(part.decodes for part in parts):
+            self._step_times.observe(rows, rows > len(parts), step_s)
+        return self._draft_cost(rows, len(parts)) if self._drafts_pay else None
 
     def _launch(
         self,

@@ -163,7 +163,7 @@ class Sequence:
     @property
     def can_go_on(self) -> bool:
         """Whether a step may compute it before the steps in flight are known: not if they sample its last token by
-        length, or verify its drafts, or if the next step is to verify some."""
+        length or verify its drafts, and not if the next step is to verify some."""
         pending = self.num_pending_tokens
         if not pending:
             return True

@@ -19,13 +19,16 @@ MAX_DRAFTS = 8
 NGRAM = 3
 """Tokens that must have occurred before. Fewer occur by chance in any text."""
 MAX_LOOKBACK = 32_768
-"""Tokens before the end of a prompt that are searched: an index of them takes some 8 MB."""
+"""Tokens before the end of a prompt that are searched: an index of them takes some 5 MB."""
 TRIAL_COST = 0.25
 """The tokens that a draft has to be expected to add while it is not known what it costs."""
+LEAST_GAIN = 1.05
+"""How many times the tokens per second a step with drafts has to promise: times are noisy."""
 _MEMORY = 0.9
 """The weight of a guess in the next one's estimate, so that some ten guesses count."""
 _STEP_MEMORY = 0.98
-_LEAST_VARIANCE = 1e-3
+_LEAST_SPREAD = 1e-3
+_LEAST_WEIGHT = 0.1  # of a step that was made some hundred steps ago
 
 
 class Drafter(Protocol):
@@ -59,7 +62,7 @@ class Speculation:
     """The guesses for one request. With ``always`` a step verifies as many as it can, else as many as pay."""
 
     def __init__(self, drafter: Drafter, always: bool) -> None:
-        self.drafter, self._always = drafter, always
+        self.drafter, self.always = drafter, always
         self.waits = False
         """Its next step has to know its last token: drafts are being verified, or a guess is likely to be right."""
         self._right, self._guesses = 0.5, 1.0
@@ -73,7 +76,7 @@ class Speculation:
         """The tokens that draft number ``depth`` is expected to add; 0 if it does not pay: if a step makes as many in
         the time that it takes, ``cost`` (None: that is unknown)."""
         expected = self.acceptance**depth
-        return expected if self._always or (cost is not None and expected > cost) else 0.0
+        return expected if self.always or (cost is not None and expected > cost) else 0.0
 
     def observe(self, accepted: int, drafts: int, cost: float | None) -> None:
         """Note that the first ``accepted`` of ``drafts`` guesses were right, and what a draft costs now."""
@@ -87,30 +90,60 @@ class Speculation:
         self.observe(int(guess == [token_id]), len(guess), cost)
 
 
-class RowCost:
-    """What one more row costs a step of decodes: the seconds of steps, fitted by a line over their rows. Recent steps
-    count more."""
+class _Steps:
+    """Sums over steps, of which recent ones count more."""
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
+        self.weight = self.rows = self.seconds = self._rows_rows = self._rows_seconds = 0.0
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def decay(self) -> None:
+        """Let all steps so far count less."""
+        for name in ("weight", "rows", "seconds", "_rows_rows", "_rows_seconds"):
+            setattr(self, name, getattr(self, name) * _STEP_MEMORY)
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Add a step."""
+        self.weight += 1.0
+        self.rows += rows
+        self.seconds += seconds
+        self._rows_rows += rows * rows
+        self._rows_seconds += rows * seconds
+
+    def spread(self) -> tuple[float, float]:
+        """The sums of squares of rows, and of products of rows and seconds, each from its mean."""
+        mean_rows = self.rows / self.weight if self.weight else 0.0
+        return self._rows_rows - mean_rows * self.rows, self._rows_seconds - mean_rows * self.seconds
+
+
+class StepTimes:
+    """The time of decode steps over their rows, fitted by two parallel lines: without drafts and with them, because a
+    step with drafts may be computed in another way."""
+
+    def __init__(self) -> None:
+        self._plain, self._drafting = _Steps(), _Steps()
+
+    def observe(self, rows: int, drafting: bool, seconds: float) -> None:
         """Note the time of a step."""
-        self._weight = self._weight * _STEP_MEMORY + 1.0
-        self._rows = self._rows * _STEP_MEMORY + rows
-        self._seconds = self._seconds * _STEP_MEMORY + seconds
-        self._rows_rows = self._rows_rows * _STEP_MEMORY + rows * rows
-        self._rows_seconds = self._rows_seconds * _STEP_MEMORY + rows * seconds
+        self._plain.decay()
+        self._drafting.decay()
+        (self._drafting if drafting else self._plain).add(rows, seconds)
 
-    def share(self, rows: int) -> float | None:
-        """How much longer one more row makes a step of ``rows``, as a share of its time. None if it is not known,
-        because the last steps all had the same number of rows."""
-        if not self._weight:
+    @property
+    def row_s(self) -> float:
+        """The seconds that one more row takes."""
+        (squares, products), (more_squares, more_products) = self._plain.spread(), self._drafting.spread()
+        if squares + more_squares > _LEAST_SPREAD:
+            return max(0.0, (products + more_products) / (squares + more_squares))
+        plain, drafting = self._plain, self._drafting
+        if not (plain.weight and drafting.weight):
+            return 0.0
+        rows = drafting.rows / drafting.weight - plain.rows / plain.weight
+        return max(0.0, (drafting.seconds / drafting.weight - plain.seconds / plain.weight) / rows) if rows else 0.0
+
+    def seconds(self, rows: int, drafting: bool) -> float | None:
+        """The expected time of a step; None if there was none of its kind for long."""
+        steps = self._drafting if drafting else self._plain
+        if steps.weight < _LEAST_WEIGHT:
             return None
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
-        variance = self._rows_rows / self._weight - mean_rows * mean_rows
-        if variance < _LEAST_VARIANCE:
-            return None
-        slope = max(0.0, (self._rows_seconds / self._weight - mean_rows * mean_s) / variance)
-        step_s = max(mean_s + slope * (rows - mean_rows), slope * rows)
-        return slope / step_s if step_s > 0.0 else 0.0
+        expected = (steps.seconds + self.row_s * (rows * steps.weight - steps.rows)) / steps.weight
+        return max(expected, self.row_s * rows)

@@ -151,17 +151,7 @@ def _workers(console: Console, answer: ServiceStatus) -> Table:
         *("free blocks", "cached", "hits", *guesses, "run", "wait", "tokens to do", "preempted", "restarts", "heard"),
     )
     less = (
-        "heard",
-        "restarts",
-        "preempted",
-        "cached",
-        "device",
-        *guesses,
-        "tokens to do",
-        "hits",
-        where,
-        "wait",
-        "run",
+        *("heard", "restarts", "preempted", "cached", "device", *guesses, "tokens to do", "hits", where, "wait", "run"),
     )
     return fitted(console, rows, text, numbers, less)
 

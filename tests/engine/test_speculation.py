@@ -15,7 +15,7 @@ from engine.core import ComputedStep, EngineCore
 from engine.model.sampler import sample
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.scheduling.speculation import MAX_DRAFTS, MAX_LOOKBACK, NgramDrafter, RowCost, Speculation
+from engine.scheduling.speculation import MAX_DRAFTS, MAX_LOOKBACK, NgramDrafter, Speculation, StepTimes
 from pdserve.core.clock import FakeClock, MonotonicClock
 from tests.engine.harness import BLOCK, Outbox, make_core, submit
 
@@ -54,16 +54,28 @@ def test_ngrams_search_the_end_of_a_long_prompt() -> None:
     assert ngrams(*text).propose([*text, 5, 6, 8], 2) == [1, 2]
 
 
-def test_row_cost_is_the_slope_of_step_times() -> None:
-    cost = RowCost()
-    assert cost.share(1) is None
-    for rows in (1, 4, 9, 1, 2):
-        cost.observe(rows, 0.010 + 0.002 * rows)
-    assert cost.share(1) == pytest.approx(2 / 12)
-    assert cost.share(5) == pytest.approx(2 / 20)
-    for _ in range(2000):
-        cost.observe(3, 0.016)
-    assert cost.share(3) is None  # what was learnt long ago is tried again
+def test_times_of_steps_are_two_parallel_lines() -> None:
+    times = StepTimes()
+    assert times.seconds(1, drafting=False) is None
+    for rows in (1, 2, 1):
+        times.observe(rows, drafting=False, seconds=0.010 + 0.002 * rows)
+    assert times.seconds(1, drafting=True) is None
+    for rows in (4, 9, 4):
+        times.observe(rows, drafting=True, seconds=0.015 + 0.002 * rows)
+    assert times.row_s == pytest.approx(0.002)
+    assert times.seconds(3, drafting=False) == pytest.approx(0.016)
+    assert times.seconds(5, drafting=True) == pytest.approx(0.025)
+    for _ in range(200):
+        times.observe(4, drafting=True, seconds=0.023)
+    assert times.seconds(3, drafting=False) is None  # what was learnt long ago is tried again
+
+
+def test_the_cost_of_a_row_is_at_most_the_difference_of_both_kinds() -> None:
+    times = StepTimes()
+    for _ in range(3):
+        times.observe(1, drafting=False, seconds=0.010)
+        times.observe(5, drafting=True, seconds=0.018)
+    assert times.row_s == pytest.approx(0.002)
 
 
 def test_acceptance_follows_the_guesses() -> None:
