@@ -121,9 +121,14 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._plain, self._drafting = _Steps(), _Steps()
+        self._rows: set[tuple[int, bool]] = set()
 
     def observe(self, rows: int, drafting: bool, seconds: float) -> None:
-        """Note the time of a step."""
+        """Note the time of a step. The first one of so many rows does not count, because it may have made kernels for
+        them, which takes many times as long."""
+        if (rows, drafting) not in self._rows:
+            self._rows.add((rows, drafting))
+            return
         self._plain.decay()
         self._drafting.decay()
         (self._drafting if drafting else self._plain).add(rows, seconds)

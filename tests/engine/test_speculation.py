@@ -57,6 +57,9 @@ def test_ngrams_search_the_end_of_a_long_prompt() -> None:
 def test_times_of_steps_are_two_parallel_lines() -> None:
     times = StepTimes()
     assert times.seconds(1, drafting=False) is None
+    for rows in (1, 2, 3, 4, 9):
+        for drafting in (False, True):
+            times.observe(rows, drafting, seconds=5.0)  # not counted
     for rows in (1, 2, 1):
         times.observe(rows, drafting=False, seconds=0.010 + 0.002 * rows)
     assert times.seconds(1, drafting=True) is None
@@ -72,7 +75,7 @@ def test_times_of_steps_are_two_parallel_lines() -> None:
 
 def test_the_cost_of_a_row_is_at_most_the_difference_of_both_kinds() -> None:
     times = StepTimes()
-    for _ in range(3):
+    for _ in range(4):
         times.observe(1, drafting=False, seconds=0.010)
         times.observe(5, drafting=True, seconds=0.018)
     assert times.row_s == pytest.approx(0.002)
