@@ -664,8 +664,11 @@ class Scheduler:
         rows = num_plain = sum(num_tokens for _, num_tokens in parts)
         expected = plain = float(sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts))
         lengths: dict[Sequence, int] = {}
+        is_trial = self._step_times.seconds(rows, drafting=True) is None
         for depth in range(1, MAX_DRAFTS + 1):
             for seq, speculation, guess in candidates:
+                if is_trial and rows - num_plain >= MAX_DRAFTS and not speculation.always:
+                    continue
                 if not left or len(guess) < depth or lengths.get(seq, 0) < depth - 1:
                     continue
                 if gain := speculation.gain(depth, self._draft_cost(rows, expected)):
