@@ -20,7 +20,7 @@ from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.speculation import LEAST_GAIN, MAX_DRAFTS, TRIAL_COST, Drafter, Speculation, StepTimes
+from engine.scheduling.speculation import MAX_DRAFTS, Drafter, DraftPolicy, Speculation
 from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
@@ -165,8 +165,7 @@ class Scheduler:
         steps verify no guesses."""
         self.config = config
         self._drafter = drafter
-        self._step_times = StepTimes()
-        self._drafts_pay = True
+        self._draft_policy = DraftPolicy()
         self.connector = connector or KVConnector(clock)
         self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
@@ -651,39 +650,22 @@ class Scheduler:
         self._preemptions += 1
 
     def _draft(self, parts: list[tuple[Sequence, int]], left: int) -> dict[Sequence, list[int]]:
-        """The drafts of requests among ``parts``, at most ``left`` in all. Another draft pays if the step gains a
-        greater share of tokens by it than of time."""
-        candidates: list[tuple[Sequence, Speculation, list[int]]] = []
+        """The drafts of requests among ``parts``, at most ``left`` in all."""
+        decoding: list[tuple[Sequence, Speculation, list[int]]] = []
         for seq, num_tokens in parts:
             speculation = seq.speculation
             if speculation is None or num_tokens > 1 or seq.pinned or seq.num_pending_tokens:
                 continue
             most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
             if most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1:
-                candidates.append((seq, speculation, speculation.drafter.propose(seq.token_ids, most)))
-        rows = num_plain = sum(num_tokens for _, num_tokens in parts)
-        expected = plain = float(sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts))
-        lengths: dict[Sequence, int] = {}
-        is_trial = self._step_times.seconds(rows, drafting=True) is None
-        for depth in range(1, MAX_DRAFTS + 1):
-            for seq, speculation, guess in candidates:
-                if is_trial and rows - num_plain >= MAX_DRAFTS and not speculation.always:
-                    continue
-                if not left or len(guess) < depth or lengths.get(seq, 0) < depth - 1:
-                    continue
-                if gain := speculation.gain(depth, self._draft_cost(rows, expected)):
-                    lengths[seq] = depth
-                    rows, expected, left = rows + 1, expected + gain, left - 1
-        if lengths:
-            plain_s, drafting_s = (self._step_times.seconds(n, n > num_plain) for n in (num_plain, rows))
-            self._drafts_pay = True
-            if plain_s is not None and drafting_s is not None:
-                self._drafts_pay = expected * plain_s > LEAST_GAIN * plain * drafting_s
+                decoding.append((seq, speculation, speculation.drafter.propose(seq.token_ids, most)))
+        rows = sum(num_tokens for _, num_tokens in parts)
+        tokens = sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts)
+        guesses = [(speculation, len(guess)) for _, speculation, guess in decoding]
         drafts: dict[Sequence, list[int]] = {}
-        for seq, speculation, guess in candidates:
-            if seq not in lengths or not (self._drafts_pay or speculation.always):
-                continue
-            if num_drafts := self._cut_drafts(seq, lengths[seq]):
+        lengths = self._draft_policy.lengths(guesses, rows, tokens, left)
+        for (seq, speculation, guess), length in zip(decoding, lengths, strict=True):
+            if length and (num_drafts := self._cut_drafts(seq, length)):
                 drafts[seq] = guess[:num_drafts]
                 speculation.waits = True  # where it goes on is known when they are verified
         return drafts
@@ -731,21 +713,12 @@ class Scheduler:
         )
         return reason
 
-    def _draft_cost(self, rows: int, tokens: float) -> float | None:
-        """The tokens that a step of ``rows`` with drafts, which makes ``tokens``, makes in the time of a row. While the
-        time of such steps is unknown, drafts are tried that are likely enough; while that of others is, none (None)."""
-        if self._step_times.seconds(rows, drafting=False) is None:
-            return None
-        step_s = self._step_times.seconds(rows, drafting=True)
-        return TRIAL_COST if not step_s else tokens * self._step_times.row_s / step_s
-
     def _learn_cost(self, parts: list[ScheduledSeq], step_s: float) -> float | None:
-        """Note the time of a step of ``parts``, and return what a draft costs in one like it (None: drafts do not
-        pay)."""
+        """Note the time of a step of ``parts``, and return what a draft costs in one like it."""
         rows = sum(len(part.token_ids) for part in parts)
         if all(part.decodes for part in parts):
-            self._step_times.observe(rows, rows > len(parts), step_s)
-        return self._draft_cost(rows, len(parts)) if self._drafts_pay else None
+            self._draft_policy.observe(rows, len(parts), step_s)
+        return self._draft_policy.cost(rows, len(parts))
 
     def _launch(
         self,

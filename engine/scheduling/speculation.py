@@ -152,3 +152,51 @@ class StepTimes:
             return None
         expected = (steps.seconds + self.row_s * (rows * steps.weight - steps.rows)) / steps.weight
         return max(expected, self.row_s * rows)
+
+
+class DraftPolicy:
+    """Decides how many drafts a step verifies: as many as pay by the times of recent steps."""
+
+    def __init__(self) -> None:
+        self._times = StepTimes()
+        self._pays = True
+
+    def lengths(self, guesses: Seq[tuple[Speculation, int]], rows: int, tokens: float, left: int) -> list[int]:
+        """How many drafts of each request to verify, of those that it has: at most ``left`` in all, in a step that has
+        ``rows`` and makes ``tokens`` without them."""
+        row_s = self._times.row_s
+        plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
+        counts, added, expected = [0] * len(guesses), 0, tokens
+        for depth in range(1, MAX_DRAFTS + 1):
+            for place, (speculation, most) in enumerate(guesses):
+                if added == left or most < depth or counts[place] < depth - 1:
+                    continue
+                if drafting_s is None and added >= MAX_DRAFTS and not speculation.always:
+                    continue  # a trial
+                step_s = None if drafting_s is None else drafting_s + added * row_s
+                if gain := speculation.gain(depth, _cost(plain_s, step_s, row_s, expected)):
+                    counts[place] = depth
+                    added, expected = added + 1, expected + gain
+        if added:
+            self._pays = True
+            if plain_s is not None and drafting_s is not None:
+                self._pays = expected * plain_s > LEAST_GAIN * tokens * (drafting_s + added * row_s)
+        each = zip(counts, guesses, strict=True)
+        return [count if self._pays or speculation.always else 0 for count, (speculation, _) in each]
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        """Note the time of a step of decodes: more than ``tokens`` rows are those of drafts."""
+        self._times.observe(rows, rows > tokens, seconds)
+
+    def cost(self, rows: int, tokens: int) -> float | None:
+        """What a draft costs in a step of so many rows and tokens (see `Speculation.gain`)."""
+        plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
+        return _cost(plain_s, drafting_s, self._times.row_s, tokens) if self._pays else None
+
+
+def _cost(plain_s: float | None, drafting_s: float | None, row_s: float, tokens: float) -> float | None:
+    """The tokens that a step with drafts, which makes ``tokens``, makes in the time of a row. While the time of such
+    steps is unknown, drafts are tried that are likely enough; while that of others is, none (None)."""
+    if plain_s is None:
+        return None
+    return tokens * row_s / drafting_s if drafting_s else TRIAL_COST

@@ -146,13 +146,11 @@ def _workers(console: Console, answer: ServiceStatus) -> Table:
                 row["guesses right"] = f"{100 * w.accepted_draft_tokens / w.draft_tokens:.0f} %"
         rows.append(row)
     text = ("worker", *(("role",) if others else ()), "state", where, "device")
-    guesses = ("guesses right",) if any("guesses right" in row for row in rows) else ()
-    numbers = (
-        *("free blocks", "cached", "hits", *guesses, "run", "wait", "tokens to do", "preempted", "restarts", "heard"),
-    )
-    less = (
-        *("heard", "restarts", "preempted", "cached", "device", *guesses, "tokens to do", "hits", where, "wait", "run"),
-    )
+    numbers = ["free blocks", "cached", "hits", "run", "wait", "tokens to do", "preempted", "restarts", "heard"]
+    if any("guesses right" in row for row in rows):
+        numbers.insert(3, "guesses right")
+    less = ["heard", "restarts", "preempted", "cached", "device", "guesses right", "tokens to do", "hits", where]
+    less += ["wait", "run"]
     return fitted(console, rows, text, numbers, less)
 
 

@@ -3,8 +3,7 @@ cut, found in the cache, preempted or outlived by aborted ones, its tokens are t
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from engine.model.runner import ModelRunner
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.scheduling.speculation import Drafter
+from experiments.engine_alone.guessing import PlantedDrafter
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.request import Request
 from tests.engine.harness import BLOCK, make_core, make_runner, submit
@@ -152,17 +152,8 @@ def lone_runs(runner: ModelRunner) -> dict[Plan, Told]:
     return {}
 
 
-class Guesses:
-    """Guesses the tokens of a request, of which so large a share is right."""
-
-    def __init__(self, answer: Told, request: Request, right: float) -> None:
-        self._tokens = [*request.token_ids, *(token[0] for token in answer)]
-        self._right, self._draw = right, random.Random(request.attempt_id)
-
-    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """See `Drafter`."""
-        coming = self._tokens[len(token_ids) : len(token_ids) + most]
-        return [token if self._draw.random() < self._right else 300 for token in coming]
+def guesses(request: Request, answer: Told, right: float) -> PlantedDrafter:
+    return PlantedDrafter(request, [token[0] for token in answer], right, 307)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -181,8 +172,8 @@ def test_tokens_are_those_of_the_lone_run(
         if alone not in lone_runs:
             lone_runs[alone] = run(runner, LONE, [alone])[0]["0"]
 
-    def drafter(request: Request) -> Guesses:
-        return Guesses(lone_runs[each[int(request.attempt_id)]], request, right or 0.0)
+    def drafter(request: Request) -> PlantedDrafter:
+        return guesses(request, lone_runs[each[int(request.attempt_id)]], right or 0.0)
 
     told, scheduler = run(runner, config, plans, kind, run_ahead, None if right is None else drafter)
     assert scheduler.blocks.free_blocks == config.num_blocks
@@ -202,7 +193,7 @@ def test_schedules_like_these_do_preempt_share_and_end_early(runner: ModelRunner
     assert load.prompt_tokens_cached > 0
     assert {tokens[-1][1] for tokens in told.values()} == {"stop", "length"}
     assert any(token[2] is not None for tokens in told.values() for token in tokens)
-    guessed = run(runner, config, plans, run_ahead=run_ahead, drafter=lambda r: Guesses(told[r.attempt_id], r, 0.7))
+    guessed = run(runner, config, plans, run_ahead=run_ahead, drafter=lambda r: guesses(r, told[r.attempt_id], 0.7))
     assert guessed[0] == told
     drafts, accepted = guessed[1].load().draft_tokens, guessed[1].load().accepted_draft_tokens
     assert 0 < accepted < drafts
