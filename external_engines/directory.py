@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import httpx2
 
@@ -18,52 +20,71 @@ from router.registry import WorkerRegistry
 log = logging.getLogger(__name__)
 
 
+class ServerAt(NamedTuple):
+    """Where the server of a worker is, and its role."""
+
+    role: Role
+    url: str
+
+
+def named(urls: Mapping[Role, Sequence[str]], present: Mapping[str, ServerAt]) -> dict[str, ServerAt]:
+    """The servers at ``urls``, by worker id. Those that are ``present`` keep their names, and no other one gets the
+    name of one that leaves."""
+    names = {server: worker_id for worker_id, server in present.items()}
+    servers: dict[str, ServerAt] = {}
+    for role, at in urls.items():
+        free = (name for number in itertools.count() if (name := f"{role}-{number}") not in present)
+        for server in dict.fromkeys(ServerAt(role, url) for url in at):
+            servers[names.get(server) or next(free)] = server
+    return servers
+
+
 class EngineDirectory:
-    """The servers at ``urls``, which serve the model ``source`` in ``dtype`` (auto: the checkpoint's). They are asked
-    every ``pause_s`` seconds. Prefill servers are linked to those decode servers that can fetch their KV."""
+    """Servers that serve the model ``source`` in ``dtype`` (auto: the checkpoint's). They are asked every ``pause_s``
+    seconds. Prefill servers are linked to those decode servers that can fetch their KV."""
 
-    def __init__(
-        self,
-        registry: WorkerRegistry,
-        urls: Mapping[Role, Sequence[str]],
-        source: ModelSource,
-        dtype: str,
-        pause_s: float,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, registry: WorkerRegistry, source: ModelSource, dtype: str, pause_s: float, clock: Clock) -> None:
         self._registry = registry
+        self._source, self._dtype = source, dtype
         self._pause_s = pause_s
-        self._servers = [
-            Server(f"{role}-{number}", role, client_of(url), source, dtype, clock)
-            for role in Role
-            for number, url in enumerate(urls.get(role, ()))
-        ]
+        self._clock = clock
+        self._servers: dict[str, Server] = {}
         self._problems: dict[str, str] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def expected(self) -> dict[str, Role]:
-        """The role of each server, by worker id."""
-        return {server.worker_id: server.role for server in self._servers}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def notes(self) -> list[str]:
         """The servers that cannot be used, and why."""
         return [f"{worker_id}: {problem}" for worker_id, problem in sorted(self._problems.items())]
 
-    def start(self) -> None:
-        """Ask all servers from now on."""
-        self._tasks = [asyncio.create_task(self._watch(server)) for server in self._servers]
+    def set(self, servers: Mapping[str, ServerAt]) -> None:
+        """Ask these servers from now on, by worker id, and no others. Requests of those that leave continue
+        elsewhere."""
+        for worker_id in self._servers.keys() - servers.keys():
+            leaving = asyncio.create_task(self._leave(worker_id, self._servers.pop(worker_id)))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+        for worker_id in servers.keys() - self._servers.keys():
+            role, url = servers[worker_id]
+            server = Server(worker_id, role, client_of(url), self._source, self._dtype, self._clock)
+            self._servers[worker_id] = server
+            self._watches[worker_id] = asyncio.create_task(self._watch(server))
 
     async def close(self) -> None:
         """Ask no more, and close all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in self._servers:
-            if server.worker is not None:
-                await server.worker.aclose()
-            await server.http.aclose()
+        self.set({})
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    async def _leave(self, worker_id: str, server: Server) -> None:
+        watch = self._watches.pop(worker_id)
+        watch.cancel()
+        await asyncio.wait([watch])
+        self._problems.pop(worker_id, None)
+        self._registry.dismiss(worker_id)
+        if server.worker is not None:
+            await server.worker.aclose()
+        await server.http.aclose()
 
     async def _watch(self, server: Server) -> None:
         while True:
@@ -93,7 +114,7 @@ class EngineDirectory:
         log.info("%s at %s is %s", server.worker_id, server.http.base_url, dict(worker.info.engine))
         if before is not None:
             await before.aclose()
-        for prefill in self._servers:  # which may have a link to it now
+        for prefill in self._servers.values():  # which may have a link to it now
             self._beat(prefill)
 
     def _beat(self, server: Server) -> bool:
@@ -106,5 +127,5 @@ class EngineDirectory:
         """The links of a prefill server, as what it says of itself allows them."""
         if server.role is not Role.PREFILL:
             return {}
-        decode = [other.worker.info for other in self._servers if other.role is Role.DECODE and other.worker]
+        decode = [other.worker.info for other in self._servers.values() if other.role is Role.DECODE and other.worker]
         return {info.worker_epoch: server.link_to(info.peer) for info in decode}

@@ -17,7 +17,7 @@ from prometheus_client import Metric
 from checkpoints.source import ModelSource, tokenizer_note
 from contract.control import MAX_BEAT_BYTES
 from contract.scaling import GatewayLoad, ScalingReport
-from external_engines.directory import EngineDirectory
+from external_engines.directory import EngineDirectory, ServerAt, named
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
@@ -100,9 +100,10 @@ class Gateway:
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
         self.directory = WorkerDirectory(self.registry, connect, service)
-        urls = {Role.PREFILL: config.cluster.prefill_urls, Role.DECODE: config.cluster.decode_urls}
         pause_s = max(config.router.heartbeat_s, config.router.heartbeat_timeout_s / 4)
-        self._engines = EngineDirectory(self.registry, urls, model, config.model.dtype, pause_s, clock)
+        self._engines = EngineDirectory(self.registry, model, config.model.dtype, pause_s, clock)
+        # After a restart they may be others, which `expect` says.
+        self._engines_at_start = {} if restarted else named(config.cluster.urls, {})
         note = tokenizer_note(model.folder)
         if note:
             log.warning("%s", note)
@@ -122,6 +123,7 @@ class Gateway:
             security.callers.problem,
             self._engines,
         )
+        report.expected = {worker_id: server.role for worker_id, server in self._engines_at_start.items()}
         tokenizer = load_tokenizer(model.folder)
         self._context_length = config.engine.max_model_len or model.shape.max_position_embeddings
         self._max_message_bytes = max_message_bytes(self._context_length, tokenizer)
@@ -210,7 +212,7 @@ class Gateway:
         self._servers = [public, internal]
         if self._http is not None:
             await self._http.start()
-        self._engines.start()
+        self._engines.set(self._engines_at_start)
         self.registry.subscribe_workers(self._changed.set)
         heartbeats_s = min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4)
         self._tasks = [
@@ -239,11 +241,14 @@ class Gateway:
         notes: Sequence[str] = (),
         version: int = 0,
         scaling: ScalingReport | None = None,
+        servers: Mapping[str, ServerAt] | None = None,
     ) -> None:
         """Set the members of the service and the roles that they should have, unless a later ``version`` of them is
         known. Those that have not registered are shown as awaited. ``notes`` are shown with the status, and so is
-        ``scaling``."""
+        ``scaling``. ``servers``: the members that are servers of other engines (None: as before)."""
         if self.directory.expect(members, version):
+            if servers is not None:
+                self._engines.set(servers)
             self._report.expected = dict(members)
             self._report.notes = tuple(notes)
             self._report.scaling = scaling

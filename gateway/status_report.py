@@ -99,10 +99,9 @@ class StatusReport:
         """The current status, for operators."""
         registered = {worker.worker_id for worker in self._registry.workers}
         engines = self._engines
-        expected = self.expected | (engines.expected if engines else {})
         awaited = [
             pb.WorkerStatus(worker_id=worker_id, role=role, state="awaited")
-            for worker_id, role in sorted(expected.items())
+            for worker_id, role in sorted(self.expected.items())
             if worker_id not in registered
         ]
         costs = self._registry.cost_model.refit()

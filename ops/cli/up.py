@@ -126,22 +126,38 @@ def scale(
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="share device slots if none is free (CPUs only)")
     ] = False,
+    prefill_url: Annotated[
+        list[str] | None, typer.Option(help="running prefill server, of all that there should be; repeatable")
+    ] = None,
+    decode_url: Annotated[list[str] | None, typer.Option(help="the same for decode")] = None,
     target: HereOption = DEFAULT_TARGET,
 ) -> None:
     """Add or remove workers of a running service, on the host it was started on. Where one role shrinks and the other
     grows, workers take the other role instead, at once and with the requests that they have. If no device slot is free,
     new workers wait for a node, which Ray is asked for. On a Ray that the service started itself this is an error,
-    unless workers may share slots."""
+    unless workers may share slots.
+
+    A service before servers of another engine (`pdserve up --prefill-url …`) gets the servers that you name."""
     from ops.launch.operator import request_scale
     from ops.launch.state import ServiceState
     from pdserve.core.errors import LaunchError
     from pdserve.pb import operator_pb2 as pb
 
-    if prefill is None and decode is None:
-        raise LaunchError("give the new number of workers: --prefill N, --decode N, or both")
+    if prefill is None and decode is None and not prefill_url and not decode_url:
+        raise LaunchError(
+            "give the new number of workers (--prefill N, --decode N, or both), or the servers that there should be "
+            "(--prefill-url URL, --decode-url URL)"
+        )
     state = ServiceState.of(target)
     console = stderr_console()
-    request = pb.ScaleRequest(prefill=prefill, decode=decode, drain_s=drain, oversubscribe=oversubscribe)
+    request = pb.ScaleRequest(
+        prefill=prefill,
+        decode=decode,
+        drain_s=drain,
+        oversubscribe=oversubscribe,
+        prefill_urls=prefill_url or (),
+        decode_urls=decode_url or (),
+    )
     timeout_s = drain + state.start_timeout_s + MARGIN_S
     with progress(console, "scaling") as report:
         scaled = request_scale(state.socket, request, timeout_s, report)

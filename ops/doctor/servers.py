@@ -20,14 +20,13 @@ _START = "start it as docs/vllm.md or docs/sglang.md says"
 
 def examine_servers(config: PdserveConfig) -> DoctorReport:
     """Ask each server what it is, and whether the servers can hand KV over to each other."""
-    cluster = config.cluster
     findings: list[Finding] = []
     try:
         resolve_model(config.model.path, served=False)
     except ModelError as error:
         findings.append(fail("model", "the service", str(error), "name the folder that the servers were started with"))
     found: dict[Role, list[tuple[str, Description]]] = {role: [] for role in Role}
-    for role, urls in ((Role.PREFILL, cluster.prefill_urls), (Role.DECODE, cluster.decode_urls)):
+    for role, urls in config.cluster.urls.items():
         for number, url in enumerate(urls):
             name = f"{role}-{number} at {url}"
             try:

@@ -93,10 +93,15 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
 
     def _scale(self, request: pb.ScaleRequest, send: Callable[[pb.ScaleEvent], None]) -> None:
         wanted = {role: getattr(request, role.value) for role in Role if request.HasField(role.value)}
+        urls = {Role.PREFILL: list(request.prefill_urls), Role.DECODE: list(request.decode_urls)}
         try:
             try:
                 scaled = self._service.scale(
-                    wanted, request.drain_s, lambda stage: send(pb.ScaleEvent(stage=stage)), request.oversubscribe
+                    wanted,
+                    request.drain_s,
+                    lambda stage: send(pb.ScaleEvent(stage=stage)),
+                    request.oversubscribe,
+                    {role: at for role, at in urls.items() if at},
                 )
             finally:
                 self._on_scaled()

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import ray
 
 from checkpoints.hub import HubId
 from contract.scaling import GatewayLoad, ScalingReport
+from external_engines.directory import ServerAt, named
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, identify
 from ops.launch.logs import ProcessPlace, locate, log_path, read_log
@@ -53,6 +55,8 @@ NODES_TIMEOUT_S = 60.0
 NODES_POLL_S = 0.5
 FLIP_TIMEOUT_S = 10.0
 """Limit: wait of `scale` for a role flip. Then: it says so, and the flip goes on."""
+SERVER_TIMEOUT_S = 15.0
+"""Limit: wait of `scale` for servers that it adds. Then: an error; they are not added."""
 PLACE_TIMEOUT_S = 5.0
 """After this time an added worker without a node counts as waiting for one."""
 PLACE_REPORT_S = 2.0
@@ -85,6 +89,8 @@ class Service:
         self._told = set(prepared.notes)
         self.session = RaySession(self.config.cluster.address, prepared.head)
         self._members: Members | None = None
+        self._servers = named(self.config.cluster.urls, {})
+        self._servers_version = 0
         self._gateways: list[Any] = []
         self._id = uuid.uuid4().hex
         self._secret = ServiceSecret.new()
@@ -106,9 +112,9 @@ class Service:
     @property
     def counts(self) -> dict[Role, int]:
         """Workers of each role, including those that wait for a node."""
-        members, cluster = self._members, self.config.cluster
-        if cluster.servers:
-            return {Role.PREFILL: cluster.num_prefill, Role.DECODE: cluster.num_decode}
+        members = self._members
+        if self._servers:
+            return Counter(server.role for server in self._servers.values())
         return {role: len(members.of(role)) if members else 0 for role in Role}
 
     @property
@@ -188,9 +194,15 @@ class Service:
         clear_leftovers("", self._processes)  # a Ray that was joined does not wait for them
 
     def scale(
-        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False
+        self,
+        wanted: Mapping[Role, int],
+        drain_s: float,
+        report: Report,
+        oversubscribe: bool = False,
+        urls: Mapping[Role, Sequence[str]] | None = None,
     ) -> operator_pb2.Scaled:
-        """Bring the service to ``wanted`` workers of each role; other roles stay as they are. Where one role shrinks
+        """Bring the service to ``wanted`` workers of each role, or to the servers at ``urls``; other roles stay as they
+        are. Where one role shrinks
         and the other grows, workers take the other role. Removed workers finish their requests first, for at most
         ``drain_s``. Added workers serve when this returns, except those that wait for a node. With ``oversubscribe``,
         workers without a free device slot share one. On a LaunchError no worker was added, but removed workers are
@@ -198,6 +210,8 @@ class Service:
         if not self._changing.acquire(blocking=False):
             raise LaunchError("the service is starting or being scaled; try again later")
         try:
+            if urls or self._servers:
+                return self._scale_servers(wanted, urls or {}, drain_s, report)
             return self._scale(wanted, drain_s, report, oversubscribe or self.config.cluster.oversubscribe)
         except ray.exceptions.RayError as error:
             raise LaunchError(f"Ray failed while the service was being scaled: {one_line(error)}") from None
@@ -294,8 +308,6 @@ class Service:
         self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool
     ) -> operator_pb2.Scaled:
         members = self._members
-        if self.config.cluster.servers:
-            raise LaunchError("its workers are servers that pdserve does not start; start it again with other URLs")
         if members is None:
             raise LaunchError("the service is not running")
         for role, count in wanted.items():
@@ -344,6 +356,48 @@ class Service:
             waiting=[member.worker_id for member in waiting],
             flipped={member.worker_id: member.role for member in flipped},
         )
+
+    def _scale_servers(
+        self, wanted: Mapping[Role, int], urls: Mapping[Role, Sequence[str]], drain_s: float, report: Report
+    ) -> operator_pb2.Scaled:
+        present = self._servers
+        if not present:
+            raise LaunchError("pdserve starts the workers of this service; give their numbers: --prefill N, --decode N")
+        if wanted:
+            raise LaunchError(
+                "its workers are servers that pdserve does not start; name all that it should have, by "
+                "--prefill-url URL, --decode-url URL, or both"
+            )
+        roles = {server.role for server in present.values()}
+        for role in urls.keys() - roles:
+            raise LaunchError(f"{role}: there is no such worker, and a service keeps its initial roles")
+        PdserveConfig.load(None, {f"cluster.{role}_urls": list(at) for role, at in urls.items()})  # checks them
+        before = {role: [server.url for server in present.values() if server.role is role] for role in roles}
+        servers = named({**before, **urls}, present)
+        coming = {worker_id: server for worker_id, server in servers.items() if worker_id not in present}
+        leaving = sorted(present.keys() - servers.keys())
+        if coming:
+            report(", ".join(f"{worker_id} at {server.url}" for worker_id, server in coming.items()) + ": waiting")
+            self._set_servers({**present, **coming})
+            late = self._have_gateways(
+                "directory.wait_roles", SERVER_TIMEOUT_S + STOP_TIMEOUT_S, list(coming), SERVER_TIMEOUT_S
+            )
+            if missing := sorted({name for names in late for name in names}):
+                notes = [
+                    note for note in self.status().notes if note.startswith(tuple(f"{name}: " for name in missing))
+                ]
+                self._set_servers(present)
+                raise LaunchError("; ".join(notes) or f"{', '.join(missing)}: not ready in {SERVER_TIMEOUT_S:.0f} s")
+        if leaving:
+            report(f"{', '.join(leaving)}: finishing requests")
+            self._have_gateways("directory.retire", drain_s + STOP_TIMEOUT_S, leaving, drain_s)
+            self._set_servers(servers)
+        counts = self.counts
+        return operator_pb2.Scaled(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE])
+
+    def _set_servers(self, servers: Mapping[str, ServerAt]) -> None:
+        self._servers, self._servers_version = dict(servers), self._servers_version + 1
+        self._have_gateways("expect", STOP_TIMEOUT_S, *self._expected())
 
     def _flip(self, members: Members, wanted: Mapping[Role, int], report: Report) -> list[Member]:
         """Where one role is to shrink and the other to grow, give workers the other role. Returns when all gateways
@@ -407,7 +461,7 @@ class Service:
         cluster, gateway, host = self.config.cluster, self.config.gateway, "127.0.0.1"
         if not self.session.owned:
             host = ray.util.get_node_ip_address()
-        if cluster.servers:
+        if self._servers:
             self._start_before_servers(host)
             return
         nodes, device, bundles = self._await_nodes()
@@ -459,7 +513,7 @@ class Service:
         """Start gateways before the servers that the configuration names, and wait until these answer."""
         cluster, count = self.config.cluster, self.config.gateway.replicas
         base = free_ports(host, port_base(cluster), count, "cluster.port_base")
-        self._report(f"starting the gateway on port {self.port}, before {len(cluster.servers)} servers")
+        self._report(f"starting the gateway on port {self.port}, before {len(self._servers)} servers")
         self._start_gateways(self.config, [join_address(host, base + number) for number in range(count)])
         timeout_s = cluster.start_limit_s("cpu")
         self._await_gateways(timeout_s)
@@ -554,12 +608,17 @@ class Service:
                 (report or self._note)(text)
 
     def _send_members(self) -> None:
-        version = self._members.version if self._members else 0  # read first: others may change the members now
-        members = self._members.all if self._members else ()
-        notes = list(dict.fromkeys(text for texts in self._notes.values() for text in texts))
-        roles = {member.worker_id: member.role for member in members}
         for gateway in self._gateways:
-            gateway.call.remote("expect", 0.0, roles, notes, version, self._scaling)
+            gateway.call.remote("expect", 0.0, *self._expected())
+
+    def _expected(self) -> tuple[Any, ...]:
+        """The arguments of `Gateway.expect`."""
+        notes = list(dict.fromkeys(text for texts in self._notes.values() for text in texts))
+        if self._members is None:
+            roles = {worker_id: server.role for worker_id, server in self._servers.items()}
+            return roles, notes, self._servers_version, self._scaling, self._servers
+        version = self._members.version  # read first: others may change the members now
+        return {member.worker_id: member.role for member in self._members.all}, notes, version, self._scaling
 
 
 def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:

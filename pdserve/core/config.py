@@ -29,6 +29,7 @@ from pydantic import (
 from pdserve.core import plugins
 from pdserve.core.address import DEFAULT_PORT
 from pdserve.core.errors import ConfigError
+from pdserve.core.worker import Role
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -201,8 +202,13 @@ class ClusterConfig(_Section):
         return {**data, "prefill": 0, "decode": 0}
 
     @property
-    def servers(self) -> tuple[str, ...]:
+    def urls(self) -> Mapping[Role, tuple[str, ...]]:
         """The workers that are servers of another engine, which pdserve does not start."""
+        return {Role.PREFILL: self.prefill_urls, Role.DECODE: self.decode_urls}
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """`urls` of both roles."""
         return self.prefill_urls + self.decode_urls
 
     @property

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/pb/operator.proto\x12\x13pdserve.operator.v1\"x\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\x12\x15\n\roversubscribe\x18\x04 \x01(\x08\x42\n\n\x08_prefillB\t\n\x07_decode\"\x86\x01\n\nScaleEvent\x12\x0f\n\x05stage\x18\x01 \x01(\tH\x00\x12-\n\x06scaled\x18\x02 \x01(\x0b\x32\x1b.pdserve.operator.v1.ScaledH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.pdserve.operator.v1.FailureH\x00\x42\x07\n\x05\x65vent\"\xa5\x01\n\x06Scaled\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x03(\t\x12\x39\n\x07\x66lipped\x18\x04 \x03(\x0b\x32(.pdserve.operator.v1.Scaled.FlippedEntry\x1a.\n\x0c\x46lippedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x1e\n\x0bStopRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x1a\n\tStopEvent\x12\r\n\x05stage\x18\x01 \x01(\t\"\x11\n\x0fListLogsRequest\":\n\x10ListLogsResponse\x12&\n\x04logs\x18\x01 \x03(\x0b\x32\x18.pdserve.operator.v1.Log\"/\n\x03Log\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\"<\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"L\n\x0fReadLogResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05\x65rror\x18\x04 \x01(\t2\xd4\x02\n\x08Operator\x12M\n\x05Scale\x12!.pdserve.operator.v1.ScaleRequest\x1a\x1f.pdserve.operator.v1.ScaleEvent0\x01\x12J\n\x04Stop\x12 .pdserve.operator.v1.StopRequest\x1a\x1e.pdserve.operator.v1.StopEvent0\x01\x12W\n\x08ListLogs\x12$.pdserve.operator.v1.ListLogsRequest\x1a%.pdserve.operator.v1.ListLogsResponse\x12T\n\x07ReadLog\x12#.pdserve.operator.v1.ReadLogRequest\x1a$.pdserve.operator.v1.ReadLogResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/pb/operator.proto\x12\x13pdserve.operator.v1\"\xa3\x01\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\x12\x15\n\roversubscribe\x18\x04 \x01(\x08\x12\x14\n\x0cprefill_urls\x18\x05 \x03(\t\x12\x13\n\x0b\x64\x65\x63ode_urls\x18\x06 \x03(\tB\n\n\x08_prefillB\t\n\x07_decode\"\x86\x01\n\nScaleEvent\x12\x0f\n\x05stage\x18\x01 \x01(\tH\x00\x12-\n\x06scaled\x18\x02 \x01(\x0b\x32\x1b.pdserve.operator.v1.ScaledH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.pdserve.operator.v1.FailureH\x00\x42\x07\n\x05\x65vent\"\xa5\x01\n\x06Scaled\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x03(\t\x12\x39\n\x07\x66lipped\x18\x04 \x03(\x0b\x32(.pdserve.operator.v1.Scaled.FlippedEntry\x1a.\n\x0c\x46lippedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x1e\n\x0bStopRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x1a\n\tStopEvent\x12\r\n\x05stage\x18\x01 \x01(\t\"\x11\n\x0fListLogsRequest\":\n\x10ListLogsResponse\x12&\n\x04logs\x18\x01 \x03(\x0b\x32\x18.pdserve.operator.v1.Log\"/\n\x03Log\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\"<\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"L\n\x0fReadLogResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05\x65rror\x18\x04 \x01(\t2\xd4\x02\n\x08Operator\x12M\n\x05Scale\x12!.pdserve.operator.v1.ScaleRequest\x1a\x1f.pdserve.operator.v1.ScaleEvent0\x01\x12J\n\x04Stop\x12 .pdserve.operator.v1.StopRequest\x1a\x1e.pdserve.operator.v1.StopEvent0\x01\x12W\n\x08ListLogs\x12$.pdserve.operator.v1.ListLogsRequest\x1a%.pdserve.operator.v1.ListLogsResponse\x12T\n\x07ReadLog\x12#.pdserve.operator.v1.ReadLogRequest\x1a$.pdserve.operator.v1.ReadLogResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCALED_FLIPPEDENTRY']._loaded_options = None
   _globals['_SCALED_FLIPPEDENTRY']._serialized_options = b'8\001'
-  _globals['_SCALEREQUEST']._serialized_start=50
-  _globals['_SCALEREQUEST']._serialized_end=170
-  _globals['_SCALEEVENT']._serialized_start=173
-  _globals['_SCALEEVENT']._serialized_end=307
-  _globals['_SCALED']._serialized_start=310
-  _globals['_SCALED']._serialized_end=475
-  _globals['_SCALED_FLIPPEDENTRY']._serialized_start=429
-  _globals['_SCALED_FLIPPEDENTRY']._serialized_end=475
-  _globals['_FAILURE']._serialized_start=477
-  _globals['_FAILURE']._serialized_end=517
-  _globals['_STOPREQUEST']._serialized_start=519
-  _globals['_STOPREQUEST']._serialized_end=549
-  _globals['_STOPEVENT']._serialized_start=551
-  _globals['_STOPEVENT']._serialized_end=577
-  _globals['_LISTLOGSREQUEST']._serialized_start=579
-  _globals['_LISTLOGSREQUEST']._serialized_end=596
-  _globals['_LISTLOGSRESPONSE']._serialized_start=598
-  _globals['_LISTLOGSRESPONSE']._serialized_end=656
-  _globals['_LOG']._serialized_start=658
-  _globals['_LOG']._serialized_end=705
-  _globals['_READLOGREQUEST']._serialized_start=707
-  _globals['_READLOGREQUEST']._serialized_end=767
-  _globals['_READLOGRESPONSE']._serialized_start=769
-  _globals['_READLOGRESPONSE']._serialized_end=845
-  _globals['_OPERATOR']._serialized_start=848
-  _globals['_OPERATOR']._serialized_end=1188
+  _globals['_SCALEREQUEST']._serialized_start=51
+  _globals['_SCALEREQUEST']._serialized_end=214
+  _globals['_SCALEEVENT']._serialized_start=217
+  _globals['_SCALEEVENT']._serialized_end=351
+  _globals['_SCALED']._serialized_start=354
+  _globals['_SCALED']._serialized_end=519
+  _globals['_SCALED_FLIPPEDENTRY']._serialized_start=473
+  _globals['_SCALED_FLIPPEDENTRY']._serialized_end=519
+  _globals['_FAILURE']._serialized_start=521
+  _globals['_FAILURE']._serialized_end=561
+  _globals['_STOPREQUEST']._serialized_start=563
+  _globals['_STOPREQUEST']._serialized_end=593
+  _globals['_STOPEVENT']._serialized_start=595
+  _globals['_STOPEVENT']._serialized_end=621
+  _globals['_LISTLOGSREQUEST']._serialized_start=623
+  _globals['_LISTLOGSREQUEST']._serialized_end=640
+  _globals['_LISTLOGSRESPONSE']._serialized_start=642
+  _globals['_LISTLOGSRESPONSE']._serialized_end=700
+  _globals['_LOG']._serialized_start=702
+  _globals['_LOG']._serialized_end=749
+  _globals['_READLOGREQUEST']._serialized_start=751
+  _globals['_READLOGREQUEST']._serialized_end=811
+  _globals['_READLOGRESPONSE']._serialized_start=813
+  _globals['_READLOGRESPONSE']._serialized_end=889
+  _globals['_OPERATOR']._serialized_start=892
+  _globals['_OPERATOR']._serialized_end=1232
 # @@protoc_insertion_point(module_scope)

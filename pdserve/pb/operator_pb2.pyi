@@ -20,6 +20,8 @@ class ScaleRequest(google.protobuf.message.Message):
     DECODE_FIELD_NUMBER: builtins.int
     DRAIN_S_FIELD_NUMBER: builtins.int
     OVERSUBSCRIBE_FIELD_NUMBER: builtins.int
+    PREFILL_URLS_FIELD_NUMBER: builtins.int
+    DECODE_URLS_FIELD_NUMBER: builtins.int
     prefill: builtins.int
     """absent: as many as there are"""
     decode: builtins.int
@@ -27,6 +29,12 @@ class ScaleRequest(google.protobuf.message.Message):
     """how long workers that go may finish their requests"""
     oversubscribe: builtins.bool
     """workers that find no free slot share one"""
+    @property
+    def prefill_urls(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """all servers of another engine that prefill; none: those that there are"""
+
+    @property
+    def decode_urls(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -34,9 +42,11 @@ class ScaleRequest(google.protobuf.message.Message):
         decode: builtins.int | None = ...,
         drain_s: builtins.float = ...,
         oversubscribe: builtins.bool = ...,
+        prefill_urls: collections.abc.Iterable[builtins.str] | None = ...,
+        decode_urls: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "drain_s", b"drain_s", "oversubscribe", b"oversubscribe", "prefill", b"prefill"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "decode_urls", b"decode_urls", "drain_s", b"drain_s", "oversubscribe", b"oversubscribe", "prefill", b"prefill", "prefill_urls", b"prefill_urls"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_decode", b"_decode"]) -> typing.Literal["decode"] | None: ...
     @typing.overload

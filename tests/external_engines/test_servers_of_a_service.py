@@ -65,8 +65,27 @@ def test_a_service_before_servers(tmp_path: Path) -> None:
             result = json.loads(cli.done("generate", "Hello", "--port", str(port), "--mode", "pd", "--json").stdout)
             assert (result["prefill_worker"], result["decode_worker"]) == ("prefill-0", "decode-0")
             assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
-            scaled = cli.run("scale", "--prefill", "2", "--port", str(port))
-            assert "servers that pdserve does not start" in scaled.stderr
             assert decode.url in cli.done("status", "--port", str(port)).stdout
+            for arguments, error in (
+                (("--prefill", "2"), "servers that pdserve does not start"),
+                (("--prefill-url", "localhost"), "cluster.prefill_urls.0"),
+                (("--decode-url", "http://127.0.0.1:9"), "decode-1: does not answer"),
+            ):
+                assert error in cli.run("scale", *arguments, "--port", str(port)).stderr
+            _scale(cli, port, prefill)
         finally:
             cli.run("down", "--port", str(port), "--now")
+
+
+def _scale(cli: Cli, port: int, prefill: RecordedVLLM) -> None:
+    """Another decode server takes the place of the first."""
+    other = RecordedVLLM("engine-e")
+    other.peers = {"engine-p": prefill}
+    with running(other):
+        scaled = cli.done("scale", "--decode-url", other.url, "--port", str(port))
+        assert "scaled: 1P1D" in scaled.stderr
+        status = json.loads(cli.done("status", "--json", "--port", str(port)).stdout)
+        assert [worker["address"] for worker in status["workers"]] == [other.url, prefill.url]
+        result = json.loads(cli.done("generate", "Hello", "--port", str(port), "--mode", "pd", "--json").stdout)
+        assert (result["prefill_worker"], result["decode_worker"]) == ("prefill-0", "decode-1")
+        assert "1P1D" in cli.done("list").stdout
