@@ -170,9 +170,12 @@ async def describe(http: httpx2.AsyncClient, role: Role) -> tuple[Adapter, Descr
     raise PdserveError(f"it is no engine that is known here ({known})")
 
 
-def client_of(url: str, socket: str | None = None) -> httpx2.AsyncClient:
-    """Calls the server at ``url``, or the one that listens on the Unix ``socket``, without the proxies of the
-    environment."""
+def client_of(url: str, socket: str | None = None, key: str | None = None) -> httpx2.AsyncClient:
+    """Calls the server at ``url``, or the one that listens on the Unix ``socket``, with the ``key`` that it asks for,
+    without the proxies of the environment."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     transport = httpx2.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False)
-    return httpx2.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, transport=transport, trust_env=False)
+    headers = None if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx2.AsyncClient(
+        base_url=url, timeout=ANSWER_TIMEOUT_S, transport=transport, trust_env=False, headers=headers
+    )

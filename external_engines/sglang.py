@@ -195,5 +195,6 @@ def _body(request: Request) -> dict[str, Any]:
 
 
 def _life(info: Mapping[str, Any]) -> str:
-    """SGLang does not say when it was started. Its seed is drawn at each start, unless an option sets it."""
-    return str(info.get("random_seed", ""))
+    """SGLang does not say when it was started, but, since 0.5.23, how long that took. Its seed is drawn at each start,
+    unless an option sets it."""
+    return f"{info.get('random_seed', '')} {info.get('startup_time', '')}".strip()

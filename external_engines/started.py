@@ -1,5 +1,5 @@
 """A worker whose engine is a server that it starts: a worker of the service like pdserve's own to gateways, which gives
-the requests to the server. The server listens on a Unix socket that only its user can reach."""
+the requests to the server. Other users of the host cannot call the server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +18,11 @@ import httpx2
 
 from checkpoints.source import resolve_model
 from contract import control
-from external_engines import vllm_server
+from external_engines import sglang_server, vllm_server
+from external_engines.launch import Launcher, Place
 from external_engines.process import ServerProcess
-from external_engines.server import Server, client_of
+from external_engines.server import Server
+from external_engines.sglang_server import free_port
 from external_engines.worker import EngineWorker
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, NotReady, PdserveError, WorkerLost
@@ -39,6 +40,8 @@ from worker.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
+LAUNCHERS: Mapping[str, Launcher] = {"vllm": vllm_server.launch, "sglang": sglang_server.launch}
+"""By `pdserve.core.config.WorkerConfig.engine`."""
 RESTART_PAUSE_S = 1.0
 STOP_TIMEOUT_S = 8.0
 SILENT_S = 30.0
@@ -79,7 +82,8 @@ class StartedServer:
     """One worker of the service with this ``secret``, whose server is started anew when it ends or falls silent.
 
     ``started`` has the worker's info once the first server is ready, or the error that kept it from starting. Its role
-    says what the gateways give it, and they change it by their answers to heartbeats: every server can do both."""
+    says what the gateways give it, and they change it by their answers to heartbeats, if every server can do both (see
+    `ops.launch.members.Members.may_flip`)."""
 
     def __init__(self, spec: WorkerSpec, secret: ServiceSecret, clock: Clock | None = None) -> None:
         self.spec = spec
@@ -129,20 +133,18 @@ class StartedServer:
             await self._control.stop()
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _serve_one(self, path: Path, wire: Callable[[str], control.Wire]) -> None:
-        """Start a server that listens at ``path``, and serve until it has ended or is silent, or this worker is
-        superseded. PdserveError if it does not start."""
+    async def _serve_one(self, folder: Path, wire: Callable[[str], control.Wire]) -> None:
+        """Start a server with this ``folder``, and serve until it has ended or is silent, or this worker is superseded.
+        PdserveError if it does not start."""
         spec = self.spec
         source = await in_thread("model", lambda: resolve_model(spec.config.model.path, served=False))
-        vllm_server.check(spec, source)
         interface = await in_thread(
             "kv-interface", lambda: resolve_interface(spec.config.transfer.interface, spec.host)
         )
-        port = spec.kv_port or _free_port(interface.address)
-        command = vllm_server.command(spec, source, path)
-        environment = vllm_server.environment(spec, vllm_server.nixl_variables(interface.address, port))
-        process = await ServerProcess.start(command, environment, spec.cores)
-        http = client_of("http://engine", str(path))
+        port = spec.kv_port or free_port(interface.address)
+        launch = LAUNCHERS[self._kind](spec, source, Place(folder, interface.address, port))
+        process = await ServerProcess.start(launch.command, launch.environment, spec.cores)
+        http = launch.client()
         server = Server(spec.worker_id, self._membership.role, http, source, spec.config.model.dtype, self.clock)
         try:
             await self._wait_ready(server, process)
@@ -312,10 +314,3 @@ def _link_state(server: Server, peer: KVPeer) -> control.LinkState:
     link = server.link_to(peer)
     outcome = link if isinstance(link, PeerLink) else control.Failure.of(link)
     return control.LinkState(peer.worker_id, peer.epoch, outcome)
-
-
-def _free_port(host: str) -> int:
-    """A port that is free now: the server that gets it has no way to say which one it took."""
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

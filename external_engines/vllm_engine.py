@@ -42,7 +42,6 @@ from external_engines import vllm_server
 from external_engines.adapter import Step as Answered
 from external_engines.answers import asked_logprobs, steps_of
 from external_engines.process import ServerProcess
-from external_engines.server import client_of
 from external_engines.vllm import VLLM
 from external_engines.vllm_channel import Caches, Idle, Scheduled, VLLMChannel, VLLMKVEvents
 from kv_transfer.pool import Pool
@@ -196,18 +195,16 @@ class VLLMEngine:
 
     async def _launch(self, spec: WorkerSpec, source: ModelSource) -> VLLMChannel:
         """Start the server, and wait for its connectors."""
-        vllm_server.check(spec, source)
         shutil.copy(Path(vllm_server.__file__).with_name("vllm_connector.py"), self._folder / "pdserve_connector.py")
-        path, socket_path = self._folder / "connector", self._folder / "api"
+        path = self._folder / "connector"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(path))
             listener.listen(2)
             listener.setblocking(False)
-            command = vllm_server.command(spec, source, socket_path)
-            environment = vllm_server.environment(spec, vllm_server.connector_variables(self._folder, path))
-            self._process = process = await ServerProcess.start(command, environment, spec.cores)
+            launch = vllm_server.launch_connected(spec, source, self._folder, path)
+            self._process = process = await ServerProcess.start(launch.command, launch.environment, spec.cores)
             process.ended.add_done_callback(lambda _: self._events.put_nowait(None))
-            self._http = client_of("http://engine", str(socket_path))
+            self._http = launch.client()
             channel = self._channel = await self._or_ended(VLLMChannel.accept(listener))
         return channel
 

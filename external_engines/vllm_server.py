@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from checkpoints.source import ModelSource
 from engine.spec import DEFAULT_CPU_KV_BYTES
+from external_engines.launch import Launch, Place, environment, folder_of, given
 from pdserve.core.config import EngineConfig
-from pdserve.core.errors import LaunchError, ModelError
 from worker.spec import WorkerSpec
 
 _CONNECTOR = "pdserve_connector"
 
 
-def check(spec: WorkerSpec, source: ModelSource) -> None:
-    """Raise ModelError for a model without files, LaunchError if there is no vLLM here."""
-    if source.folder is None:
-        raise ModelError(f"model.path: {spec.config.model.path} has no folder that vLLM could load")
-    if shutil.which(program := spec.config.worker.command) is None:
-        raise LaunchError(
-            f"worker.command: there is no program {program!r} on {spec.node}; install vLLM there, or name its path"
-        )
+def launch(spec: WorkerSpec, source: ModelSource, place: Place) -> Launch:
+    """See `external_engines.launch.Launcher`. Decode finds the KV of its NixlConnector at the place's port."""
+    variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": place.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.kv_port)}
+    place.folder.mkdir(mode=0o700)
+    socket = place.folder / "api"
+    return Launch(command(spec, source, socket), environment_of(spec, variables), socket=str(socket))
+
+
+def launch_connected(spec: WorkerSpec, source: ModelSource, folder: Path, connector: Path) -> Launch:
+    """A server with pdserve's connector, whose module is in ``folder``, and which finds its worker at the socket
+    ``connector``."""
+    socket = folder / "api"
+    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "PDSERVE_CONNECTOR": str(connector)}
+    return Launch(command(spec, source, socket), environment_of(spec, variables), socket=str(socket))
 
 
 def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
     """The command that serves the model on the Unix ``socket``. The arguments of ``worker.arguments`` come last, so
     that they prevail."""
-    config, engine, folder = spec.config, spec.config.engine, source.folder
-    assert folder is not None, "it was checked"
+    folder, config, engine = folder_of(spec, source), spec.config, spec.config.engine
     on_cpu = spec.device == "cpu"
     hand_off: dict[str, object] = {"kv_role": "kv_both", "kv_load_failure_policy": "fail"}
     if config.worker.connector == "pdserve":
@@ -57,29 +62,12 @@ def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
         "--max-num-seqs": None if engine.max_num_seqs == EngineConfig().max_num_seqs else engine.max_num_seqs,
         "--max-model-len": engine.max_model_len,
         "--kv-cache-dtype": None if engine.kv_dtype == "auto" else engine.kv_dtype,
+        "--no-enable-prefix-caching": None if engine.prefix_caching else True,
     }
-    given = [str(part) for option, value in options.items() if value is not None for part in (option, value)]
-    if not engine.prefix_caching:
-        given.append("--no-enable-prefix-caching")
-    return [config.worker.command, "serve", str(folder), *given, *config.worker.arguments]
+    return [config.worker.program, "serve", str(folder), *given(options), *config.worker.arguments]
 
 
-def nixl_variables(host: str, port: int) -> Mapping[str, str]:
-    """Variables of a server whose KV others fetch at ``host`` and ``port``."""
-    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-
-
-def connector_variables(folder: Path, socket: Path) -> Mapping[str, str]:
-    """Variables of a server with pdserve's connector, whose module is in ``folder``, and which finds its worker at
-    ``socket``."""
-    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": os.pathsep.join(paths), "PDSERVE_CONNECTOR": str(socket)}
-
-
-def environment(spec: WorkerSpec, variables: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment of the server: this process's, with ``variables``. This process's prevail where they say how
-    threads wait."""
+def environment_of(spec: WorkerSpec, variables: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of the server, with ``variables``."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, spec.cores))} if spec.cores else {}
-    # Else the threads of an idle server keep its cores busy.
-    waiting = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if spec.device == "cpu" else {}
-    return {**waiting, **os.environ, **cores, **variables}
+    return environment(spec, {**cores, **variables})

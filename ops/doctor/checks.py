@@ -174,7 +174,7 @@ def check_server_command(seen: DoctorReport) -> Iterator[Finding]:
         return
     for node, report in _reported(seen):
         if not report.server_command:
-            what = f"there is no program {worker.command!r}, which would start {worker.engine}"
+            what = f"there is no program {worker.program!r}, which would start {worker.engine}"
             yield fail("engine", node.name, what, f"install {worker.engine} there, or set worker.command to its path")
     what = f"{worker.engine} takes memory by itself, and its workers connect when they start; neither was examined"
     yield ok("engine", _SERVICE, what)

@@ -118,7 +118,7 @@ class Examination:
         self._seen = DoctorReport(config, "cpu", site.services, own_port, site.node_id)
         self._secret = ServiceSecret.new()  # of the probes
         self._nodes: dict[str, ExaminedNode] = {}
-        self._command = "" if config.has_own_engines else config.worker.command
+        self._command = "" if config.has_own_engines else config.worker.program
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
     def run(self) -> DoctorReport:

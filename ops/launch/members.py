@@ -170,8 +170,8 @@ class Members:
     @property
     def may_flip(self) -> bool:
         """Whether a worker of one role may take the other. Not if the roles ask for different Ray resources: what one
-        has need not do for the other."""
-        return self.bundles[Role.PREFILL] == self.bundles[Role.DECODE]
+        has need not do for the other. Not with SGLang, whose servers are started for their role."""
+        return self.bundles[Role.PREFILL] == self.bundles[Role.DECODE] and self._config.worker.engine != "sglang"
 
     def flip(self, members: Sequence[Member], role: Role) -> list[Member]:
         """Give workers another role. They learn of it from the gateways. Returns them as they are now."""

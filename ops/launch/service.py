@@ -409,8 +409,8 @@ class Service:
             return []
         if not members.may_flip:
             report(
-                "workers keep their roles, because cluster.prefill_resources and cluster.decode_resources differ; some "
-                "leave and others are added"
+                "workers keep their roles (cluster.prefill_resources and cluster.decode_resources differ, or their "
+                "servers are SGLang's); some leave and others are added"
             )
             return []
         count = min(surplus[giving], -surplus[taking])

@@ -108,12 +108,13 @@ _PLACES = ("engine.offload_folder", "transfer.interface")
 """Folders and interfaces of the hosts."""
 
 
-_OF_VLLM = frozenset(
+_OF_SGLANG = frozenset(
     {f"transfer.{key}" for key in ("transport", "on_kv_failure", "interface")}
-    | {f"engine.{key}" for key in ("block_size", "num_blocks", "kv_memory_mb", "max_num_batched_tokens")}
-    | {f"engine.{key}" for key in ("max_num_seqs", "max_model_len", "kv_dtype", "prefix_caching")}
+    | {f"engine.{key}" for key in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len")}
+    | {f"engine.{key}" for key in ("kv_dtype", "prefix_caching")}
 )
-"""The keys of these sections that also count for workers with vLLM."""
+_OF_ENGINES = {"sglang": _OF_SGLANG, "vllm": _OF_SGLANG | {"engine.num_blocks", "engine.kv_memory_mb"}}
+"""The keys of these sections that also count for workers with other engines."""
 
 
 class _Section(BaseModel):
@@ -229,15 +230,21 @@ class ClusterConfig(_Section):
 class WorkerConfig(_Section):
     """What computes on each worker."""
 
-    engine: Literal["pdserve", "vllm"] = "pdserve"
-    """pdserve: its own engine; vllm: each worker starts a vLLM server, and gives it the requests (docs/vllm.md)"""
+    engine: Literal["pdserve", "vllm", "sglang"] = "pdserve"
+    """pdserve: its own engine; vllm, sglang: each worker starts a server of that engine, and gives it the requests
+    (docs/vllm.md)"""
     connector: Literal["nixl", "pdserve"] = "nixl"
     """what moves the KV of vLLM servers. nixl: vLLM's NixlConnector; pdserve: these workers, as with their own engine
     (on CPUs; docs/vllm.md)"""
-    command: str = "vllm"
-    """the program that starts such a server, on each host"""
+    command: str | None = None
+    """the program that starts such a server, on each host; default: vllm or sglang"""
     arguments: tuple[str, ...] = ()
     """further arguments of that program, such as --tensor-parallel-size and 2"""
+
+    @property
+    def program(self) -> str:
+        """The program that starts a server of another engine."""
+        return self.command or self.engine
 
 
 class EngineConfig(_Section):
@@ -600,19 +607,24 @@ class PdserveConfig(_Section):
             return self
         if self.cluster.servers:
             raise ValueError("worker.engine: prefill_urls and decode_urls name servers that run; leave it out")
+        name = self.worker.engine
         sections: dict[str, BaseModel] = {"engine": self.engine}
+        if self.worker.connector == "pdserve" and name != "vllm":
+            raise ValueError(f"worker.connector: pdserve is a connector of vLLM; {name} moves KV by itself")
         if self.worker.connector == "nixl":
             if self.transfer.transport not in ("auto", "nixl"):
                 raise ValueError(
-                    "transfer.transport: vLLM servers hand KV over by nixl; leave it out, or set worker.connector: "
-                    "pdserve"
+                    "transfer.transport: servers of other engines move KV by themselves; leave it out, or set "
+                    "worker.connector: pdserve, which vLLM has"
                 )
             sections["transfer"] = self.transfer
-        for name, section in sections.items():
+        if name == "sglang" and self.scaling.controller == "roles":
+            raise ValueError("scaling.controller: SGLang servers keep their roles; set it to off, or to workers")
+        for title, section in sections.items():
             for key, field in type(section).model_fields.items():
-                if getattr(section, key) != field.default and f"{name}.{key}" not in _OF_VLLM:
+                if getattr(section, key) != field.default and f"{title}.{key}" not in _OF_ENGINES[name]:
                     raise ValueError(
-                        f"{name}.{key}: not an option of workers with vLLM; leave it out, or use worker.arguments"
+                        f"{title}.{key}: not an option of workers with {name}; leave it out, or use worker.arguments"
                     )
         return self
 

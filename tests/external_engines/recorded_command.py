@@ -1,30 +1,35 @@
-"""The command ``vllm serve`` of recorded servers: `install` puts a program into a folder that takes the arguments that
-pdserve gives, and serves on a Unix socket. Servers with the same folder fetch KV from each other, by files of it."""
+"""The commands ``vllm serve`` and ``sglang serve`` of recorded servers: `install` puts a program into a folder that
+takes the arguments that pdserve gives, and serves. Servers of vLLM with the same folder fetch KV from each other, by
+files of it, and those of SGLang by the bootstrap port of prefill."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
 import uvicorn
+import yaml
 
 from tests.external_engines.connected_vllm import ConnectedVLLM
+from tests.external_engines.recorded_sglang import DistantRooms, RecordedSGLang
 from tests.external_engines.recorded_vllm import RecordedVLLM
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def install(folder: Path) -> str:
+def install(folder: Path, engine: str = "vllm") -> str:
     """The path of the command. Its servers write their arguments and their environment to ``folder``."""
-    program = folder / "vllm"
+    program = folder / engine
     program.write_text(
         f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(_ROOT)!r})\n"
-        f"from tests.external_engines.recorded_command import main\nmain({str(folder)!r})\n"
+        f"from tests.external_engines.recorded_command import {engine}\n{engine}({str(folder)!r})\n"
     )
     program.chmod(0o755)
     return str(program)
@@ -35,7 +40,49 @@ def started(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.started"))]
 
 
-def main(folder: str) -> None:
+def sglang(folder: str) -> None:
+    """Serve until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("verb")
+    for option in ("--model-path", "--config", "--host", "--served-model-name", "--dtype", "--device"):
+        parser.add_argument(option, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--disaggregation-mode", default="null")
+    parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998)
+    parser.add_argument("--enable-metrics", action="store_true")
+    arguments = parser.parse_args()
+    secret = Path(arguments.config)
+    assert secret.stat().st_mode & 0o077 == 0 or secret.parent.stat().st_mode & 0o077 == 0
+    _say(folder, arguments, "SGLANG_CPU_OMP_THREADS_BIND")
+    mode, port = arguments.disaggregation_mode, arguments.disaggregation_bootstrap_port
+    server = RecordedSGLang(
+        mode, DistantRooms() if mode == "decode" else {}, bootstrap_port=port, page_size=arguments.page_size
+    )
+    server.seed, server.has_metrics = random.randrange(2**30), arguments.enable_metrics
+    server.key = yaml.safe_load(secret.read_text())["api-key"]
+    asyncio.run(_serve_sglang(server, arguments.host, arguments.port))
+
+
+async def _serve_sglang(server: RecordedSGLang, host: str, port: int) -> None:
+    places = [(server.app(), port)]
+    if server.mode == "prefill":
+        places.append((server.bootstrap(), server.bootstrap_port))
+    configs = [uvicorn.Config(app, host=host, port=at, log_level="error", lifespan="off") for app, at in places]
+    await asyncio.gather(*(uvicorn.Server(config).serve() for config in configs))
+
+
+def _say(folder: str, arguments: argparse.Namespace, *names: str) -> None:
+    said = {
+        **vars(arguments),
+        "pid": os.getpid(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "environment": {name: os.environ.get(name) for name in names},
+    }
+    (Path(folder) / f"{time.time_ns()}.started").write_text(json.dumps(said))
+
+
+def vllm(folder: str) -> None:
     """Serve until SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb")
@@ -50,13 +97,7 @@ def main(folder: str) -> None:
     if arguments.fails:
         sys.exit(3)
     names = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_CPU_OMP_THREADS_BIND")
-    said = {
-        **vars(arguments),
-        "pid": os.getpid(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "environment": {name: os.environ.get(name) for name in names},
-    }
-    (Path(folder) / f"{time.time_ns()}.started").write_text(json.dumps(said))
+    _say(folder, arguments, *names)
     name = f"engine-{os.getpid()}"
     config = json.loads(arguments.kv_transfer_config)
     if config["kv_connector"] == "PdserveConnector":

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI, Request
+import httpx2
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from tests.external_engines.recorded_vllm import STEP_S, next_token
@@ -30,6 +31,22 @@ Rooms = dict[tuple[int, int], Room]
 """By bootstrap port and number."""
 
 
+class DistantRooms(Rooms):
+    """Rooms of prefill servers in other processes of this host, as a decode server sees them."""
+
+    def setdefault(self, key: tuple[int, int], default: Room) -> Room:
+        """The room, whose KV is fetched from its prefill server."""
+        if key not in self:
+            self[key] = default
+            self._fetching = asyncio.create_task(self._fetch(key, default))
+        return self[key]
+
+    @staticmethod
+    async def _fetch(key: tuple[int, int], room: Room) -> None:
+        async with httpx2.AsyncClient(trust_env=False, timeout=MEET_S) as http:
+            room.kv.set_result((await http.get(f"http://127.0.0.1:{key[0]}/{key[1]}")).json())
+
+
 @dataclass(eq=False)
 class RecordedSGLang:
     """One server. ``rooms`` are shared by those that hand KV to each other. The other attributes are faults and
@@ -43,6 +60,7 @@ class RecordedSGLang:
     seed: int = 1
     incremental: bool = False  # --incremental-streaming-output
     has_metrics: bool = True  # --enable-metrics
+    key: str = ""  # --api-key
     loses_kv: bool = False  # the transfer fails, at both ends
     hangs: bool = False
     breaks_after: int | None = None
@@ -56,11 +74,27 @@ class RecordedSGLang:
         return f"http://127.0.0.1:{self.port}"
 
     def app(self) -> FastAPI:
-        app = FastAPI()
+        app = FastAPI(dependencies=[Depends(self._check)])
         app.get("/server_info")(self._info)
         app.get("/metrics")(self._metrics)
         app.post("/generate")(self._generate)
         return app
+
+    def _check(self, request: Request) -> None:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            raise HTTPException(401)
+
+    def bootstrap(self) -> FastAPI:
+        """What a prefill server has at its bootstrap port, for decode servers in other processes."""
+        app = FastAPI()
+        app.get("/{number}")(self._hand_over)
+        return app
+
+    async def _hand_over(self, number: int) -> list[int]:
+        room = self.rooms.setdefault((self.bootstrap_port, number), Room())
+        kv = await room.kv
+        room.taken.set()
+        return kv
 
     def _info(self) -> dict[str, Any]:
         return {
@@ -74,6 +108,7 @@ class RecordedSGLang:
             "max_req_input_len": 506,
             "max_total_num_tokens": POOL_TOKENS,
             "random_seed": self.seed,
+            "startup_time": {"total": 1.5},
             "internal_states": [{}],
         }
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
 
@@ -39,9 +40,10 @@ SECRET = ServiceSecret.new()
 
 
 def config_of(folder: Path, **settings: object) -> PdserveConfig:
+    engine = str(settings.get("worker.engine", "vllm"))
     overrides = {
-        "worker.engine": "vllm",
-        "worker.command": install(folder),
+        "worker.engine": engine,
+        "worker.command": install(folder, engine),
         "gateway.port": 0,
         "gateway.http_port": 0,
         "router.heartbeat_s": 0.05,
@@ -122,6 +124,24 @@ async def test_a_hand_off_between_started_servers(tmp_path: Path) -> None:
         assert [link.transport for link in workers["prefill-0"].links] == ["nixl"]
         assert {worker.engine_pid for worker in workers.values()} == {each["pid"] for each in started(tmp_path)}
         assert not served.gateway.status().notes
+
+
+async def test_sglang_servers(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"worker.engine": "sglang"}
+    async with service(tmp_path, **settings) as served:
+        result = await served.generate()
+        assert list(result.token_ids) == EXPECTED
+        assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
+        assert [link.transport for link in served.workers()["prefill-0"].links] == ["sglang"]
+        given = {str(each["disaggregation_mode"]): each for each in started(tmp_path)}
+        assert given.keys() == {"prefill", "decode"}
+        assert given["prefill"]["model_path"] == str(resolve_model("tiny").folder)
+        for each in given.values():  # other users of the host are refused
+            async with httpx2.AsyncClient(trust_env=False) as http:
+                assert (await http.get(f"http://{each['host']}:{each['port']}/server_info")).status_code == 401
+        os.kill(int(str(given["decode"]["pid"])), signal.SIGKILL)
+        await served.until(lambda: served.workers()["decode-0"].engine_restarts == 1)
+        assert list((await served.generate()).token_ids) == EXPECTED
 
 
 async def test_what_a_server_is_started_with(tmp_path: Path) -> None:
@@ -237,9 +257,18 @@ async def test_a_server_that_does_not_start(tmp_path: Path, settings: dict[str, 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine.chunk_tokens": 64}, "engine.chunk_tokens: not an option of workers with vLLM"),
-        ({"transfer.overlap": "none"}, "transfer.overlap: not an option of workers with vLLM"),
-        ({"transfer.transport": "tcp"}, "vLLM servers hand KV over by nixl"),
+        ({"engine.chunk_tokens": 64}, "engine.chunk_tokens: not an option of workers with vllm"),
+        ({"transfer.overlap": "none"}, "transfer.overlap: not an option of workers with vllm"),
+        ({"transfer.transport": "tcp"}, "servers of other engines move KV by themselves"),
+        (
+            {"worker.engine": "sglang", "engine.num_blocks": 9},
+            "engine.num_blocks: not an option of workers with sglang",
+        ),
+        ({"worker.engine": "sglang", "worker.connector": "pdserve"}, "pdserve is a connector of vLLM"),
+        (
+            {"worker.engine": "sglang", "scaling.controller": "roles", "scaling.ttft_ms": 9, "scaling.itl_ms": 9},
+            "SGLang servers keep their roles",
+        ),
         ({"cluster.prefill_urls": ["http://localhost:1"]}, "worker.engine: prefill_urls and decode_urls name servers"),
         ({"worker.engine": "other"}, "worker.engine"),
     ],
