@@ -57,9 +57,9 @@ class LinkFigures:
     moved_bytes: int
 
 
-async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
-    """Introduce the sender ``me``, and return the layout of the receiver ``worker_id``. LayoutMismatch or
-    TransferRefused if the receiver refuses, or another worker answers."""
+async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
+    """Introduce the sender ``me`` to the receiver ``worker_id``. LayoutMismatch or TransferRefused if the receiver
+    refuses, or another worker answers."""
     await link.send(encode(me))
     answer = decode((await link.recv()).header)
     if isinstance(answer, Refused):
@@ -68,7 +68,6 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
         raise TransferRefused(f"another worker than {worker_id} answers at its KV endpoint")
     # The receiver has checked this already; its answer is checked before it is used.
     answer.layout.check_source(me.layout)
-    return answer.layout
 
 
 async def measure(link: KVLink, pool: Pool, announced: list[Announce], clock: Clock) -> float:

@@ -56,11 +56,9 @@ class Pool:
             return cls(layout, num_blocks, memory.again())
         return cls(layout, num_blocks, DeviceMemory.open(handle["share"], cuda=cuda))
 
-    def regions(
-        self, block_ids: Sequence[int], layers: range | None = None, shard: KVLayout | None = None
-    ) -> list[Region]:
+    def regions(self, block_ids: Sequence[int], layers: range | None = None) -> list[Region]:
         """The regions of blocks: see `KVLayout.regions`."""
-        return self.layout.regions(block_ids, self.num_blocks, layers, shard)
+        return self.layout.regions(block_ids, self.num_blocks, layers)
 
     @property
     def probe_bytes(self) -> int:

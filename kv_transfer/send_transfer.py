@@ -39,7 +39,6 @@ from pdserve.core.errors import (
     to_wire,
 )
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
-from pdserve.core.kv_layout import KVLayout
 
 _IDLE_TIMEOUT_S = 60.0  # longer than the timeout of any send
 _FIRST_MESSAGE_BYTES = 2**20
@@ -222,8 +221,8 @@ class SendLink:
     """A link to one receiver. Its transfers take turns, one message each; they fail when the link ends.
 
     While `transfer.max_inflight_bytes` or more are unacknowledged (at least four messages, where the link has a least
-    size of them), only control messages and resends are sent. ``shard`` is the layout of the receiver's pool: only the
-    KV heads in it are sent. ``on_announce`` is called for each announcement, ``on_lost`` once with what ended the link.
+    size of them), only control messages and resends are sent. ``on_announce`` is called for each announcement,
+    ``on_lost`` once with what ended the link.
     """
 
     def __init__(
@@ -233,14 +232,13 @@ class SendLink:
         endpoint: KVEndpoint,
         link: KVLink,
         pool: Pool,
-        shard: KVLayout,
         config: TransferConfig,
         clock: Clock,
         on_announce: Callable[[SendLink, Announce], None],
         on_lost: Callable[[SendLink, PeerLost], None],
     ) -> None:
         self.about, self.peer, self.endpoint, self.alive = about, peer, endpoint, True
-        self._link, self._pool, self._shard, self._config, self._clock = link, pool, shard, config, clock
+        self._link, self._pool, self._config, self._clock = link, pool, config, clock
         self._on_announce, self._on_lost = on_announce, on_lost
         self._checksums = link.hashes(config.checksum)
         self._max_inflight_bytes = max(config.max_inflight_bytes, _INFLIGHT_MESSAGES * link.least_message_bytes)
@@ -255,7 +253,7 @@ class SendLink:
 
     def add(self, transfer: SendTransfer) -> None:
         """Send a transfer over this link, once it is announced."""
-        transfer.link, transfer.layout = self, self._shard
+        transfer.link, transfer.layout = self, self._pool.layout
         transfer.message_bytes = max(self._config.message_bytes, self._link.least_message_bytes)
         # Messages are small on a slow link, because an abort waits for the one that is being written.
         moved_bytes = round(self.about.ceiling_gbs * 1e9 * _MESSAGE_S)  # hand-offs have rated the link since
@@ -369,7 +367,7 @@ class SendLink:
         transfer.idle.clear()
         try:
             started_s = self._clock.now()
-            regions = self._pool.regions(part.block_ids, part.layers, self._shard) if part.block_ids else []
+            regions = self._pool.regions(part.block_ids, part.layers) if part.block_ids else []
             payload = await self._link.payload(regions)
             digest = await payload.checksum(trailer) if self._checksums else 0
             transfer.export_s += self._clock.now() - started_s

@@ -140,7 +140,7 @@ class KVSender:
             async with asyncio.timeout(timeout_s):
                 checksums = link.hashes(self._config.checksum)
                 hello = Hello(self._worker_id, peer.epoch, self._pool.layout, checksums, self._eos_token_ids)
-                shard = await introduce(link, hello, peer.worker_id)
+                await introduce(link, hello, peer.worker_id)
                 ceiling_gbs = await measure(link, self._pool, announced, self._clock)
         except BaseException as error:
             await link.aclose()
@@ -149,7 +149,7 @@ class KVSender:
             raise
         about = PeerLink(peer.worker_id, transport.name, reason, ceiling_gbs)
         met = SendLink(
-            about, peer, endpoint, link, self._pool, shard, self._config, self._clock, self._on_announce, self._on_lost
+            about, peer, endpoint, link, self._pool, self._config, self._clock, self._on_announce, self._on_lost
         )
         return met, announced
 

@@ -68,7 +68,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.handle = handle
         (cache,) = layout.caches
-        self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache)), cache.head_dim
+        self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache, 0)), cache.head_dim
         self.tensor = flat.view(num_blocks, cache.num_layers, 2, kv_heads, layout.block_size, head_dim)
         self.pages_per_block = cache.num_layers * 2 * kv_heads
         pages = flat.view(-1, layout.block_size * head_dim)

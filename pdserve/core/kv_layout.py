@@ -3,7 +3,10 @@ one pool's blocks can be copied into another's.
 
 A block holds ``block_size`` tokens of *all* layers, contiguously. Layers follow each other; one layer of a block is
 ``[planes, kv_heads, block_size, head_dim]``, where the planes are keys and values. So a block travels as one run of
-bytes, one layer of a block as one shorter run, and the KV heads of a tensor-parallel share as one run per plane.
+bytes, and one layer of a block as one shorter run.
+
+The pool of a tensor-parallel engine has several parts, one after the other, each with all blocks of some of the heads.
+Its blocks travel in the order above all the same, so that it does not matter to the peer.
 """
 
 from __future__ import annotations
@@ -63,15 +66,13 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The layout of one pool. ``model_hash`` identifies the weights (not the folder), ``dtype`` is the pool's (a key of
-    `KV_DTYPE_BYTES`), ``caches`` describes all layers in order. The pool holds the share ``tp_rank`` of ``tp_size``
-    tensor-parallel shares of each cache's heads; with fewer heads than shares, several shares hold the same head."""
+    `KV_DTYPE_BYTES`), ``caches`` describes all layers in order. The pool has so many ``parts``."""
 
     model_hash: str
     dtype: str
     block_size: int
     caches: tuple[CacheSpec, ...]
-    tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    tp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    parts: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     @classmethod
     def uniform(
@@ -92,19 +93,23 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Every layer of a block."""
         return range(self.num_layers)
 
-    def heads(self, cache: CacheSpec) -> range:
-        """The heads of ``cache`` that this pool holds, counted over the whole model."""
-        first = self.tp_rank * cache.num_kv_heads // self.tp_size
-        return range(first, max(first + 1, (self.tp_rank + 1) * cache.num_kv_heads // self.tp_size))
+    def heads(self, cache: CacheSpec, part: int) -> range:
+        """The heads of ``cache`` that a part holds."""
+        return range(part * cache.num_kv_heads // self.parts, (part + 1) * cache.num_kv_heads // self.parts)
 
     def layer_bytes(self, layers: range | None = None) -> int:
         """Bytes of ``layers`` (default: all) of one block."""
-        return sum(run.size for run in _runs_of_block(self, self.all_layers if layers is None else layers, self))
+        return sum(size for _, _, size in _runs_of_block(self, self.all_layers if layers is None else layers))
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: ``block_size`` tokens in all layers."""
-        return _block_bytes(self)
+        return sum(_part_bytes(self))
+
+    def part(self, number: int, num_blocks: int) -> Region:
+        """Where a part lies in a pool of ``num_blocks``."""
+        sizes = _part_bytes(self)
+        return Region(sum(sizes[:number]) * num_blocks, sizes[number] * num_blocks)
 
     @property
     def token_bytes(self) -> int:
@@ -121,27 +126,25 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # --- where it lies -----------------------------------------------------------------------------------------------
 
-    def regions(
-        self, block_ids: Sequence[int], num_blocks: int, layers: range | None = None, share: KVLayout | None = None
-    ) -> list[Region]:
-        """Where ``layers`` (default: all) of these blocks lie in a pool of ``num_blocks``, or only the heads that a
-        pool of the layout ``share`` holds as well. The order is block, layer, plane, head, so that the same choice has
-        the same bytes in the same order in every pool that holds it; regions that touch are one. ValueError for blocks
-        or layers that are not there."""
-        runs = _runs_of_block(self, self.all_layers if layers is None else layers, share or self)
-        block_bytes = self.block_bytes
+    def regions(self, block_ids: Sequence[int], num_blocks: int, layers: range | None = None) -> list[Region]:
+        """Where ``layers`` (default: all) of these blocks lie in a pool of ``num_blocks``. The order is block, layer,
+        plane, head, so that the same choice has the same bytes in the same order in every pool; regions that touch are
+        one. ValueError for blocks or layers that are not there."""
+        runs = _runs_of_block(self, self.all_layers if layers is None else layers)
+        sizes = _part_bytes(self)
+        starts = [self.part(number, num_blocks).offset for number in range(self.parts)]
         found: list[Region] = []
         start = end = 0
         for block_id in block_ids:
             if not 0 <= block_id < num_blocks:
                 raise ValueError(f"block {block_id} is outside the pool of {num_blocks} blocks")
-            base = block_id * block_bytes
-            for offset, size in runs:
-                if base + offset != end:
+            for part, offset, size in runs:
+                begin = starts[part] + block_id * sizes[part] + offset
+                if begin != end:
                     if end > start:
                         found.append(Region(start, end - start))
-                    start = base + offset
-                end = base + offset + size
+                    start = begin
+                end = begin + size
         if end > start:
             found.append(Region(start, end - start))
         return found
@@ -149,21 +152,14 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # --- whether it fits ---------------------------------------------------------------------------------------------
 
     def check_source(self, source: KVLayout) -> None:
-        """Raise `LayoutMismatch` unless each region of a block of this pool is there in a pool of the layout
-        ``source``. It names the first field that differs; the number of shares may."""
+        """Raise `LayoutMismatch` unless a block of a pool of the layout ``source`` fits into one of this pool. It names
+        the first field that differs; the number of parts may."""
         for name in ("model_hash", "dtype", "block_size"):
             _check_field(name, getattr(self, name), getattr(source, name))
         _check_field("number of caches", len(self.caches), len(source.caches))
         for mine, theirs in zip(self.caches, source.caches, strict=True):
             for name in CacheSpec.__struct_fields__:
                 _check_field(name, getattr(mine, name), getattr(theirs, name))
-            here, there = self.heads(mine), source.heads(theirs)
-            if not there.start <= here.start < here.stop <= there.stop:
-                raise LayoutMismatch(
-                    f"the peer's pool holds KV heads {there.start} to {there.stop - 1} (share {source.tp_rank} of "
-                    f"{source.tp_size}), and heads {here.start} to {here.stop - 1} are needed here (share "
-                    f"{self.tp_rank} of {self.tp_size})"
-                )
 
 
 def pair_regions(ours: Sequence[Region], theirs: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
@@ -184,30 +180,34 @@ def pair_regions(ours: Sequence[Region], theirs: Sequence[Region]) -> Iterator[t
 
 
 @lru_cache(256)
-def _block_bytes(layout: KVLayout) -> int:
-    return layout.layer_bytes()
+def _part_bytes(layout: KVLayout) -> tuple[int, ...]:
+    """What each part holds of a block."""
+    sizes = [0] * layout.parts
+    for part, _, size in _runs_of_block(layout, layout.all_layers):
+        sizes[part] += size
+    return tuple(sizes)
 
 
 @lru_cache(4096)
-def _runs_of_block(layout: KVLayout, layers: range, share: KVLayout) -> tuple[Region, ...]:
-    """Where ``layers`` of a block lie within the block, with the heads that ``share`` holds as well."""
+def _runs_of_block(layout: KVLayout, layers: range) -> tuple[tuple[int, int, int], ...]:
+    """Where ``layers`` of a block lie: numbers of parts, offsets within what they hold of the block, and sizes."""
     if not 0 <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
         raise ValueError(f"layers {layers.start} to {layers.stop} of {layout.num_layers}")
-    runs: list[Region] = []
-    offset = layer = 0
-    for cache, theirs in zip(layout.caches, share.caches, strict=True):
-        held, wanted = layout.heads(cache), share.heads(theirs)
+    runs: list[tuple[int, int, int]] = []
+    ends = [0] * layout.parts
+    layer = 0
+    for cache in layout.caches:
         head_bytes = layout.block_size * cache.head_dim * KV_DTYPE_BYTES[layout.dtype]
-        first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
         for _ in range(cache.num_layers):
-            for _ in range(cache.planes):
-                start, size = offset + (first - held.start) * head_bytes, (stop - first) * head_bytes
-                if layer in layers and size > 0:
-                    if runs and sum(runs[-1]) == start:
-                        runs[-1] = Region(runs[-1].offset, runs[-1].size + size)
-                    else:
-                        runs.append(Region(start, size))
-                offset += len(held) * head_bytes
+            for part in list(range(layout.parts)) * cache.planes:
+                offset, size = ends[part], len(layout.heads(cache, part)) * head_bytes
+                ends[part] += size
+                if layer not in layers or not size:
+                    continue
+                if runs and runs[-1][0] == part and runs[-1][1] + runs[-1][2] == offset:
+                    runs[-1] = part, runs[-1][1], runs[-1][2] + size
+                else:
+                    runs.append((part, offset, size))
             layer += 1
     return tuple(runs)
 

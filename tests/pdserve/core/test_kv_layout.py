@@ -76,28 +76,13 @@ def test_the_number_of_caches_must_agree() -> None:
         LLAMA_3_8B.check_source(replace(LLAMA_3_8B, caches=LLAMA_3_8B.caches * 2))
 
 
-def test_a_source_must_hold_all_heads_that_are_needed() -> None:
-    quarter = replace(LLAMA_3_8B, tp_size=4, tp_rank=1)
-    half = replace(LLAMA_3_8B, tp_size=2, tp_rank=0)
-    quarter.check_source(half)
-    quarter.check_source(LLAMA_3_8B)
-    with pytest.raises(
-        LayoutMismatch, match=r"holds KV heads 2 to 3 \(share 1 of 4\), and heads 0 to 3 are needed here"
-    ):
-        half.check_source(quarter)
-    with pytest.raises(LayoutMismatch, match="heads 4 to 5"):
-        replace(quarter, tp_rank=2).check_source(half)
-
-
-def test_shares_divide_the_heads_and_repeat_them_where_there_are_more_shares() -> None:
+def test_parts_divide_the_heads() -> None:
     (cache,) = LLAMA_3_8B.caches
-    for size, heads in (
-        (2, [range(4), range(4, 8)]),
-        (1, [range(8)]),
-        (16, [range(i // 2, i // 2 + 1) for i in range(16)]),
-    ):
-        assert [replace(LLAMA_3_8B, tp_size=size, tp_rank=rank).heads(cache) for rank in range(size)] == heads
-    assert replace(LLAMA_3_8B, tp_size=4, tp_rank=3).block_bytes == LLAMA_3_8B.block_bytes // 4
+    for parts, heads in ((1, [range(8)]), (2, [range(4), range(4, 8)]), (3, [range(2), range(2, 5), range(5, 8)])):
+        layout = replace(LLAMA_3_8B, parts=parts)
+        assert [layout.heads(cache, part) for part in range(parts)] == heads
+        assert layout.block_bytes == LLAMA_3_8B.block_bytes
+        LLAMA_3_8B.check_source(layout)
 
 
 HYBRID = KVLayout("h", "float32", 4, (CacheSpec(2, 8, 16), CacheSpec(1, 1, 24, planes=1), CacheSpec(1, 4, 8)))
@@ -113,45 +98,38 @@ def test_a_latent_cache_and_groups_of_layers_are_other_specs() -> None:
 
 
 @given(st.data())
-def test_blocks_map_between_pools_of_any_number_of_shares(data: st.DataObject) -> None:
-    """Pools sliced as tensor parallelism 1, 2 and 4 have them: each share of the target is put together out of the
-    shares of the source, in whatever layers it comes, and holds the bytes that a pool of the whole model holds."""
-    layout = data.draw(st.sampled_from([HYBRID, KVLayout.uniform("h", "bfloat16", 2, 3, 4, 8)]))
+def test_blocks_map_between_pools_of_any_number_of_parts(data: st.DataObject) -> None:
+    """Pools as engines of tensor parallelism 1, 2, 3 and 4 have them: blocks that are copied in pieces, in whatever
+    layers they come, hold the bytes that a pool of one part holds."""
+    whole_layout = data.draw(st.sampled_from([HYBRID, KVLayout.uniform("h", "bfloat16", 2, 3, 4, 8)]))
     num_blocks = 3
-    whole = random.Random(1).randbytes(layout.block_bytes * num_blocks)
-    source_size, target_size = data.draw(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])))
+    whole = random.Random(1).randbytes(whole_layout.block_bytes * num_blocks)
+    source, target = (replace(whole_layout, parts=data.draw(st.sampled_from([1, 2, 3, 4]))) for _ in range(2))
     source_ids, target_ids = (data.draw(st.permutations(range(num_blocks))) for _ in range(2))
-    cut = data.draw(st.integers(0, layout.num_layers))
-    steps = [layers for layers in (range(cut), range(cut, layout.num_layers)) if layers]
-    sources = shares_of(layout, whole, num_blocks, source_size)
-    wanted = shares_of(layout, in_order(layout, whole, source_ids, target_ids), num_blocks, target_size)
-    for mine, expected in wanted:
-        pool = bytearray(len(expected))
-        for theirs, content in sources:
-            for layers in steps:
-                pairs = pair_regions(
-                    mine.regions(target_ids, num_blocks, layers, theirs),
-                    theirs.regions(source_ids, num_blocks, layers, mine),
-                )
-                for into, out in pairs:
-                    pool[into.offset : sum(into)] = content[out.offset : sum(out)]
-        assert pool == expected
+    cut = data.draw(st.integers(0, whole_layout.num_layers))
+    content, pool = in_parts(source, whole, num_blocks), bytearray(len(whole))
+    for layers in (range(cut), range(cut, whole_layout.num_layers)):
+        if layers:
+            theirs = source.regions(source_ids, num_blocks, layers)
+            for into, out in pair_regions(target.regions(target_ids, num_blocks, layers), theirs):
+                pool[into.offset : sum(into)] = content[out.offset : sum(out)]
+    assert pool == in_parts(target, in_order(whole_layout, whole, source_ids, target_ids), num_blocks)
 
 
-def shares_of(layout: KVLayout, whole: bytes, num_blocks: int, size: int) -> list[tuple[KVLayout, bytes]]:
-    """What each of ``size`` shares holds of a pool of the whole model, head by head."""
-    found = []
-    for rank in range(size):
-        share, content, offset = replace(layout, tp_size=size, tp_rank=rank), bytearray(), 0
+def in_parts(layout: KVLayout, whole: bytes, num_blocks: int) -> bytes:
+    """A pool of ``layout`` that holds what a pool of one part holds, head by head."""
+    content = b""
+    for part in range(layout.parts):
+        begin, offset = len(content), 0
         for _ in range(num_blocks):
             for cache in layout.caches:
                 head_bytes = layout.block_size * cache.head_dim * DTYPE_BYTES[layout.dtype]
                 for head in list(range(cache.num_kv_heads)) * cache.planes * cache.num_layers:
-                    if head in share.heads(cache):
+                    if head in layout.heads(cache, part):
                         content += whole[offset : offset + head_bytes]
                     offset += head_bytes
-        found.append((share, bytes(content)))
-    return found
+        assert layout.part(part, num_blocks) == Region(begin, len(content) - begin)
+    return content
 
 
 def in_order(layout: KVLayout, whole: bytes, source_ids: list[int], target_ids: list[int]) -> bytes:
@@ -181,7 +159,7 @@ def test_wire_round_trip_through_msgpack() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(LLAMA_3_8B), type=KVLayout) == LLAMA_3_8B
 
 
-@pytest.mark.parametrize("changes", [{"block_size": "128"}, {"dtype": None}, {"tp_size": 0}, {"tp_rank": -1}])
+@pytest.mark.parametrize("changes", [{"block_size": "128"}, {"dtype": None}, {"parts": 0}])
 def test_wire_with_wrong_fields_is_refused(changes: dict[str, object]) -> None:
     data = msgspec.to_builtins(LLAMA_3_8B)
     with pytest.raises(msgspec.ValidationError):
