@@ -41,6 +41,7 @@ class EngineSpec:
     prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
     batch_invariant: bool = False  # what is computed of a request does not depend on the others in its steps
     speculation: Literal["off", "ngram"] = "off"  # what guesses next tokens
+    tensor_parallel: int = 1  # processes that share the model, each with as many of the cores
     layer_groups: int = 0  # layer groups per step for early KV push (0: push at the end of the step)
     # a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``
     offload_folder: str | None = None
@@ -49,13 +50,18 @@ class EngineSpec:
 
     @property
     def threads(self) -> int:
-        """Compute threads: one per core, at least one."""
-        return max(1, len(self.cores))
+        """Compute threads of a process: one per core, at least one."""
+        return max(1, len(self.cores) // self.tensor_parallel)
+
+    def cores_of(self, rank: int) -> tuple[int, ...]:
+        """The cores of a process; all of them if there are too few for each to have its own."""
+        each = len(self.cores) // self.tensor_parallel
+        return self.cores[rank * each : (rank + 1) * each] if each else self.cores
 
     @property
     def runs_ahead(self) -> bool:
-        """``run_ahead``, or its default."""
-        return self.device != "cpu" if self.run_ahead is None else self.run_ahead
+        """``run_ahead``, or its default. Not with ranks, of which only the first knows the last tokens."""
+        return self.tensor_parallel == 1 and (self.device != "cpu" if self.run_ahead is None else self.run_ahead)
 
     def to_json(self) -> str:
         """Serialize to one line for `from_json`."""

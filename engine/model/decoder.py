@@ -13,8 +13,20 @@ from torch.nn import functional
 from checkpoints.shape import ModelShape, Rope
 from engine.model.attention import AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.layers import FixedLinear, GatedMLP, LoopedExperts, Products, RMSNorm, RoutedExperts, linear
+from engine.model.layers import (
+    FixedLinear,
+    GatedMLP,
+    LoopedExperts,
+    Product,
+    Products,
+    RMSNorm,
+    RoutedExperts,
+    SpanNorm,
+    Summed,
+    linear,
+)
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
+from engine.model.share import Ranks, Share
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
 
@@ -60,10 +72,10 @@ class DecoderLayer:
         self.scale = 1.0 if self.scales_queries else shape.attention_scale
         self.input_norm = norm(weights.input_norm)
         self.qkv = products(weights.qkv, weights.qkv_bias)
-        self.out = products(weights.out, weights.out_bias)
+        self.out: Product = products(weights.out, weights.out_bias)
         self.attended_norm = norm(weights.attended_norm)
         self.mlp_norm = norm(weights.mlp_norm)
-        self.mlp = self._make_mlp(weights.mlp, shape, batch_invariant)
+        self.mlp: Product = self._make_mlp(weights.mlp, shape, batch_invariant)
         self.mlp_out_norm = norm(weights.mlp_out_norm)
         self.qk_norm: torch.Tensor | None = None  # [heads + kv_heads, head_dim]
         self.span_norms: list[tuple[slice, RMSNorm]] = []  # columns of ``qkv``, and their norm
@@ -77,6 +89,15 @@ class DecoderLayer:
             repeats = torch.tensor([self.heads, self.kv_heads], device=weights.qk_norm.device)
             qk_norm = weights.qk_norm if shape.norm_offset == 0.0 else weights.qk_norm.float() + shape.norm_offset
             self.qk_norm = qk_norm.repeat_interleave(repeats, dim=0)
+
+    def split(self, share: Share, ranks: Ranks) -> None:
+        """Have the layer, whose weights are those of ``share``, compute what it is over all ``ranks``."""
+        self.out, self.mlp = Summed(self.out, ranks), Summed(self.mlp, ranks)
+        heads = (share.whole.num_heads, 1), (share.whole.num_kv_heads, share.key_ranks)
+        self.span_norms = [
+            (columns, SpanNorm(norm.weight, norm.eps, 0.0, ranks, count * self.head_dim, copies))
+            for (columns, norm), (count, copies) in zip(self.span_norms, heads, strict=False)
+        ]
 
     @staticmethod
     def products(batch_invariant: bool) -> Products:
@@ -152,7 +173,8 @@ class Decoder:
 
     It empties ``weights.layers``, so that packed weights are not in memory twice. ``layer_type`` is the layer of the
     device. ``long_rope`` selects the long factors of longrope. ``batch_invariant``: what is computed of a row does not
-    depend on the other rows of a step, if that is so for the attention.
+    depend on the other rows of a step, if that is so for the attention. With ``ranks``, the weights are those of a
+    ``share``; rank 0 has the logits of all.
     """
 
     def __init__(
@@ -162,14 +184,22 @@ class Decoder:
         layer_type: type[DecoderLayer] = DecoderLayer,
         long_rope: bool = False,
         batch_invariant: bool = False,
+        share: Share | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         shape = weights.shape
         self.shape = shape
+        self.vocab_size = shape.vocab_size if share is None else share.whole.vocab_size
+        self._share, self._ranks = share, ranks
         self._scales_queries = layer_type.scales_queries
         self._embedding = weights.embedding
         self._layers = [
             layer_type(weights.layers.pop(0), shape, window, batch_invariant) for window in shape.layer_windows
         ]
+        self._reads_back = any(isinstance(layer.mlp, LoopedExperts) for layer in self._layers)
+        if share is not None and ranks is not None:
+            for layer in self._layers:
+                layer.split(share, ranks)
         self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps, shape.norm_offset, batch_invariant)
         self._head = layer_type.products(batch_invariant)(weights.head, None)
         dtype, device = weights.norm.dtype, weights.norm.device
@@ -189,13 +219,13 @@ class Decoder:
     @property
     def reads_back(self) -> bool:
         """Whether a step reads numbers back from the device, which a CUDA graph cannot record."""
-        return any(isinstance(layer.mlp, LoopedExperts) for layer in self._layers)
+        return self._reads_back
 
     def forward(self, step: ModelStep, pool: KVPool, hook: LayerHook | None = None) -> torch.Tensor:
         """Run ``step``, write the keys and values of all rows to ``pool``, and return the hidden states after the last
         norm, ``[wanted rows, hidden]``. Calls ``hook`` when its layers have been run (on a GPU: launched)."""
         angles = {rope: self._angles(rope, step.positions) for rope in self._tables}
-        x = functional.embedding(step.token_ids, self._embedding)
+        x = self._embedded(step.token_ids)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
         layers = zip(self._layers[:-1], self._ropes[:-1], pool.layers[:-1], strict=True)
@@ -210,8 +240,24 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, vocabulary]`` of hidden states ``[rows, hidden]``, in the model's dtype."""
         logits = self._head(hidden)
-        cap = self.shape.final_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if (cap := self.shape.final_softcap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        if self._ranks is None or self._share is None:
+            return logits
+        return self._ranks.gather(logits, self._share.vocabulary)
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here, if there are several: their keys and values are in the pool then."""
+        if self._ranks is not None:
+            self._ranks.meet()
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._ranks is None or self._share is None:
+            return functional.embedding(token_ids, self._embedding)
+        own = token_ids - self._share.first_token
+        absent = (own < 0) | (own >= self._embedding.shape[0])
+        x = functional.embedding(own.masked_fill_(absent, 0), self._embedding)
+        return self._ranks.sum(x.masked_fill_(absent[:, None], 0.0))
 
     def _angles(self, rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._tables[rope]

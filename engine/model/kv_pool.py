@@ -47,8 +47,8 @@ class LayerKV:
 
 
 class KVPool:
-    """The pool. ``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so a block is one run of
-    ``layout.block_bytes`` bytes. The `probe_area` follows the last block.
+    """The pool, or the ``part`` of it that this process computes with. ``tensor`` is
+    ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``. The `probe_area` follows the last block.
 
     Keys and values are computed with in ``compute_dtype`` (default: the pool's dtype).
     ``handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``layout`` has one kind of
@@ -62,13 +62,17 @@ class KVPool:
         flat: torch.Tensor,
         handle: dict[str, Any],
         compute_dtype: torch.dtype | None = None,
+        part: int = 0,
     ) -> None:
         self.layout = layout
         self.compute_dtype = compute_dtype or flat.dtype
         self.num_blocks = num_blocks
         self.handle = handle
         (cache,) = layout.caches
-        self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache, 0)), cache.head_dim
+        self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache, part)), cache.head_dim
+        self._whole = flat.view(torch.uint8)
+        offset, size = layout.part(part, num_blocks)
+        flat = self._whole[offset : offset + size].view(flat.dtype)
         self.tensor = flat.view(num_blocks, cache.num_layers, 2, kv_heads, layout.block_size, head_dim)
         self.pages_per_block = cache.num_layers * 2 * kv_heads
         pages = flat.view(-1, layout.block_size * head_dim)
@@ -84,23 +88,31 @@ class KVPool:
 
     @classmethod
     def on_memory_file(
-        cls, layout: KVLayout, num_blocks: int, fd: int, compute_dtype: torch.dtype | None = None
+        cls,
+        layout: KVLayout,
+        num_blocks: int,
+        fd: int,
+        compute_dtype: torch.dtype | None = None,
+        part: int = 0,
+        made: bool = False,
     ) -> KVPool:
         """Create a pool in the anonymous memory file ``fd``. The file gets its size and is filled with zeros here, so
-        that no step pays for first touches. `ConfigError` if the host has too little memory."""
+        that no step pays for first touches, unless another process has ``made`` it so. `ConfigError` if the host has
+        too little memory."""
         size = layout.block_bytes * num_blocks
         whole = sum(probe_area(size))
         available = available_bytes()
-        if whole > available:  # the kernel would kill a process for memory
+        if whole > available and not made:  # the kernel would kill a process for memory
             raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
         try:
-            os.posix_fallocate(fd, 0, whole)
-            memory_file.seal(fd)
+            if not made:
+                os.posix_fallocate(fd, 0, whole)
+                memory_file.seal(fd)
             mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             raise _does_not_fit(size, str(error.strerror)) from None
         flat = torch.frombuffer(mapping, dtype=POOL_DTYPES[layout.dtype])
-        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size}, compute_dtype)
+        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size}, compute_dtype, part)
 
     @classmethod
     def on_cuda(
@@ -126,19 +138,23 @@ class KVPool:
         return cls(layout, num_blocks, flat, handle, compute_dtype)
 
     def clear(self, block: int) -> None:
-        """Zero a block."""
-        self._bytes(block).zero_()
+        """Zero a block, or its part."""
+        self.tensor[block].view(-1).view(torch.uint8).zero_()
 
     def read(self, block: int) -> bytes:
-        """A copy of a block, after all steps launched so far. It waits for them."""
-        return self._bytes(block).cpu().numpy().tobytes()
+        """A copy of a whole block, after all steps launched so far. It waits for them."""
+        return b"".join(piece.cpu().numpy().tobytes() for piece in self._pieces(block))
 
     def write(self, block: int, data: bytes) -> None:
-        """Overwrite a block, before all steps launched from now on: the copy is complete when this returns."""
-        self._bytes(block).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        """Overwrite a whole block, before all steps launched from now on: the copy is complete when this returns."""
+        pieces = self._pieces(block)
+        parts = torch.split(torch.frombuffer(bytearray(data), dtype=torch.uint8), [len(piece) for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.copy_(part)
 
-    def _bytes(self, block: int) -> torch.Tensor:
-        return self.tensor[block].view(-1).view(torch.uint8)
+    def _pieces(self, block: int) -> list[torch.Tensor]:
+        regions = self.layout.regions([block], self.num_blocks)
+        return [self._whole[offset : offset + size] for offset, size in regions]
 
 
 def _does_not_fit(size: int, why: str) -> ConfigError:

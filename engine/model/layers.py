@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from checkpoints.shape import Activation, Experts
+from engine.model.share import Ranks
 from engine.model.weights import ExpertWeights, Matrix, MLPWeights, QuantizedTensor, unbind
 
 _NATIVE = (9, 10)
@@ -23,6 +25,18 @@ FP8_CAPABILITY = (8, 9)
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 FP8_LEAST_ROW = 1e-10
 """The least maximum of a row that is quantized, so that a row of zeros has a scale."""
+
+
+class Product(Protocol):
+    """What ends a part of a layer: `Linear`, `GatedMLP` or `RoutedExperts`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        ...
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus ``residual``, which it may overwrite."""
+        ...
 
 
 class Linear:
@@ -181,6 +195,35 @@ class RMSNorm:
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return wide.div_(torch.hypot(length, self._least)).mul_(self._scaled_weight).to(x.dtype)
+
+
+class SpanNorm(RMSNorm):
+    """A norm over rows of which each of the ``ranks`` has some columns, ``total`` in all, and each column is in
+    ``copies`` of them."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float, ranks: Ranks, total: int, copies: int) -> None:
+        super().__init__(weight, eps, offset)
+        self._ranks, self._total, self._copies = ranks, total, copies
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        squares = self._ranks.sum(wide.square().sum(-1, keepdim=True).div_(self._copies))
+        return (wide * squares.div_(self._total).add_(self.eps).rsqrt_() * self.weight).to(x.dtype)
+
+
+class Summed:
+    """The last product of a part of a layer, of which each of the ``ranks`` computes a part of all sums."""
+
+    def __init__(self, product: Product, ranks: Ranks) -> None:
+        self._product, self._ranks = product, ranks
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        return self._ranks.sum(self._product(x))
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus ``residual``, which it may overwrite."""
+        return residual.add_(self(x))
 
 
 class GatedMLP:

@@ -12,6 +12,7 @@ from checkpoints.families import family_of
 from checkpoints.shape import ModelShape
 from checkpoints.source import DUMMY_SEED, ModelSource, read_tensor_shapes
 from engine.model.reading import Piece, TensorFile, pieces_of, read_pieces
+from engine.model.share import Kept, Share
 from engine.model.weights import Matrix, ModelWeights, QuantizedTensor, named_tensors, quantized_parts
 from pdserve.core.errors import ModelError
 from runtime.cuda import Cuda
@@ -27,20 +28,22 @@ def load_weights(
     device: torch.device,
     keep_fp8: bool = False,
     cuda: Cuda | None = None,
+    share: Share | None = None,
 ) -> ModelWeights:
-    """Load all weights of ``source``, converted to ``dtype``. Matrices that are stored in 8 bits are dequantized;
-    with ``keep_fp8`` those that `engine.model.layers.FP8Linear` can compute with stay as they are. ``cuda`` is how
-    ``device`` is reached if it is a GPU (default: torch).
+    """Load all weights of ``source``, or those of a ``share``, converted to ``dtype``. Matrices that are stored in 8
+    bits are dequantized; with ``keep_fp8`` those that `engine.model.layers.FP8Linear` can compute with stay as they
+    are. ``cuda`` is how ``device`` is reached if it is a GPU (default: torch).
 
     Raises `ModelError` with the file and tensor that is missing, unexpected, of a wrong shape, corrupt, truncated, or
     beyond the range of ``dtype``.
     """
-    weights = ModelWeights(source.shape, dtype, device, keep_fp8)
+    weights = ModelWeights(source.shape if share is None else share.shape, dtype, device, keep_fp8)
+    kept = {} if share is None else share.kept()
     if source.folder is None:
-        _fill_randomly(weights, device)
+        _fill_randomly(weights, source.shape, device, kept)
     else:
         cuda = Cuda() if cuda is None and device.type == "cuda" else cuda
-        _fill_from_folder(weights, source, cuda, device.index or 0)
+        _fill_from_folder(weights, source, cuda, device.index or 0, kept)
     weights.arrange()
     return weights
 
@@ -48,12 +51,12 @@ def load_weights(
 def check_weights(source: ModelSource) -> None:
     """Raise the `ModelError` that `load_weights` would raise for the folder's files, without loading them."""
     if source.folder is not None:
-        weights = ModelWeights(source.shape, torch.float32, torch.device("meta"))
-        _find_tensors(_stored_shapes(weights), source)
+        _find_tensors(_stored_shapes(source.shape), source)
 
 
-def _fill_randomly(weights: ModelWeights, device: torch.device) -> None:
+def _fill_randomly(weights: ModelWeights, whole: ModelShape, device: torch.device, kept: Mapping[str, Kept]) -> None:
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    shapes = {name: tensor.shape for name, tensor in _whole_tensors(whole).items()}
     for name, tensor in named_tensors(weights).items():
         if isinstance(tensor, QuantizedTensor):
             tensor.scales.fill_(_DUMMY_STD / _DUMMY_LEVELS)
@@ -61,16 +64,32 @@ def _fill_randomly(weights: ModelWeights, device: torch.device) -> None:
             tensor.values.copy_(drawn.round_().clamp_(-127, 127))
         elif name.endswith("norm.weight"):
             tensor.fill_(1.0 - weights.shape.norm_offset)
+        elif name in kept:  # so that all shares are of the same model
+            drawn = torch.empty(shapes[name], dtype=tensor.dtype, device=device)
+            tensor.copy_(_share_of(drawn.normal_(0.0, _DUMMY_STD, generator=generator), kept[name]))
         else:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def _stored_shapes(weights: ModelWeights) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _share_of(tensor: torch.Tensor, kept: Kept) -> torch.Tensor:
+    if kept.nothing:
+        return torch.zeros_like(tensor)
+    if kept.rows is not None:
+        tensor = torch.cat([tensor[rows.start : rows.stop] for rows in kept.rows])
+    return tensor if kept.columns is None else tensor[:, kept.columns.start : kept.columns.stop]
+
+
+def _whole_tensors(shape: ModelShape) -> dict[str, Matrix]:
+    """All tensors of a model, without their values."""
+    return named_tensors(ModelWeights(shape, torch.float32, torch.device("meta")))
+
+
+def _stored_shapes(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The shapes that each tensor may have in the checkpoint, by name, scales included."""
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
-    quantization = weights.shape.quantization
-    quantized = _quantized_names(weights.shape)
-    for name, tensor in named_tensors(weights).items():
+    quantization = shape.quantization
+    quantized = _quantized_names(shape)
+    for name, tensor in _whole_tensors(shape).items():
         shapes[name] = (tuple(tensor.shape),)
         if quantization is not None and name in quantized:
             shapes[quantization.scale_name(name)] = quantization.scale_shapes(*tensor.shape)
@@ -112,19 +131,24 @@ def _find_tensors(wanted: Mapping[str, tuple[tuple[int, ...], ...]], source: Mod
     return found
 
 
-def _fill_from_folder(weights: ModelWeights, source: ModelSource, cuda: Cuda | None, index: int) -> None:
+def _fill_from_folder(
+    weights: ModelWeights, source: ModelSource, cuda: Cuda | None, index: int, kept: Mapping[str, Kept]
+) -> None:
     targets = named_tensors(weights)
-    found = _find_tensors(_stored_shapes(weights), source)
+    found = _find_tensors(_stored_shapes(source.shape), source)
     quantized = _quantized_names(weights.shape)
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(TensorFile(path)) for path in dict.fromkeys(found.values())}
         files = {name: opened[path] for name, path in found.items()}
         pieces: list[Piece] = []
         for name, target in targets.items():
+            mine = kept.get(name, Kept())
             if name in quantized:
-                pieces += _quantized_pieces(target, name, weights.shape, files)
+                pieces += _quantized_pieces(target, name, source.shape, files, mine)
+            elif isinstance(target, torch.Tensor) and mine.nothing:
+                target.zero_()
             elif isinstance(target, torch.Tensor):
-                pieces += pieces_of(files[name], name, target)
+                pieces += pieces_of(files[name], name, target, mine)
         read_pieces(pieces, cuda, index)
         for name, target in targets.items():
             converted = weights.norm.dtype is torch.float16 and files[name].dtype(name) is not torch.float16
@@ -135,7 +159,9 @@ def _fill_from_folder(weights: ModelWeights, source: ModelSource, cuda: Cuda | N
                 )
 
 
-def _quantized_pieces(target: Matrix, name: str, shape: ModelShape, files: Mapping[str, TensorFile]) -> Iterable[Piece]:
+def _quantized_pieces(
+    target: Matrix, name: str, shape: ModelShape, files: Mapping[str, TensorFile], kept: Kept
+) -> Iterable[Piece]:
     """The pieces of a matrix that is stored in 8 bits. Fills the scales of ``target`` if it stays so."""
     quantization = shape.quantization
     assert quantization is not None
@@ -147,13 +173,14 @@ def _quantized_pieces(target: Matrix, name: str, shape: ModelShape, files: Mappi
     scale = quantization.scale_name(name)
     scales = files[scale].load(scale).float() / quantization.divisor
     scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(scales.shape[0], -1)
-    height, groups = quantization.block[0] or target.shape[0], quantization.column_groups(target.shape[1])
+    rows, columns = files[name].shape(name)
+    height, groups = quantization.block[0] or rows, quantization.column_groups(columns)
 
     def of_rows(numbers: torch.Tensor) -> torch.Tensor:
         return scales[numbers // height].expand(-1, groups)
 
     if isinstance(target, torch.Tensor):
-        return pieces_of(files[name], name, target, of_rows, quantization.block[1])
+        return pieces_of(files[name], name, target, kept, of_rows, quantization.block[1])
     target.scales.copy_(of_rows(torch.arange(target.shape[0])))
     return pieces_of(files[name], name, target.values)
 

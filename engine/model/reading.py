@@ -23,10 +23,12 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.model.share import Kept
 from engine.model.weights import QuantizedTensor
 from pdserve.core.errors import ModelError
 from runtime.cuda import Cuda
 
+_ALL = Kept()
 PIECE_BYTES = 8 * 2**20  # at most, unless one row has more
 MAX_THREADS = 8
 
@@ -56,6 +58,11 @@ class TensorFile:
         with self._named():
             dtype: torch.dtype = self._tensors.get_tensor(name).dtype  # maps the file, and reads nothing
             return dtype
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor."""
+        with self._named():
+            return torch.Size(self._header[name]["shape"])
 
     def start(self, name: str) -> int:
         """The offset of the first byte of a tensor in the file."""
@@ -90,47 +97,54 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of a tensor: they are in ``file`` at ``offset``, in ``dtype``, and go to ``target``. For rows
-    that are to be dequantized, ``scales`` returns their scales (``[rows, groups]``), of which each belongs to ``group``
-    columns."""
+    """Consecutive rows of a tensor, ``shape`` in all: they are in ``file`` at ``offset``, in ``dtype``, and go to
+    ``target``, or only their ``columns`` do. For rows that are to be dequantized, ``scales`` returns their scales
+    (``[rows, groups]``), of which each belongs to ``group`` columns."""
 
     file: TensorFile
     offset: int
     dtype: torch.dtype
+    shape: torch.Size
     target: torch.Tensor
+    columns: range | None = None
     scales: Callable[[], torch.Tensor] | None = None
     group: int | None = None
 
     @property
     def num_bytes(self) -> int:
         """Its size in the file."""
-        return self.target.numel() * self.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize
 
     def fill(self, rows: torch.Tensor) -> None:
         """Convert or dequantize the rows, which are on the device of their target."""
-        if self.scales is None:
-            self.target.copy_(rows)
-        else:
+        if self.scales is not None:
             scales = self.scales().to(rows.device)
-            self.target.copy_(QuantizedTensor(rows, scales, self.group).dequantized(torch.float32))
+            rows = QuantizedTensor(rows, scales, self.group).dequantized(torch.float32)
+        self.target.copy_(rows if self.columns is None else rows[:, self.columns.start : self.columns.stop])
 
 
 def pieces_of(
     file: TensorFile,
     name: str,
     target: torch.Tensor,
+    kept: Kept = _ALL,
     scales: Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: int | None = None,
 ) -> Iterator[Piece]:
-    """The pieces of tensor ``name``, which has the shape of ``target``. ``scales`` returns those of the rows with the
-    given numbers."""
-    dtype, offset = file.dtype(name), file.start(name)
-    height = max(1, PIECE_BYTES // (target[0].numel() * dtype.itemsize))
-    numbers = torch.split(torch.arange(target.shape[0]), height)
-    for rows, each in zip(torch.split(target, height), numbers, strict=True):
-        piece = Piece(file, offset, dtype, rows, None if scales is None else partial(scales, each), group)
-        yield piece
-        offset += piece.num_bytes
+    """The pieces of tensor ``name`` of which ``target`` is to hold what is ``kept``. ``scales`` returns those of the
+    rows with the given numbers."""
+    dtype, shape, start = file.dtype(name), file.shape(name), file.start(name)
+    row_bytes = shape[1:].numel() * dtype.itemsize
+    height = max(1, PIECE_BYTES // row_bytes)
+    filled = 0
+    for rows in kept.rows or [range(shape[0])]:
+        for begin in range(rows.start, rows.stop, height):
+            numbers = torch.arange(begin, min(begin + height, rows.stop))
+            into = target[filled : filled + len(numbers)]
+            own = None if scales is None else partial(scales, numbers)
+            size = torch.Size((len(numbers), *shape[1:]))
+            yield Piece(file, start + begin * row_bytes, dtype, size, into, kept.columns, own, group)
+            filled += len(numbers)
 
 
 def read_pieces(pieces: Sequence[Piece], cuda: Cuda | None, index: int) -> None:
@@ -173,7 +187,7 @@ def _read(buffers: SimpleQueue[_Buffer], cuda: Cuda | None, index: int, piece: P
     try:
         wait()
         wait = _nothing
-        rows = memory[: piece.num_bytes].view(piece.dtype).view(piece.target.shape)
+        rows = memory[: piece.num_bytes].view(piece.dtype).view(piece.shape)
         piece.file.read(piece.offset, rows)
         if cuda is None:
             piece.fill(rows)
@@ -188,7 +202,7 @@ def _read(buffers: SimpleQueue[_Buffer], cuda: Cuda | None, index: int, piece: P
 
 
 def _is_direct(piece: Piece) -> bool:
-    return piece.scales is None and piece.dtype is piece.target.dtype
+    return piece.scales is None and piece.columns is None and piece.dtype is piece.target.dtype
 
 
 def _nothing() -> None:

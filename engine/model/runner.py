@@ -183,7 +183,8 @@ class LaunchedStep:
 class ModelRunner:
     """Combines model, attention, pool and sampler. Of requests it keeps the tokens ``last`` sampled, from which the
     next step goes on before they are known. ``graphs`` run the steps that fit. ``cuda`` is the GPU of the pool (None:
-    the pool is on the host), and ``draw_rows`` its way to draw tokens."""
+    the pool is on the host), and ``draw_rows`` its way to draw tokens. ``lead`` has the other ranks of a
+    tensor-parallel engine `follow` a step, which is in the attention's order."""
 
     def __init__(
         self,
@@ -193,8 +194,10 @@ class ModelRunner:
         graphs: RecordedSteps | None = None,
         cuda: Cuda | None = None,
         draw_rows: DrawRows | None = None,
+        lead: Callable[[Sequence[ScheduledSeq]], None] | None = None,
     ) -> None:
         self._cuda = cuda
+        self._lead = lead
         self.draw_rows = draw_rows
         self._graphs = graphs
         self._model = model
@@ -246,6 +249,22 @@ class ModelRunner:
         tells = any(s.prompt_logprobs is not None and s.prompt_logprobs.missing(s.start, s.end)[0] for s in ordered)
         if self._graphs is not None and not tells and self._graphs.fits(ordered):
             return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last), ([], []))
+        if self._lead is not None:
+            self._lead(ordered)
+        logits, wanted, prompts = self._compute(ordered, tells, hook)
+        if layers is not None:
+            layers.launched()
+        return LaunchedStep(self, wanted, logits, prompts, layers)
+
+    @torch.inference_mode()
+    def follow(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Compute this rank's part of a step of rank 0, which samples its tokens."""
+        self._compute(seqs, any(seq.prompt_logprobs is not None for seq in seqs), None)
+
+    def _compute(
+        self, ordered: Sequence[ScheduledSeq], tells: bool, hook: LayerHook | None
+    ) -> tuple[torch.Tensor | None, list[ScheduledSeq], PromptRows]:
+        """Logits, the parts that they are of, and the logprobs of prompts if the step ``tells`` any."""
         step, wanted = self._step(ordered)
         prompts: PromptRows = ([], [])
         if tells:  # the last layer computes all rows, too
@@ -254,9 +273,9 @@ class ModelRunner:
             hidden = hidden if step.wanted is None else hidden[step.wanted]
         else:
             hidden = self._model.forward(step, self._pool, hook)
-        if layers is not None:
-            layers.launched()
-        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None, prompts, layers)
+        logits = self._model.logits(hidden) if wanted else None
+        self._model.meet()
+        return logits, wanted, prompts
 
     def _prompt_logprobs(self, seqs: Sequence[ScheduledSeq], hidden: torch.Tensor) -> PromptRows:
         """The logprobs that ``seqs``, whose rows ``hidden`` are, add to their prompts. Logits of a few rows at a time
@@ -272,7 +291,7 @@ class ModelRunner:
                 rows += [begin + position - seq.start for position in positions]
                 next_ids += token_ids
             begin += len(seq.token_ids)
-        size = max(1, _LOGITS_BYTES // (4 * self._model.shape.vocab_size))
+        size = max(1, _LOGITS_BYTES // (4 * self._model.vocab_size))
         num_top = max(prompt.num_top for prompt, _ in prompts)
         at, ids = upload(rows, torch.int64, self._device), upload(next_ids, torch.int64, self._device)
         parts = [

@@ -14,6 +14,7 @@ import msgspec
 import torch
 import xxhash
 
+from checkpoints.shape import ModelShape
 from checkpoints.source import resolve_model
 from contract.engine import KVReady, Ready
 from engine.kernels.cpu_attention import CPUAttention
@@ -23,15 +24,18 @@ from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.layers import FP8_CAPABILITY, multiplies_fp8
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
+from engine.model.share import Share
+from engine.model.weights import ModelWeights
 from engine.offload import BlockStore, DiskStore, MemoryStore, OffloadConnector
 from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
+from engine.process.ranks import OtherRanks, PoolReady, SharedSums
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.scheduling.structures import Structures
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import FP8, KVLayout
+from pdserve.core.kv_layout import FP8, CacheSpec, KVLayout
 from runtime.cuda import Cuda
 from runtime.dtypes import choose_dtype, native_dtypes
 
@@ -66,10 +70,11 @@ def build_engine(
     or the device.
     """
     started_s = time.monotonic()
-    torch.set_num_threads(spec.threads)
-    torch.set_num_interop_threads(1)
+    _set_threads(spec)
     cuda = cuda or Cuda()
     on_gpu = spec.device != "cpu"
+    if on_gpu and spec.tensor_parallel > 1:
+        raise ConfigError("engine.tensor_parallel: pdserve's engine is tensor-parallel on CPUs alone so far")
     device = _gpu(cuda) if on_gpu else torch.device("cpu")
     source = resolve_model(spec.model, log.info)
     shape = source.shape
@@ -77,25 +82,19 @@ def build_engine(
     if choice.note:
         log.warning("%s", choice.note)
     dtype = choice.dtype
-    # The pool must not matter here: the workers of a service may have pools of different sizes.
-    long_rope = shape.uses_long_rope(spec.max_model_len or shape.max_position_embeddings)
+    long_rope = _uses_long_rope(spec, shape)
     shape.check_context(spec.max_model_len)
+    share = Share(shape, 0, spec.tensor_parallel) if spec.tensor_parallel > 1 else None
+    others = OtherRanks(spec, memory_fd) if share is not None else None
     keep_fp8 = not spec.batch_invariant and multiplies_fp8(TORCH_DTYPES[dtype], device)
     with source.unchanged():
         model_hash = source.model_hash(long_rope)
-        weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8, cuda if on_gpu else None)
+        weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8, cuda if on_gpu else None, share)
     if spec.kv_dtype == "fp8":
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             raise ConfigError("engine.kv_dtype: fp8 needs a GPU of compute capability 8.9 or later; use auto")
         model_hash = xxhash.xxh3_128_hexdigest(model_hash.encode() + weights.scale_kv())
-    layout = KVLayout.uniform(
-        model_hash=model_hash,
-        dtype=FP8 if spec.kv_dtype == "fp8" else dtype,
-        block_size=spec.block_size or DEFAULT_BLOCK_SIZE,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
+    layout = _layout(spec, shape, model_hash, FP8 if spec.kv_dtype == "fp8" else dtype, share)
     max_context = spec.max_model_len or shape.max_position_embeddings
     if on_gpu:
         parts = cuda_parts(spec)
@@ -110,12 +109,9 @@ def build_engine(
     if on_gpu:
         runner = build.runner(model, layout, num_blocks, max_model_len)
     else:
-        model = Decoder(weights, max_model_len, long_rope=long_rope, batch_invariant=spec.batch_invariant)
-        _trim_heap()
-        pool = KVPool.on_memory_file(layout, num_blocks, memory_fd, model.dtype)
-        kind = InvariantCPUAttention if spec.batch_invariant else CPUAttention
-        attention = kind(pool, shape.num_heads, model.windows, shape.attention_softcap)
-        runner = ModelRunner(model, attention, pool)
+        runner = _cpu_runner(spec, weights, max_model_len, layout, num_blocks, memory_fd, share, others)
+        if others is not None:
+            others.begin(PoolReady(num_blocks, max_model_len))
         runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
     tokenizer = None if source.folder is None else source.folder / "tokenizer.json"
     structures = Structures(tokenizer, shape.vocab_size, shape.eos_token_ids, woken)
@@ -143,6 +139,65 @@ def build_engine(
         chunk_tokens=None if spec.chunk_tokens == "off" else spec.chunk_tokens,
     )
     return BuiltEngine(runner, limits, ready, structures)
+
+
+def build_rank(spec: EngineSpec, rank: int, sums: SharedSums) -> Callable[[int, int, int], ModelRunner]:
+    """Load what another rank than 0 has of the model. Returns what makes its runner when the pool is there: from its
+    number of blocks, the number of positions, and its memory file."""
+    _set_threads(spec)
+    source = resolve_model(spec.model)
+    shape, dtype = source.shape, choose_dtype(spec.dtype, source.shape.dtype, {"": native_dtypes("cpu")}).dtype
+    share = Share(shape, rank, spec.tensor_parallel)
+    weights = load_weights(source, TORCH_DTYPES[dtype], torch.device("cpu"), share=share)
+
+    def make(num_blocks: int, max_positions: int, pool_fd: int) -> ModelRunner:
+        layout = _layout(spec, shape, "", dtype, share)
+        return _cpu_runner(spec, weights, max_positions, layout, num_blocks, pool_fd, share, sums)
+
+    return make
+
+
+def _set_threads(spec: EngineSpec) -> None:
+    torch.set_num_threads(spec.threads)
+    torch.set_num_interop_threads(1)
+
+
+def _uses_long_rope(spec: EngineSpec, shape: ModelShape) -> bool:
+    # The pool must not matter here: the workers of a service may have pools of different sizes.
+    return shape.uses_long_rope(spec.max_model_len or shape.max_position_embeddings)
+
+
+def _layout(spec: EngineSpec, shape: ModelShape, model_hash: str, dtype: str, share: Share | None) -> KVLayout:
+    cache = CacheSpec(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    parts = 1 if share is None else share.parts
+    return KVLayout(model_hash, dtype, spec.block_size or DEFAULT_BLOCK_SIZE, (cache,), parts)
+
+
+def _cpu_runner(
+    spec: EngineSpec,
+    weights: ModelWeights,
+    max_positions: int,
+    layout: KVLayout,
+    num_blocks: int,
+    pool_fd: int,
+    share: Share | None,
+    ranks: OtherRanks | SharedSums | None,
+) -> ModelRunner:
+    """The runner of a CPU, which is a rank if there is a ``share``: rank 0 if it has `OtherRanks`."""
+    lead, sums = (ranks.lead, ranks.sums) if isinstance(ranks, OtherRanks) else (None, ranks)
+    whole = weights.shape if share is None else share.whole
+    long_rope = _uses_long_rope(spec, whole)
+    batch_invariant = spec.batch_invariant
+    model = Decoder(
+        weights, max_positions, long_rope=long_rope, batch_invariant=batch_invariant, share=share, ranks=sums
+    )
+    _trim_heap()
+    part = 0 if share is None else share.part
+    made = share is not None and share.rank > 0
+    pool = KVPool.on_memory_file(layout, num_blocks, pool_fd, model.dtype, part, made)
+    kind = InvariantCPUAttention if batch_invariant else CPUAttention
+    attention = kind(pool, model.shape.num_heads, model.windows, model.shape.attention_softcap)
+    return ModelRunner(model, attention, pool, lead=lead)
 
 
 def make_connector(spec: EngineSpec, pool: KVPool, clock: Clock, done: Callable[[KVReady], None]) -> KVConnector:

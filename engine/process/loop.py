@@ -150,7 +150,7 @@ def main(make_core: MakeCore = EngineCore) -> NoReturn:
 def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore) -> None:
     if spec.cores:
         try:
-            os.sched_setaffinity(0, spec.cores)
+            os.sched_setaffinity(0, spec.cores_of(0))
         except OSError as error:
             raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
     # After binding: torch counts the cores when it is imported.

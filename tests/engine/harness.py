@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
+from engine.model.share import Share
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import CacheSpec, KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 from runtime import memory_file
@@ -88,6 +91,70 @@ def make_runner(
     pool = make_pool(layout, num_blocks, model.dtype)
     kind = InvariantCPUAttention if batch_invariant else CPUAttention
     return ModelRunner(model, kind(pool, shape.num_heads, model.windows, shape.attention_softcap), pool)
+
+
+class ThreadRanks:
+    """The ranks of an engine as threads of this process (see `engine.model.share.Ranks`)."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, slots: list[torch.Tensor]) -> None:
+        self._rank, self._meeting, self._slots = rank, meeting, slots
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        self._show(x)
+        total = sum(self._slots[1:], self._slots[0])
+        self.meet()
+        return x.copy_(total)
+
+    def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        self._show(x)
+        assert [slot.shape[1] for slot in self._slots] == list(sizes)
+        whole = torch.cat(self._slots, dim=1)
+        self.meet()
+        return x if self._rank else whole
+
+    def meet(self) -> None:
+        self._meeting.wait(30.0)
+
+    def _show(self, x: torch.Tensor) -> None:
+        self._slots[self._rank] = x.clone()
+        self.meet()
+
+
+def make_ranks(folder: Path, ranks: int, num_blocks: int = 64, dtype: str = "float32") -> ModelRunner:
+    """A tensor-parallel runner of the model in ``folder``: rank 0, which the others follow in threads."""
+    source = resolve_model(str(folder))
+    shape, meeting, slots = source.shape, threading.Barrier(ranks), [torch.empty(0)] * ranks
+    long_rope = shape.uses_long_rope(shape.max_position_embeddings)
+    threads = ThreadPoolExecutor(ranks)
+    fd = memory_file.create("test")
+    others: list[ModelRunner] = []
+
+    def follow(runner: ModelRunner, seqs: Sequence[ScheduledSeq]) -> None:
+        try:
+            runner.follow(seqs)
+        except BaseException:
+            meeting.abort()
+            raise
+
+    def lead(seqs: Sequence[ScheduledSeq]) -> None:
+        for runner in others:
+            threads.submit(follow, runner, seqs)
+
+    def make(rank: int) -> ModelRunner:
+        share = Share(shape, rank, ranks)
+        weights = load_weights(source, TORCH_DTYPES[dtype], torch.device("cpu"), share=share)
+        own = ThreadRanks(rank, meeting, slots)
+        model = Decoder(weights, shape.max_position_embeddings, long_rope=long_rope, share=share, ranks=own)
+        cache = CacheSpec(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        layout = KVLayout("", dtype, BLOCK, (cache,), share.parts)
+        pool = KVPool.on_memory_file(layout, num_blocks, fd, model.dtype, share.part, rank > 0)
+        attention = CPUAttention(pool, share.shape.num_heads, model.windows, shape.attention_softcap)
+        return ModelRunner(model, attention, pool, lead=None if rank else lead)
+
+    first = make(0)
+    others += [make(rank) for rank in range(1, ranks)]
+    os.close(fd)
+    return first
 
 
 def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.model.kv_pool import TORCH_DTYPES
 from engine.model.layers import linear
-from tests.engine.harness import BLOCK, generate, make_runner, prompt_logits
+from tests.engine.harness import BLOCK, generate, make_ranks, make_runner, prompt_logits
 from tests.random_models import greedy_tokens_of_all, save_random
 
 BASE: dict[str, Any] = {
@@ -146,6 +146,13 @@ def test_chunked_prompts_mixed_with_decodes(
     runner = make_runner(folder)
     for chunk in {5, *(max(1, window + beside) for beside in (-1, 0, 1) if window)}:
         assert generate(runner, prompts, TOKENS, chunk=chunk, stagger=2) == expected, f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak), 4])
+def test_tensor_parallel(case: tuple[Path, dict[str, list[int]]], expected: dict[str, list[int]], ranks: int) -> None:
+    """Each rank has some of the heads; of 4 ranks, two have the same KV head."""
+    folder, prompts = case
+    assert generate(make_ranks(folder, ranks), prompts, TOKENS, chunk=7, stagger=2) == expected
 
 
 @pytest.mark.parametrize("case", params(WINDOWED), indirect=True)
