@@ -56,7 +56,7 @@ def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple
     if spec.device != "cpu":
         return spec, held
     allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
-    width = min(spec.config.cluster.cores_per_worker, len(allowed))
+    width = min(spec.num_cores, len(allowed))
     engines = Counter(int(match[1]) for name in _names() if (match := _CLAIM.search(name)))
     claims: dict[int, socket.socket] = {}
     for level in itertools.count(min(engines[core] for core in allowed)):
@@ -144,7 +144,7 @@ def spare_cores(spec: WorkerSpec, allowed: Sequence[int], holders: Collection[Co
     workers that are expected on this host."""
     of_others = {holder.core for holder in holders if not is_of_service(holder, spec)}
     free = [core for core in allowed if core not in of_others]
-    expected = free[: spec.num_slots * spec.config.cluster.cores_per_worker]
+    expected = free[: spec.num_slots * spec.num_cores]
     taken = {*of_others, *expected, *spec.cores, *(holder.core for holder in holders)}
     return [core for core in allowed if core not in taken]
 

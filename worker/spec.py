@@ -47,6 +47,11 @@ class WorkerSpec:
         return self.port + 1 if self.port else 0
 
     @property
+    def num_cores(self) -> int:
+        """The cores that its engine binds to on a CPU, if there are so many."""
+        return self.config.cluster.cores_per_worker * self.config.engine.devices(self.role)
+
+    @property
     def token_budget(self) -> int:
         """The most tokens of one step that its engine is prepared for."""
         return self.config.engine.token_budget(self.device, self.role)

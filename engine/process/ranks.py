@@ -1,8 +1,6 @@
-"""The ranks of a tensor-parallel engine on CPUs: a process each. Rank 0 is the engine's process. It starts the others,
-tells them each step, and adds numbers with them in a memory file.
-
-``python -m engine.process.ranks SPEC RANK POOL_FD SUMS_FD STEPS_FD`` is another rank. A rank that ends ends them all.
-"""
+"""The ranks of a tensor-parallel engine on CPUs: a process each. Rank 0 is the engine's process. It starts the others
+(`engine.process.rank`), tells them each step, and adds numbers with them in a memory file. A rank that ends ends them
+all."""
 
 from __future__ import annotations
 
@@ -13,13 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
 import msgspec
 import torch
 
-from contract.engine import FrameReader, encode_frame
+from contract.engine import encode_frame
 from contract.message import Message
 from engine.model.share import Ranks
 from engine.scheduling.batch import ScheduledSeq
@@ -27,8 +24,6 @@ from engine.scheduling.sequence import PromptLogprobs
 from engine.spec import EngineSpec
 from pdserve.core.sampling import SamplingParams
 from runtime import memory_file
-from runtime.logs import set_up_logging
-from runtime.process import end_with_parent, freeze_heap
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +33,6 @@ _LINE = 8  # words of a cache line
 _SPINS = 64  # looks at the others before one lets other threads run
 _HASTY_S = 0.02  # after this time they are not expected any more
 _PAUSE_S = 50e-6
-_READ_BYTES = 2**20
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
@@ -167,7 +161,7 @@ class OtherRanks:
         for rank in range(1, ranks):
             steps_read, steps_write = os.pipe()
             inherited = (pool_fd, sums_fd, steps_read)
-            command = ["-m", "engine.process.ranks", spec.to_json(), str(rank), *map(str, inherited)]
+            command = ["-m", "engine.process.rank", spec.to_json(), str(rank), *map(str, inherited)]
             self._processes.append(
                 subprocess.Popen([sys.executable, "-P", *command], stdin=subprocess.DEVNULL, pass_fds=inherited)
             )
@@ -210,7 +204,8 @@ def _part(seq: ScheduledSeq) -> _Part:
     return _Part(seq.attempt_id, seq.token_ids, seq.start, seq.block_ids, seq.sample, seq.num_drafts, told)
 
 
-def _scheduled(part: _Part) -> ScheduledSeq:
+def scheduled(part: _Part) -> ScheduledSeq:
+    """A part of a step as another rank needs it."""
     told = None if part.told is None else _Told(range(*part.told))
     return ScheduledSeq(
         part.attempt_id,
@@ -222,38 +217,3 @@ def _scheduled(part: _Part) -> ScheduledSeq:
         prompt_logprobs=told,
         num_drafts=part.num_drafts,
     )
-
-
-def _messages(fd: int) -> Iterator[PoolReady | RankStep]:
-    frames: FrameReader[PoolReady | RankStep] = FrameReader(PoolReady | RankStep)  # type: ignore[arg-type]  # a union
-    while data := os.read(fd, _READ_BYTES):
-        yield from frames.feed(data)
-
-
-def main() -> NoReturn:
-    """Run another rank. Ends when rank 0 does."""
-    end_with_parent()
-    set_up_logging()
-    spec = EngineSpec.from_json(sys.argv[1])
-    rank, pool_fd, sums_fd, steps_fd = map(int, sys.argv[2:])
-    if spec.cores:
-        os.sched_setaffinity(0, spec.cores_of(rank))
-    from engine.process.build import build_rank  # after binding: torch counts the cores when it is imported
-
-    sums = SharedSums(sums_fd, rank, spec.tensor_parallel)
-    build = build_rank(spec, rank, sums)
-    messages = _messages(steps_fd)
-    begin = next(messages, None)
-    if not isinstance(begin, PoolReady):
-        os._exit(0)  # rank 0 has ended, and says why
-    runner = build(begin.num_blocks, begin.max_positions, pool_fd)
-    freeze_heap()
-    sums.meet()
-    for message in messages:
-        assert isinstance(message, RankStep)
-        runner.follow([_scheduled(part) for part in message.parts])
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

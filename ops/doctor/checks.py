@@ -99,7 +99,8 @@ def check_cores(seen: DoctorReport) -> Iterator[Finding]:
     for node, report in _reported(seen):
         allowed = set(report.allowed_cores)
         others = [each for each in report.held_cores if each.core in allowed and each.port != seen.own_port]
-        wanted = min(len(node.seats) * cluster.cores_per_worker, len(allowed))
+        slots = sum(seen.config.engine.devices(seat.role) for seat in node.seats)
+        wanted = min(slots * cluster.cores_per_worker, len(allowed))
         free = len(allowed - {each.core for each in others})
         if wanted <= free or not others:
             continue

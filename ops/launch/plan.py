@@ -94,6 +94,7 @@ def _in_pairs(roles: Sequence[Role]) -> list[int]:
     return [indexes[turn] for turn in range(longest) for indexes in of_role.values() if turn < len(indexes)]
 
 
+_ONE = dict.fromkeys(Role, 1)
 SHARED_MEMORY_BYTES = 1 << 20
 """Every node has this much memory free; a bundle must not be empty."""
 
@@ -123,23 +124,27 @@ def roles_of(config: ClusterConfig) -> list[Role]:
     return [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
 
 
-def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> dict[Role, Bundle]:
-    """The Ray resources for a worker of each role. LaunchError if the workers would not fit onto the nodes even if
-    those were empty, unless `ClusterConfig.autoscale` allows them to wait."""
+def worker_bundles(
+    config: ClusterConfig, device: str, nodes: Sequence[Node], slots: Mapping[Role, int] = _ONE
+) -> dict[Role, Bundle]:
+    """The Ray resources for a worker of each role, which takes so many device ``slots``. LaunchError if the workers
+    would not fit onto the nodes even if those were empty, unless `ClusterConfig.autoscale` allows them to wait."""
     roles = roles_of(config)
     check_gpus(config, device)
+    if device == "cuda" and max(slots.values()) > 1:
+        raise LaunchError("engine.tensor_parallel: pdserve's engine is tensor-parallel on CPUs alone so far")
     kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
-    whole = _bundles(config, kind, size)
+    whole = _bundles(config, kind, size, slots)
     idle = [replace(node, available=node.resources) for node in nodes]
     may_wait = config.autoscale and config.placement != "strict_spread"  # unknown for nodes to come
     if may_wait or _all_fit(config, roles, whole, idle):
         return whole
     if config.oversubscribe and not config.worker_resources:
-        for parts in range(2, len(roles) * max(1, ceil(size)) + 1):
+        for parts in range(2, len(roles) * max(1, ceil(size * max(slots.values()))) + 1):
             share = int(size / parts * 10_000) / 10_000
-            if _all_fit(config, roles, shared := _bundles(config, kind, share), idle):
+            if _all_fit(config, roles, shared := _bundles(config, kind, share, slots), idle):
                 return shared
-    raise LaunchError(_why_not(config, device, whole, nodes))
+    raise LaunchError(_why_not(config, device, whole, nodes, slots))
 
 
 def check_gpus(config: ClusterConfig, device: str) -> None:
@@ -176,24 +181,25 @@ def in_words(resources: Bundle) -> str:
     return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in shown.items()) + "}"
 
 
-def _bundles(config: ClusterConfig, kind: str, amount: float) -> dict[Role, Bundle]:
-    slot = config.worker_resources or {kind: amount}
-    return {
-        Role.PREFILL: {**slot, **config.prefill_resources},
-        Role.DECODE: {**slot, **config.decode_resources},
-    }
+def _bundles(config: ClusterConfig, kind: str, amount: float, slots: Mapping[Role, int] = _ONE) -> dict[Role, Bundle]:
+    more = {Role.PREFILL: config.prefill_resources, Role.DECODE: config.decode_resources}
+    return {role: {**(config.worker_resources or {kind: amount * slots[role]}), **more[role]} for role in Role}
 
 
 def _all_fit(config: ClusterConfig, roles: Sequence[Role], bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> bool:
     return None not in plan(roles, bundles, nodes, config.placement)
 
 
-def _why_not(config: ClusterConfig, device: str, bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> str:
+def _why_not(
+    config: ClusterConfig, device: str, bundles: dict[Role, Bundle], nodes: Sequence[Node], taken: Mapping[Role, int]
+) -> str:
     workers, slots = config.prefill + config.decode, count_slots(config, device, nodes)
-    if not config.worker_resources and workers > slots and not config.oversubscribe:
+    wanted_slots = config.prefill * taken[Role.PREFILL] + config.decode * taken[Role.DECODE]
+    if not config.worker_resources and wanted_slots > slots and not config.oversubscribe:
         unit = "GPUs" if device == "cuda" else f"slots of {config.cores_per_worker} core(s)"
+        what = f"{workers} workers" if workers == wanted_slots else f"{workers} workers on {wanted_slots} devices"
         return (
-            f"cluster.prefill + cluster.decode: {workers} workers, but the cluster has {slots} {unit}; "
+            f"cluster.prefill + cluster.decode: {what}, but the cluster has {slots} {unit}; "
             "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with cluster.autoscale"
         )
     if config.placement == "strict_spread" and workers > len(nodes):

@@ -588,7 +588,8 @@ class Service:
                 if len(nodes) < (cluster.nodes or 0) and not self.session.owned:
                     raise LaunchError(f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}")
                 device = resolve_device(cluster, nodes)
-                return nodes, device, worker_bundles(cluster, device, nodes)
+                slots = {role: self.config.engine.devices(role) for role in Role}
+                return nodes, device, worker_bundles(cluster, device, nodes, slots)
             except LaunchError as error:
                 if self.session.owned or time.monotonic() > deadline_s:
                     raise

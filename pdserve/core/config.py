@@ -247,6 +247,13 @@ class WorkerConfig(_Section):
         return self.command or self.engine
 
 
+class RoleNumbers(_Section):
+    """A number for each role."""
+
+    prefill: int = Field(1, ge=1, le=64)
+    decode: int = Field(1, ge=1, le=64)
+
+
 class EngineConfig(_Section):
     """Memory and scheduling of an engine."""
 
@@ -292,6 +299,9 @@ class EngineConfig(_Section):
     batch_invariant: bool = False
     """compute a request in the same order whatever else is in its steps, so that its tokens do not depend on the batch,
     also after a retry; slower"""
+    tensor_parallel: int | RoleNumbers = 1
+    """device slots of a worker, over which its model is split (on CPUs; docs/engine.md): one number for both roles, or
+    {prefill: N, decode: M}"""
     speculation: Literal["off", "ngram"] = "off"
     """guess the next tokens of a request, and verify them in one step, as far as that pays. ngram: what followed the
     last three tokens the last time, in prompt or output"""
@@ -308,6 +318,28 @@ class EngineConfig(_Section):
     def _offload_needs_the_cache(self) -> Self:
         if (self.offload_folder or self.offload_host_mb) and not self.prefix_caching:
             raise ValueError("offload_folder and offload_host_mb need prefix_caching: blocks are found by its digests")
+        return self
+
+    def devices(self, role: str) -> int:
+        """``tensor_parallel`` for ``prefill`` or ``decode``."""
+        if isinstance(self.tensor_parallel, RoleNumbers):
+            return self.tensor_parallel.prefill if role == "prefill" else self.tensor_parallel.decode
+        return self.tensor_parallel
+
+    @field_validator("tensor_parallel", mode="before")
+    @classmethod
+    def _check_tensor_parallel(cls, value: object) -> object:
+        """Check a number as one for both roles; pydantic's error for a union would name its parts."""
+        if isinstance(value, Mapping):
+            return RoleNumbers.model_validate(value)
+        if not isinstance(value, RoleNumbers):
+            RoleNumbers.model_validate({"prefill": value})
+        return value
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if max(self.devices("prefill"), self.devices("decode")) > 1 and self.kv_dtype == "fp8":
+            raise ValueError("tensor_parallel: not with kv_dtype: fp8, whose scales need all heads; use auto")
         return self
 
     def token_budget(self, device: str, role: str) -> int:
