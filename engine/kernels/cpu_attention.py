@@ -95,7 +95,7 @@ class CPUAttention(Attention):
         self._pool = pool
         self._dtype = pool.compute_dtype
         self.windows = frozenset(windows)
-        self._heads = torch.arange(2 * self.num_kv_heads)
+        self._heads = torch.tensor(pool.head_pages)
         self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
 
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:

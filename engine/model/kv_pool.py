@@ -25,9 +25,9 @@ class LayerKV:
     """Views of one layer's part of the pool.
 
     A *page* holds the keys, or the values, of one KV head in one block: ``block_size * head_dim`` contiguous numbers.
-    Page ``block * KVPool.pages_per_block + head`` of ``pages`` holds keys; the page ``kv_heads`` after it holds the
-    values. ``vectors`` are the pages cut into tokens. Both views start at this layer's first page and extend to the
-    end of the pool, so that the same indices apply to every layer.
+    Page ``block * KVPool.pages_per_block + n`` of ``pages``, for each n in `KVPool.head_pages`, holds those of a block.
+    ``vectors`` are the pages cut into tokens. Both views start at this layer's first page and extend to the end of the
+    pool, so that the same indices apply to every layer.
     """
 
     k: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim]
@@ -47,10 +47,11 @@ class LayerKV:
 
 
 class KVPool:
-    """The pool, or the ``part`` of it that this process computes with. ``tensor`` is
-    ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``. The `probe_area` follows the last block.
+    """The pool. ``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so a block is one run of
+    ``layout.block_bytes`` bytes. The `probe_area` follows the last block.
 
-    Keys and values are computed with in ``compute_dtype`` (default: the pool's dtype).
+    Keys and values are computed with in ``compute_dtype`` (default: the pool's dtype). Of a tensor-parallel engine,
+    each process computes with some of the ``heads`` (default: all), which are `kv_heads`; pages are of all.
     ``handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``layout`` has one kind of
     cache.
     """
@@ -62,17 +63,17 @@ class KVPool:
         flat: torch.Tensor,
         handle: dict[str, Any],
         compute_dtype: torch.dtype | None = None,
-        part: int = 0,
+        heads: range | None = None,
     ) -> None:
         self.layout = layout
         self.compute_dtype = compute_dtype or flat.dtype
         self.num_blocks = num_blocks
         self.handle = handle
         (cache,) = layout.caches
-        self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache, part)), cache.head_dim
-        self._whole = flat.view(torch.uint8)
-        offset, size = layout.part(part, num_blocks)
-        flat = self._whole[offset : offset + size].view(flat.dtype)
+        kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
+        self._heads = range(kv_heads) if heads is None else heads
+        self.kv_heads, self.head_dim = len(self._heads), head_dim
+        self.head_pages = [plane * kv_heads + head for plane in range(2) for head in self._heads]
         self.tensor = flat.view(num_blocks, cache.num_layers, 2, kv_heads, layout.block_size, head_dim)
         self.pages_per_block = cache.num_layers * 2 * kv_heads
         pages = flat.view(-1, layout.block_size * head_dim)
@@ -93,7 +94,7 @@ class KVPool:
         num_blocks: int,
         fd: int,
         compute_dtype: torch.dtype | None = None,
-        part: int = 0,
+        heads: range | None = None,
         made: bool = False,
     ) -> KVPool:
         """Create a pool in the anonymous memory file ``fd``. The file gets its size and is filled with zeros here, so
@@ -112,7 +113,7 @@ class KVPool:
         except OSError as error:
             raise _does_not_fit(size, str(error.strerror)) from None
         flat = torch.frombuffer(mapping, dtype=POOL_DTYPES[layout.dtype])
-        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size}, compute_dtype, part)
+        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size}, compute_dtype, heads)
 
     @classmethod
     def on_cuda(
@@ -138,23 +139,19 @@ class KVPool:
         return cls(layout, num_blocks, flat, handle, compute_dtype)
 
     def clear(self, block: int) -> None:
-        """Zero a block, or its part."""
-        self.tensor[block].view(-1).view(torch.uint8).zero_()
+        """Zero a block, or what this process computes with."""
+        self.tensor[block][:, :, self._heads.start : self._heads.stop].zero_()
 
     def read(self, block: int) -> bytes:
-        """A copy of a whole block, after all steps launched so far. It waits for them."""
-        return b"".join(piece.cpu().numpy().tobytes() for piece in self._pieces(block))
+        """A copy of a block, after all steps launched so far. It waits for them."""
+        return self._bytes(block).cpu().numpy().tobytes()
 
     def write(self, block: int, data: bytes) -> None:
-        """Overwrite a whole block, before all steps launched from now on: the copy is complete when this returns."""
-        pieces = self._pieces(block)
-        parts = torch.split(torch.frombuffer(bytearray(data), dtype=torch.uint8), [len(piece) for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            piece.copy_(part)
+        """Overwrite a block, before all steps launched from now on: the copy is complete when this returns."""
+        self._bytes(block).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def _pieces(self, block: int) -> list[torch.Tensor]:
-        regions = self.layout.regions([block], self.num_blocks)
-        return [self._whole[offset : offset + size] for offset, size in regions]
+    def _bytes(self, block: int) -> torch.Tensor:
+        return self.tensor[block].view(-1).view(torch.uint8)
 
 
 def _does_not_fit(size: int, why: str) -> ConfigError:

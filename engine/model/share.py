@@ -44,9 +44,9 @@ class Kept(NamedTuple):
 
 
 class Share:
-    """The share of a ``rank`` of a model of the shape ``whole``. ``shape`` is its own, ``part`` the part of the KV pool
-    that has its KV heads: with fewer of them than ranks, several ranks write the same one. ``key_ranks`` are so many.
-    ``vocabulary`` has the sizes of all ranks' parts. ConfigError for more ranks than heads or so."""
+    """The share of a ``rank`` of a model of the shape ``whole``. ``shape`` is its own, and ``kv_heads`` are its KV
+    heads: with fewer of them than ranks, ``key_ranks`` ranks have, and write, the same one. ``vocabulary`` has the
+    sizes of all ranks' parts. ConfigError for more ranks than heads or so."""
 
     def __init__(self, whole: ModelShape, rank: int, ranks: int) -> None:
         if ranks > whole.num_heads:
@@ -54,19 +54,17 @@ class Share:
                 f"engine.tensor_parallel: {ranks} devices are more than the {whole.num_heads} heads of the model"
             )
         self.whole, self.rank, self.ranks = whole, rank, ranks
-        self.parts = min(ranks, whole.num_kv_heads)
-        parts = [each * self.parts // ranks for each in range(ranks)]
-        self.part = parts[rank]
-        self.key_ranks = parts.count(self.part)
-        self._kv_heads = _cut(whole.num_kv_heads, self.part, self.parts)
-        per_head = whole.num_heads // whole.num_kv_heads
-        queries = range(self._kv_heads.start * per_head, self._kv_heads.stop * per_head)
+        num_parts, per_head = min(ranks, whole.num_kv_heads), whole.num_heads // whole.num_kv_heads
+        parts = [each * num_parts // ranks for each in range(ranks)]
+        self.key_ranks = parts.count(parts[rank])
+        self.kv_heads = _cut(whole.num_kv_heads, parts[rank], num_parts)
+        queries = range(self.kv_heads.start * per_head, self.kv_heads.stop * per_head)
         if len(queries) < self.key_ranks:
             raise ConfigError(
                 f"engine.tensor_parallel: {ranks} devices are too many for {whole.num_kv_heads} KV heads with "
                 f"{per_head} heads each"
             )
-        mine = _cut(len(queries), rank - parts.index(self.part), self.key_ranks)
+        mine = _cut(len(queries), rank - parts.index(parts[rank]), self.key_ranks)
         self._heads = range(queries.start + mine.start, queries.start + mine.stop)
         self._inner = _cut(whole.intermediate_size, rank, ranks, _UNIT)
         experts = whole.experts
@@ -77,7 +75,7 @@ class Share:
         self.shape = replace(
             whole,
             num_heads=len(self._heads),
-            num_kv_heads=len(self._kv_heads),
+            num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self._inner),
             vocab_size=self.vocabulary[rank],
             experts=experts and replace(experts, intermediate_size=len(self._expert_inner)),
@@ -88,7 +86,7 @@ class Share:
         shape = self.whole
         mine = [self._vocabulary[self.rank]]
         found = {"model.embed_tokens.weight": Kept(mine), "lm_head.weight": Kept(mine)}
-        queries, keys = _columns(self._heads, shape.head_dim), _columns(self._kv_heads, shape.head_dim)
+        queries, keys = _columns(self._heads, shape.head_dim), _columns(self.kv_heads, shape.head_dim)
         num_queries, num_keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         family = family_of(shape.architecture)
         for layer in range(shape.num_layers):

@@ -35,7 +35,7 @@ from engine.scheduling.structures import Structures
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import FP8, CacheSpec, KVLayout
+from pdserve.core.kv_layout import FP8, KVLayout
 from runtime.cuda import Cuda
 from runtime.dtypes import choose_dtype, native_dtypes
 
@@ -94,7 +94,7 @@ def build_engine(
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             raise ConfigError("engine.kv_dtype: fp8 needs a GPU of compute capability 8.9 or later; use auto")
         model_hash = xxhash.xxh3_128_hexdigest(model_hash.encode() + weights.scale_kv())
-    layout = _layout(spec, shape, model_hash, FP8 if spec.kv_dtype == "fp8" else dtype, share)
+    layout = _layout(spec, shape, model_hash, FP8 if spec.kv_dtype == "fp8" else dtype)
     max_context = spec.max_model_len or shape.max_position_embeddings
     if on_gpu:
         parts = cuda_parts(spec)
@@ -151,7 +151,7 @@ def build_rank(spec: EngineSpec, rank: int, sums: SharedSums) -> Callable[[int, 
     weights = load_weights(source, TORCH_DTYPES[dtype], torch.device("cpu"), share=share)
 
     def make(num_blocks: int, max_positions: int, pool_fd: int) -> ModelRunner:
-        layout = _layout(spec, shape, "", dtype, share)
+        layout = _layout(spec, shape, "", dtype)
         return _cpu_runner(spec, weights, max_positions, layout, num_blocks, pool_fd, share, sums)
 
     return make
@@ -167,10 +167,9 @@ def _uses_long_rope(spec: EngineSpec, shape: ModelShape) -> bool:
     return shape.uses_long_rope(spec.max_model_len or shape.max_position_embeddings)
 
 
-def _layout(spec: EngineSpec, shape: ModelShape, model_hash: str, dtype: str, share: Share | None) -> KVLayout:
-    cache = CacheSpec(shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    parts = 1 if share is None else share.parts
-    return KVLayout(model_hash, dtype, spec.block_size or DEFAULT_BLOCK_SIZE, (cache,), parts)
+def _layout(spec: EngineSpec, shape: ModelShape, model_hash: str, dtype: str) -> KVLayout:
+    block_size = spec.block_size or DEFAULT_BLOCK_SIZE
+    return KVLayout.uniform(model_hash, dtype, block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
 
 
 def _cpu_runner(
@@ -192,9 +191,9 @@ def _cpu_runner(
         weights, max_positions, long_rope=long_rope, batch_invariant=batch_invariant, share=share, ranks=sums
     )
     _trim_heap()
-    part = 0 if share is None else share.part
+    heads = None if share is None else share.kv_heads
     made = share is not None and share.rank > 0
-    pool = KVPool.on_memory_file(layout, num_blocks, pool_fd, model.dtype, part, made)
+    pool = KVPool.on_memory_file(layout, num_blocks, pool_fd, model.dtype, heads, made)
     kind = InvariantCPUAttention if batch_invariant else CPUAttention
     attention = kind(pool, model.shape.num_heads, model.windows, model.shape.attention_softcap)
     return ModelRunner(model, attention, pool, lead=lead)

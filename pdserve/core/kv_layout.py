@@ -3,17 +3,14 @@ one pool's blocks can be copied into another's.
 
 A block holds ``block_size`` tokens of *all* layers, contiguously. Layers follow each other; one layer of a block is
 ``[planes, kv_heads, block_size, head_dim]``, where the planes are keys and values. So a block travels as one run of
-bytes, and one layer of a block as one shorter run.
-
-The pool of a tensor-parallel engine has several parts, one after the other, each with all blocks of some of the heads.
-Its blocks travel in the order above all the same, so that it does not matter to the peer.
+bytes, and one layer of a block as one shorter run. The ranks of a tensor-parallel engine share the blocks of a pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -66,19 +63,18 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The layout of one pool. ``model_hash`` identifies the weights (not the folder), ``dtype`` is the pool's (a key of
-    `KV_DTYPE_BYTES`), ``caches`` describes all layers in order. The pool has so many ``parts``."""
+    `KV_DTYPE_BYTES`), ``caches`` describes all layers in order."""
 
     model_hash: str
     dtype: str
     block_size: int
     caches: tuple[CacheSpec, ...]
-    parts: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     @classmethod
     def uniform(
         cls, model_hash: str, dtype: str, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int
     ) -> KVLayout:
-        """A model whose layers all cache keys and values of the same shape, with all heads in one pool."""
+        """A model whose layers all cache keys and values of the same shape."""
         return cls(model_hash, dtype, block_size, (CacheSpec(num_layers, num_kv_heads, head_dim),))
 
     # --- what it holds -----------------------------------------------------------------------------------------------
@@ -93,23 +89,14 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Every layer of a block."""
         return range(self.num_layers)
 
-    def heads(self, cache: CacheSpec, part: int) -> range:
-        """The heads of ``cache`` that a part holds."""
-        return range(part * cache.num_kv_heads // self.parts, (part + 1) * cache.num_kv_heads // self.parts)
-
     def layer_bytes(self, layers: range | None = None) -> int:
         """Bytes of ``layers`` (default: all) of one block."""
-        return sum(size for _, _, size in _runs_of_block(self, self.all_layers if layers is None else layers))
+        return _run_of_block(self, self.all_layers if layers is None else layers).size
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: ``block_size`` tokens in all layers."""
-        return sum(_part_bytes(self))
-
-    def part(self, number: int, num_blocks: int) -> Region:
-        """Where a part lies in a pool of ``num_blocks``."""
-        sizes = _part_bytes(self)
-        return Region(sum(sizes[:number]) * num_blocks, sizes[number] * num_blocks)
+        return self.layer_bytes()
 
     @property
     def token_bytes(self) -> int:
@@ -127,24 +114,21 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # --- where it lies -----------------------------------------------------------------------------------------------
 
     def regions(self, block_ids: Sequence[int], num_blocks: int, layers: range | None = None) -> list[Region]:
-        """Where ``layers`` (default: all) of these blocks lie in a pool of ``num_blocks``. The order is block, layer,
-        plane, head, so that the same choice has the same bytes in the same order in every pool; regions that touch are
-        one. ValueError for blocks or layers that are not there."""
-        runs = _runs_of_block(self, self.all_layers if layers is None else layers)
-        sizes = _part_bytes(self)
-        starts = [self.part(number, num_blocks).offset for number in range(self.parts)]
+        """Where ``layers`` (default: all) of these blocks lie in a pool of ``num_blocks``. Regions that touch are one.
+        ValueError for blocks or layers that are not there."""
+        offset, size = _run_of_block(self, self.all_layers if layers is None else layers)
+        block_bytes = self.block_bytes
         found: list[Region] = []
         start = end = 0
         for block_id in block_ids:
             if not 0 <= block_id < num_blocks:
                 raise ValueError(f"block {block_id} is outside the pool of {num_blocks} blocks")
-            for part, offset, size in runs:
-                begin = starts[part] + block_id * sizes[part] + offset
-                if begin != end:
-                    if end > start:
-                        found.append(Region(start, end - start))
-                    start = begin
-                end = begin + size
+            begin = block_id * block_bytes + offset
+            if begin != end:
+                if end > start:
+                    found.append(Region(start, end - start))
+                start = begin
+            end = begin + size
         if end > start:
             found.append(Region(start, end - start))
         return found
@@ -152,8 +136,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # --- whether it fits ---------------------------------------------------------------------------------------------
 
     def check_source(self, source: KVLayout) -> None:
-        """Raise `LayoutMismatch` unless a block of a pool of the layout ``source`` fits into one of this pool. It names
-        the first field that differs; the number of parts may."""
+        """Raise `LayoutMismatch`, with the first field that differs, unless a block of a pool of the layout ``source``
+        fits into one of this pool."""
         for name in ("model_hash", "dtype", "block_size"):
             _check_field(name, getattr(self, name), getattr(source, name))
         _check_field("number of caches", len(self.caches), len(source.caches))
@@ -179,37 +163,16 @@ def pair_regions(ours: Sequence[Region], theirs: Sequence[Region]) -> Iterator[t
         left, right = Region(left.offset + size, left.size - size), Region(right.offset + size, right.size - size)
 
 
-@lru_cache(256)
-def _part_bytes(layout: KVLayout) -> tuple[int, ...]:
-    """What each part holds of a block."""
-    sizes = [0] * layout.parts
-    for part, _, size in _runs_of_block(layout, layout.all_layers):
-        sizes[part] += size
-    return tuple(sizes)
-
-
 @lru_cache(4096)
-def _runs_of_block(layout: KVLayout, layers: range) -> tuple[tuple[int, int, int], ...]:
-    """Where ``layers`` of a block lie: numbers of parts, offsets within what they hold of the block, and sizes."""
+def _run_of_block(layout: KVLayout, layers: range) -> Region:
+    """Where ``layers`` of a block lie within the block."""
     if not 0 <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
         raise ValueError(f"layers {layers.start} to {layers.stop} of {layout.num_layers}")
-    runs: list[tuple[int, int, int]] = []
-    ends = [0] * layout.parts
-    layer = 0
+    ends = [0]
     for cache in layout.caches:
-        head_bytes = layout.block_size * cache.head_dim * KV_DTYPE_BYTES[layout.dtype]
-        for _ in range(cache.num_layers):
-            for part in list(range(layout.parts)) * cache.planes:
-                offset, size = ends[part], len(layout.heads(cache, part)) * head_bytes
-                ends[part] += size
-                if layer not in layers or not size:
-                    continue
-                if runs and runs[-1][0] == part and runs[-1][1] + runs[-1][2] == offset:
-                    runs[-1] = part, runs[-1][1], runs[-1][2] + size
-                else:
-                    runs.append((part, offset, size))
-            layer += 1
-    return tuple(runs)
+        numbers = cache.planes * cache.num_kv_heads * layout.block_size * cache.head_dim
+        ends += [ends[-1] + (each + 1) * numbers * KV_DTYPE_BYTES[layout.dtype] for each in range(cache.num_layers)]
+    return Region(ends[layers.start], ends[layers.stop] - ends[layers.start])
 
 
 def _check_field(name: str, mine: object, theirs: object) -> None:

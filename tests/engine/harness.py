@@ -26,7 +26,7 @@ from engine.model.share import Share
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.kv_layout import CacheSpec, KVLayout
+from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 from runtime import memory_file
@@ -145,9 +145,8 @@ def make_ranks(folder: Path, ranks: int, num_blocks: int = 64, dtype: str = "flo
         weights = load_weights(source, TORCH_DTYPES[dtype], torch.device("cpu"), share=share)
         own = ThreadRanks(rank, meeting, slots)
         model = Decoder(weights, shape.max_position_embeddings, long_rope=long_rope, share=share, ranks=own)
-        cache = CacheSpec(shape.num_layers, shape.num_kv_heads, shape.head_dim)
-        layout = KVLayout("", dtype, BLOCK, (cache,), share.parts)
-        pool = KVPool.on_memory_file(layout, num_blocks, fd, model.dtype, share.part, rank > 0)
+        layout = KVLayout.uniform("", dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        pool = KVPool.on_memory_file(layout, num_blocks, fd, model.dtype, share.kv_heads, rank > 0)
         attention = CPUAttention(pool, share.shape.num_heads, model.windows, shape.attention_softcap)
         return ModelRunner(model, attention, pool, lead=None if rank else lead)
 
