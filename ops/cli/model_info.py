@@ -32,6 +32,9 @@ def model_info(
     context: Annotated[
         int | None, typer.Option(min=1, help="tokens of one request (default: the model's context length)")
     ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="devices over which the model is split; adds what each of them holds")
+    ] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Count a model's parameters, the size of its KV cache (as it is, and with MHA, GQA, MQA, MLA or a window), and
@@ -61,6 +64,8 @@ def model_info(
     window = None if source.shape.windows else min(_DEFAULT_WINDOW, max(1, context // 4))
     choice = choose_dtype(dtype, source.shape.dtype, {"this host": _devices(device)})
     facts = _facts(model if alone else source.name, source.shape, choice.dtype, sizes_gb, context, window)
+    if tensor_parallel > 1:
+        facts |= _ranks(source.shape, tensor_parallel, choice.dtype, sizes_gb, context)
     facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
     if source.folder is not None:
         if not source.shape.eos_token_ids:
@@ -71,6 +76,34 @@ def model_info(
         print_json(facts)
     else:
         _show(facts)
+
+
+def _ranks(shape: ModelShape, count: int, dtype: str, sizes_gb: tuple[float, ...], context: int) -> dict[str, Any]:
+    """What each rank of a tensor-parallel worker holds, and what fits onto the device of the largest. ConfigError if
+    there cannot be so many."""
+    from engine.model.share import Share
+    from ops import model_memory
+    from pdserve.core.config import CPU_TOKEN_BUDGET
+
+    shares = [Share(shape, rank, count).shape for rank in range(count)]
+    largest = max(shares, key=lambda share: share.num_parameters)
+    step_bytes = model_memory.activation_bytes(largest, dtype, CPU_TOKEN_BUDGET)
+    context_bytes = context * largest.kv_bytes_per_token(dtype)
+    return {
+        "ranks": [
+            {
+                "heads": share.num_heads,
+                "kv_heads": share.num_kv_heads,
+                "parameters": share.num_parameters,
+                "weight_bytes": share.weight_bytes(dtype),
+                "kv_bytes_per_token": share.kv_bytes_per_token(dtype),
+            }
+            for share in shares
+        ],
+        "fits": [
+            model_memory.fit(largest, dtype, int(gb * 1e9), context, context_bytes, step_bytes) for gb in sizes_gb
+        ],
+    }  # fmt: skip
 
 
 def _devices(kind: str) -> list[NativeDtypes]:
@@ -175,6 +208,8 @@ def _show(facts: dict[str, Any]) -> None:
     )  # fmt: skip
     console.print(table)
     console.print()
+    if "ranks" in facts:
+        _show_ranks(console, facts["ranks"])
     _show_fits(console, facts, "weights and activations")
     console.print(
         f"\nprefill {facts['prefill_flops_per_token'] / 1e9:.3f} GFLOP a token (prompt of {facts['context']})\n"
@@ -184,6 +219,18 @@ def _show(facts: dict[str, Any]) -> None:
     )
     for note in facts["notes"]:
         print_note(console, note)
+
+
+def _show_ranks(console: Console, ranks: list[dict[str, Any]]) -> None:
+    from ops.waterfall.bars import human_bytes
+
+    columns = ("rank", "heads", "KV heads", "weights", "KV a token")
+    table = plain_table((), columns, f"the model over {len(ranks)} devices")
+    for number, rank in enumerate(ranks):
+        sizes = human_bytes(rank["weight_bytes"]), human_bytes(rank["kv_bytes_per_token"])
+        table.add_row(str(number), str(rank["heads"]), str(rank["kv_heads"]), *sizes)
+    console.print(table)
+    console.print()
 
 
 def _peculiarities(shape: dict[str, Any]) -> list[str]:

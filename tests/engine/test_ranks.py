@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from checkpoints.source import resolve_model
 from contract.engine import KVRole, TokenOut
 from engine.model.loader import load_weights
 from engine.model.share import Share
-from engine.model.weights import named_tensors
+from engine.model.weights import ModelWeights, named_tensors
 from engine.process.client import EngineClient
 from engine.process.ranks import SharedSums
 from engine.spec import EngineSpec
@@ -87,6 +88,21 @@ def test_shares_are_parts_of_the_model(tmp_path: Path, model: str, ranks: int) -
             continue
         put_together = torch.cat([each.flatten() for each in of_ranks if isinstance(each, torch.Tensor)])
         assert torch.equal(put_together.sort()[0], tensor.flatten().sort()[0]), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_what_a_rank_of_a_large_model_holds(ranks: int) -> None:
+    """A model of 70 billion parameters: what its tensors have is what `pdserve model-info` tells."""
+    shape = replace(
+        resolve_model("dummy:8b").shape, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
+    )
+    shares = [Share(shape, rank, ranks).shape for rank in range(ranks)]
+    for share in (shares[0], shares[-1]):
+        tensors = named_tensors(ModelWeights(share, torch.bfloat16, torch.device("meta")))
+        assert sum(tensor.shape.numel() for tensor in tensors.values()) == share.num_parameters
+    copies = 2 * shape.num_layers * max(0, ranks - 8) * 128 * 8192  # of KV heads that two ranks have
+    norms = (ranks - 1) * (2 * shape.num_layers + 1) * 8192
+    assert sum(share.num_parameters for share in shares) == shape.num_parameters + copies + norms
 
 
 async def test_logprobs_of_a_prompt(tmp_path: Path) -> None:

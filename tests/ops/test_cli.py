@@ -411,6 +411,12 @@ def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert plain["kv_bytes_context_windowed"] == plain["window"] * plain["kv_bytes_per_token"]
     assert plain["window"] == plain["context"] // 4
     assert [fit["memory_bytes"] for fit in plain["fits"]] == [16e9, 24e9, 80e9]
+    split = pdserve("model-info", "dummy:8b", "--dtype", "bfloat16", "--memory", "24", "--tensor-parallel", "4")
+    assert "the model over 4 devices" in split.out
+    ranks = pdserve("model-info", "dummy:8b", "--dtype", "bfloat16", "--tensor-parallel", "4", "--json").json["ranks"]
+    assert [(rank["heads"], rank["kv_heads"], rank["kv_bytes_per_token"]) for rank in ranks] == [(8, 2, 2**15)] * 4
+    refused = pdserve("model-info", "dummy:8b", "--tensor-parallel", "64")
+    assert refused.err.startswith("error: engine.tensor_parallel: 64 devices are more than the 32 heads")
     missing = pdserve("model-info", "/no/such/folder")
     assert missing.code == 1
     assert missing.err.startswith("error: /no/such/folder: no such folder")
