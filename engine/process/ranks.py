@@ -27,12 +27,12 @@ from runtime import memory_file
 
 log = logging.getLogger(__name__)
 
-_SLOT_BYTES = 2**20
-"""Numbers that are added at a time, which stay in a core's cache."""
+_SLOT_BYTES = 2**21
+"""Numbers that are added at a time, or logits of a row."""
 _LINE = 8  # words of a cache line
 _SPINS = 64  # looks at the others before one lets other threads run
 _HASTY_S = 0.02  # after this time they are not expected any more
-_PAUSE_S = 50e-6
+_MOST_PAUSE_S = 0.05
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
@@ -94,10 +94,10 @@ class SharedSums(Ranks):
                 looks += 1
                 if looks % _SPINS == 0:
                     began_s = began_s or time.monotonic()
-                    if time.monotonic() - began_s < _HASTY_S:
+                    if (waited_s := time.monotonic() - began_s) < _HASTY_S:
                         os.sched_yield()
-                    else:
-                        time.sleep(_PAUSE_S)
+                    else:  # with hardly any processor time, so that `worker.watchdog` sees that another rank hangs
+                        time.sleep(min(_MOST_PAUSE_S, waited_s / 100))
         with self._fence:
             pass
 

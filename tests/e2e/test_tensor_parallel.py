@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
     prefill, decode = request.param
     engine: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 64, "max_num_batched_tokens": 64}
-    engine |= {"tensor_parallel": {"prefill": prefill, "decode": decode}, "speculation": "ngram"}
+    engine |= {"tensor_parallel": {"prefill": prefill, "decode": decode}, "speculation": "ngram", "hang_timeout_s": 8}
     settings = {"model": {"path": str(model), "dtype": "float32"}, "engine": engine, "router": {"heartbeat_s": 0.2}}
     with local_cluster(settings) as started:
         yield started
@@ -67,7 +67,10 @@ def test_all_of_sampling(client: Client) -> None:
     assert apart.token_ids == together.token_ids
 
 
-async def test_a_rank_that_dies_ends_the_engine_of_its_worker(cluster: LocalCluster, model: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_rank_that_fails_ends_the_engine_of_its_worker(
+    cluster: LocalCluster, model: Path, signum: signal.Signals
+) -> None:
     """In steps and in transfers: requests go on elsewhere or with the next engine, and no token is wrong."""
     prompts = [prompt_of(length) for length in range(100, 160, 2)]
     expected = [tuple(greedy_tokens(model, prompt, TOKENS)) for prompt in prompts]
@@ -78,7 +81,7 @@ async def test_a_rank_that_dies_ends_the_engine_of_its_worker(cluster: LocalClus
             await asyncio.sleep(0.3)
             engine = _engine(cluster, worker.worker_id)
             ranks = engine.children()
-            os.kill((ranks[-1] if ranks else engine).pid, signal.SIGKILL)
+            os.kill((ranks[-1] if ranks else engine).pid, signum)
             assert [result.token_ids for result in await results] == expected
             psutil.wait_procs([engine, *ranks], timeout=20.0)
             assert not engine.is_running()
