@@ -32,7 +32,7 @@ _SLOT_BYTES = 2**21
 _LINE = 8  # words of a cache line
 _SPINS = 64  # looks at the others before one lets other threads run
 _HASTY_S = 0.02  # after this time they are not expected any more
-_MOST_PAUSE_S = 0.05
+_MOST_PAUSE_S = 1.0
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
@@ -97,7 +97,7 @@ class SharedSums(Ranks):
                     if (waited_s := time.monotonic() - began_s) < _HASTY_S:
                         os.sched_yield()
                     else:  # with hardly any processor time, so that `worker.watchdog` sees that another rank hangs
-                        time.sleep(min(_MOST_PAUSE_S, waited_s / 100))
+                        time.sleep(min(_MOST_PAUSE_S, waited_s / 10))
         with self._fence:
             pass
 

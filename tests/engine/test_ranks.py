@@ -3,11 +3,13 @@ and `tests.e2e.test_tensor_parallel` hand-offs and deaths."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -126,6 +128,27 @@ async def test_logprobs_of_a_prompt(tmp_path: Path) -> None:
     for mine, theirs in zip(one[0].prompt_logprobs, two[0].prompt_logprobs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+
+
+async def test_who_waits_for_a_rank_that_hangs_looks_hung(tmp_path: Path) -> None:
+    """It uses hardly any processor time, by which `worker.watchdog` sees it."""
+    folder = save_random_model(tmp_path, "gqa")
+    client = EngineClient()
+    engine = Engine(
+        client, await client.start(EngineSpec(str(folder), "float32", num_blocks=9, tensor_parallel=2), 60.0)
+    )
+    process = psutil.Process(client.pid)
+    (rank,) = process.children()
+    rank.suspend()
+    client.send(submit("a", KVRole.LOCAL, range(40), 4))
+    await asyncio.sleep(1.5)
+    before = process.cpu_times()
+    await asyncio.sleep(2.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system <= 0.05
+    await client.stop(0.0)
+    await engine.aclose()
+    rank.wait(10.0)
 
 
 async def test_what_cannot_start(tmp_path: Path) -> None:
