@@ -30,8 +30,8 @@ class Description(NamedTuple):
     """Different after a restart."""
     hands_off: bool | None
     """Whether it can hand KV over; None: it does not show that."""
-    kv_port: int | None = None
-    """The port at which decode servers find a prefill server; None: they learn it with each hand-off."""
+    kv_address: str | None = None
+    """Where decode servers find a prefill server; None: they learn it with each hand-off."""
     role: Role | None = None
     """The only one that it can have; None: any, and it can also serve requests without another server."""
 

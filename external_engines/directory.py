@@ -11,7 +11,7 @@ from typing import NamedTuple
 import httpx2
 
 from checkpoints.source import ModelSource
-from external_engines.server import Server, client_of
+from external_engines.server import Adapters, Server, client_of
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Links, Role
@@ -40,10 +40,19 @@ def named(urls: Mapping[Role, Sequence[str]], present: Mapping[str, ServerAt]) -
 
 
 class EngineDirectory:
-    """Servers that serve the model ``source`` in ``dtype`` (auto: the checkpoint's). They are asked every ``pause_s``
-    seconds. Prefill servers are linked to those decode servers that can fetch their KV."""
+    """Servers of the kinds ``adapters`` that serve the model ``source`` in ``dtype`` (auto: the checkpoint's). They are
+    asked every ``pause_s`` seconds. Prefill servers are linked to those decode servers that can fetch their KV."""
 
-    def __init__(self, registry: WorkerRegistry, source: ModelSource, dtype: str, pause_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        source: ModelSource,
+        dtype: str,
+        pause_s: float,
+        clock: Clock,
+        adapters: Adapters,
+    ) -> None:
+        self._adapters = adapters
         self._registry = registry
         self._source, self._dtype = source, dtype
         self._pause_s = pause_s
@@ -67,7 +76,7 @@ class EngineDirectory:
             leaving.add_done_callback(self._leaving.discard)
         for worker_id in servers.keys() - self._servers.keys():
             role, url = servers[worker_id]
-            server = Server(worker_id, role, client_of(url), self._source, self._dtype, self._clock)
+            server = Server(worker_id, role, client_of(url), self._source, self._dtype, self._clock, self._adapters)
             self._servers[worker_id] = server
             self._watches[worker_id] = asyncio.create_task(self._watch(server))
 

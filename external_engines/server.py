@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -12,8 +13,8 @@ from checkpoints.source import ModelSource
 from external_engines.adapter import Adapter, Description, KVCounters, difference
 from external_engines.sglang import SGLang
 from external_engines.vllm import VLLM
+from external_engines.vllm_mooncake import MooncakeVLLM
 from external_engines.worker import EngineWorker
-from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LayoutMismatch, PdserveError
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
@@ -22,8 +23,14 @@ from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 
 log = logging.getLogger(__name__)
 
-ADAPTERS: tuple[Adapter, ...] = (VLLM(), SGLang())
-"""The kinds of engines that are known."""
+Adapters = Sequence[Adapter]
+"""The kinds of engines that a server may be of."""
+
+
+def adapters_of(connector: str) -> Adapters:
+    """Those that are known, where vLLM has this ``connector`` (see `pdserve.core.config.WorkerConfig.connector`)."""
+    return (MooncakeVLLM() if connector == "mooncake" else VLLM(), SGLang())
+
 
 ANSWER_TIMEOUT_S = 5.0
 """Limit: the answer of a server that says how it is. Then: it is asked again, and lost without an answer in
@@ -36,8 +43,16 @@ class Server:
     called."""
 
     def __init__(
-        self, worker_id: str, role: Role, http: httpx2.AsyncClient, source: ModelSource, dtype: str, clock: Clock
+        self,
+        worker_id: str,
+        role: Role,
+        http: httpx2.AsyncClient,
+        source: ModelSource,
+        dtype: str,
+        clock: Clock,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self.worker_id, self.role, self.http = worker_id, role, http
         self.load = WorkerLoad()
         self.worker: EngineWorker | None = None
@@ -68,7 +83,7 @@ class Server:
         return True
 
     async def _describe(self) -> tuple[Adapter, Description]:
-        self._adapter, self._description = adapter, description = await describe(self.http, self.role)
+        self._adapter, self._description = adapter, description = await describe(self.http, self.role, self._adapters)
         return adapter, description
 
     def begin(self) -> EngineWorker:
@@ -120,7 +135,7 @@ class Server:
         assert adapter is not None
         assert description is not None
         host = urlsplit(str(self.http.base_url)).hostname or ""
-        address = host if description.kv_port is None else join_address(host, description.kv_port)
+        address = description.kv_address or host
         layout = KVLayout.uniform(
             model_hash="",
             dtype=FP8 if description.kv_dtype.startswith("fp8") else self._dtype,
@@ -158,15 +173,15 @@ class Server:
         )
 
 
-async def describe(http: httpx2.AsyncClient, role: Role) -> tuple[Adapter, Description]:
+async def describe(http: httpx2.AsyncClient, role: Role, adapters: Adapters) -> tuple[Adapter, Description]:
     """What the server of this role says of itself, and how it is spoken to. httpx2.HTTPError if it does not answer,
     PdserveError if its engine is not known here, or was started for the other role."""
-    for adapter in ADAPTERS:
+    for adapter in adapters:
         if (description := await adapter.describe(http)) is not None:
             if description.role not in (None, role):
                 raise PdserveError(f"it was started as a {description.role} server, and is named as a {role} server")
             return adapter, description
-    known = ", ".join(adapter.kind for adapter in ADAPTERS)
+    known = ", ".join(adapter.kind for adapter in adapters)
     raise PdserveError(f"it is no engine that is known here ({known})")
 
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from external_engines.adapter import Description, HandOff, KVCounters, Step
 from external_engines.answers import error_of
-from pdserve.core.address import split_address
+from pdserve.core.address import join_address, split_address
 from pdserve.core.errors import InvalidRequest, PdserveError, TransferError, WorkerLost
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
@@ -70,7 +70,7 @@ class SGLang:
                 num_blocks=int(info["max_total_num_tokens"]) // page,
                 life=_life(info),
                 hands_off=role is not None,
-                kv_port=int(info["disaggregation_bootstrap_port"]),
+                kv_address=join_address(http.base_url.host, int(info["disaggregation_bootstrap_port"])),
                 role=role,
             )
         except (KeyError, TypeError, ValueError) as error:

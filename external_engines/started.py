@@ -21,8 +21,9 @@ from contract import control
 from external_engines import sglang_server, vllm_server
 from external_engines.launch import Launcher, Place
 from external_engines.process import ServerProcess
-from external_engines.server import Server
+from external_engines.server import Server, adapters_of
 from external_engines.sglang_server import free_port
+from external_engines.vllm_mooncake import MooncakeVLLM
 from external_engines.worker import EngineWorker
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, NotReady, PdserveError, WorkerLost
@@ -145,13 +146,17 @@ class StartedServer:
         launch = LAUNCHERS[self._kind](spec, source, Place(folder, interface.address, port))
         process = await ServerProcess.start(launch.command, launch.environment, spec.cores)
         http = launch.client()
-        server = Server(spec.worker_id, self._membership.role, http, source, spec.config.model.dtype, self.clock)
+        kv_address = f"{interface.address}:{port}"
+        mooncake = spec.config.worker.connector == "mooncake"
+        adapters = (MooncakeVLLM(kv_address),) if mooncake else adapters_of("nixl")
+        role = self._membership.role
+        server = Server(spec.worker_id, role, http, source, spec.config.model.dtype, self.clock, adapters)
         try:
             await self._wait_ready(server, process)
             if not self.started.done():
                 for heartbeat in self._heartbeats:
                     heartbeat.start(wire(heartbeat.registry_address))
-            self._announce(server, process, f"{interface.address}:{port}")
+            self._announce(server, process, kv_address)
             self.request_heartbeat()
             await self._watch(server, process)
         finally:
@@ -189,7 +194,11 @@ class StartedServer:
             info,
             role=self._membership.role,
             control_address=self._control.address,
-            kv_endpoints=tuple(KVEndpoint(each.transport, kv_address) for each in info.kv_endpoints),
+            # An address that an engine says has more in it.
+            kv_endpoints=tuple(
+                each if kv_address in each.address else KVEndpoint(each.transport, kv_address)
+                for each in info.kv_endpoints
+            ),
             node=spec.node,
             pid=os.getpid(),
             engine_pid=process.pid,

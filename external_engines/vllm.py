@@ -129,7 +129,7 @@ class VLLM:
 
     def alone(self, request: Request, model: str) -> dict[str, Any]:
         """See `external_engines.adapter.Adapter`."""
-        return _body(request, model) | {"stream": True}
+        return body_of(request, model) | {"stream": True}
 
     def meeting(self, attempt_id: str, kv_address: str) -> HandOff | None:
         """See `external_engines.adapter.Adapter`."""
@@ -137,11 +137,11 @@ class VLLM:
 
     def prefill(self, request: Request, model: str, meeting: HandOff | None) -> dict[str, Any]:
         """See `external_engines.adapter.Adapter`."""
-        return _body(request, model) | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKS_FOR_HAND_OFF}
+        return body_of(request, model) | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKS_FOR_HAND_OFF}
 
     def decode(self, request: Request, model: str, hand_off: HandOff) -> dict[str, Any]:
         """See `external_engines.adapter.Adapter`."""
-        return _body(request, model) | {"stream": True, "kv_transfer_params": hand_off}
+        return body_of(request, model) | {"stream": True, "kv_transfer_params": hand_off}
 
     def hand_off(self, answer: Mapping[str, Any]) -> HandOff:
         """See `external_engines.adapter.Adapter`."""
@@ -169,7 +169,7 @@ class VLLM:
         return Step(list(zip(ids, logprobs, strict=True)), None if reason is None else _REASONS[reason], cached)
 
 
-def _body(request: Request, model: str) -> dict[str, Any]:
+def body_of(request: Request, model: str) -> dict[str, Any]:
     """What all requests have in common. Every parameter is given, because vLLM takes its defaults from the model's
     folder."""
     sampling = request.sampling

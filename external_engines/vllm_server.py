@@ -17,8 +17,10 @@ _CONNECTOR = "pdserve_connector"
 
 
 def launch(spec: WorkerSpec, source: ModelSource, place: Place) -> Launch:
-    """See `external_engines.launch.Launcher`. Decode finds the KV of its NixlConnector at the place's port."""
+    """See `external_engines.launch.Launcher`. Decode finds the KV of its connector at the place's port."""
     variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": place.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.kv_port)}
+    if spec.config.worker.connector == "mooncake":
+        variables = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.kv_port)}
     place.folder.mkdir(mode=0o700)
     socket = place.folder / "api"
     return Launch(command(spec, source, socket), environment_of(spec, variables), socket=str(socket))
@@ -43,6 +45,8 @@ def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
         groups = config.transfer.layer_groups if config.transfer.overlap == "layer" else 0
         hand_off |= {"kv_connector": "PdserveConnector", "kv_connector_module_path": _CONNECTOR}
         hand_off["kv_connector_extra_config"] = {"layer_groups": groups}
+    elif config.worker.connector == "mooncake":
+        hand_off["kv_connector"] = "MooncakeConnector"
     else:
         hand_off["kv_connector"] = "NixlConnector"
         if on_cpu:

@@ -18,6 +18,7 @@ from checkpoints.source import ModelSource, tokenizer_note
 from contract.control import MAX_BEAT_BYTES
 from contract.scaling import GatewayLoad, ScalingReport
 from external_engines.directory import EngineDirectory, ServerAt, named
+from external_engines.server import adapters_of
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.connection_guard import ConnectionGuard
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
@@ -101,7 +102,8 @@ class Gateway:
         self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
         self.directory = WorkerDirectory(self.registry, connect, service)
         pause_s = max(config.router.heartbeat_s, config.router.heartbeat_timeout_s / 4)
-        self._engines = EngineDirectory(self.registry, model, config.model.dtype, pause_s, clock)
+        adapters = adapters_of(config.worker.connector)
+        self._engines = EngineDirectory(self.registry, model, config.model.dtype, pause_s, clock, adapters)
         # After a restart they may be others, which `expect` says.
         self._engines_at_start = {} if restarted else named(config.cluster.urls, {})
         note = tokenizer_note(model.folder)

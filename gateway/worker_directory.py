@@ -44,11 +44,13 @@ class WorkerDirectory:
 
     def expect(self, members: Mapping[str, Role], version: int) -> bool:
         """Set the service's members and the roles that they should have, unless a later ``version`` of them is known.
-        Workers with another role get the new one by the answer to their next heartbeat, which is requested. Returns
-        whether the members are set."""
+        Workers with another role get the new one by the answer to their next heartbeat, which is requested. Others than
+        members get no more requests: a worker may leave while this gateway is restarted. Returns whether the members
+        are set."""
         if version < self._version:
             return False
         self._members, self._version = dict(members), version
+        self._registry.set_members(members)
         for worker in self._registry.workers:
             if not worker.lost and members.get(worker.worker_id, worker.role) is not worker.role:
                 worker.handle.request_heartbeat()

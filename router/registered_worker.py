@@ -29,7 +29,7 @@ class RegisteredWorker:
     ``held_blocks``: blocks of this router's requests on it now; ``held_at_beat``: at its last heartbeat.
     ``lost``: why it is gone (empty: it is not).
     ``breaker``: how it served its last requests, which its next incarnation inherits.
-    ``retiring``: it finishes its requests and gets no more.
+    ``retiring``: it finishes its requests and gets no more. So does a worker that is no member of the service.
     ``linked``, ``failed``: by its last heartbeat, its links to decode workers, and the errors of missing links.
     ``late``: its heartbeat is overdue.
     ``stalled_s``: since when its heartbeats say that it is stalled (`pdserve.core.worker.WorkerLoad`); infinite if not.
@@ -53,6 +53,7 @@ class RegisteredWorker:
     lost: str = ""
     lost_s: float = 0.0
     retiring: bool = False
+    is_member: bool = True
     late: bool = False
     stalled_s: float = math.inf
     avoided_sources: frozenset[str] = frozenset()
@@ -79,14 +80,14 @@ class RegisteredWorker:
     @property
     def is_ready(self) -> bool:
         """Whether it takes requests."""
-        return self.info.ready and self.breaker.allows_requests and not (self.lost or self.retiring)
+        return self.info.ready and self.breaker.allows_requests and self.is_member and not (self.lost or self.retiring)
 
     @property
     def state(self) -> str:
         """``ready``, ``starting``, ``suspect``, ``failing``, ``retiring`` or ``lost``."""
         if self.lost:
             return "lost"
-        if self.retiring:
+        if self.retiring or not self.is_member:
             return "retiring"
         if self.breaker.suspect:
             return "suspect"

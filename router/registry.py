@@ -70,6 +70,7 @@ class WorkerRegistry:
         self.prefixes = PrefixIndex() if wanted else None
         """What the workers have in their prefix caches, if a policy needs to know, or workers fetch prefixes."""
         self._workers: dict[str, RegisteredWorker] = {}
+        self._members: frozenset[str] = frozenset()
         self._lives: dict[str, str] = {}  # the last life of each worker id, including forgotten workers
         self._superseded: set[str] = set()
         self.restarts = Counter[str]()
@@ -91,6 +92,7 @@ class WorkerRegistry:
         replaced = self._workers.get(info.worker_id)
         breaker = replaced.breaker if replaced is not None else Breaker()
         worker = RegisteredWorker(handle, info, self._clock.now(), breaker)
+        worker.is_member = self._is_member(info.worker_id)
         worker.beat(load or WorkerLoad(), links, info, self._clock.now())
         self._workers[info.worker_id] = worker
         for other in self._workers.values():
@@ -154,6 +156,17 @@ class WorkerRegistry:
         if expired:
             self.notify()
         return expired
+
+    def set_members(self, worker_ids: Collection[str]) -> None:
+        """Give requests to these workers alone from now on (none are named: to all)."""
+        self._members = frozenset(worker_ids)
+        for worker in self._workers.values():
+            if worker.is_member is not self._is_member(worker.worker_id):
+                worker.is_member = not worker.is_member
+                self._came()
+
+    def _is_member(self, worker_id: str) -> bool:
+        return not self._members or worker_id in self._members
 
     def retire(self, worker_id: str) -> None:
         """Give the worker no more requests; it finishes those it has. Unknown workers are ignored."""

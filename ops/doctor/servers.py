@@ -9,7 +9,7 @@ import httpx2
 
 from checkpoints.source import resolve_model
 from external_engines.adapter import Description, difference
-from external_engines.server import client_of, describe
+from external_engines.server import Adapters, adapters_of, client_of, describe
 from ops.doctor.report import DoctorReport, Finding, fail, ok, warn
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ModelError, PdserveError
@@ -30,7 +30,7 @@ def examine_servers(config: PdserveConfig) -> DoctorReport:
         for number, url in enumerate(urls):
             name = f"{role}-{number} at {url}"
             try:
-                description = asyncio.run(_described(url, role))
+                description = asyncio.run(_described(url, role, adapters_of(config.worker.connector)))
             except (httpx2.HTTPError, PdserveError) as error:
                 what = str(error) or type(error).__name__
                 findings.append(fail("server", name, what, f"{_START}, or correct its URL"))
@@ -41,9 +41,9 @@ def examine_servers(config: PdserveConfig) -> DoctorReport:
     return DoctorReport(config, "servers", findings=findings)
 
 
-async def _described(url: str, role: Role) -> Description:
+async def _described(url: str, role: Role, adapters: Adapters) -> Description:
     async with client_of(url) as http:
-        _, description = await describe(http, role)
+        _, description = await describe(http, role, adapters)
         return description
 
 

@@ -344,6 +344,7 @@ class Service:
                 placed = [member for member in added if member not in waiting]
                 if placed:
                     report(f"{_names(placed)}: starting")
+                self._send_members()  # before they report to the gateways
                 notes = members.wait_ready(placed, self.config.cluster.start_limit_s(members.device), report)
                 self._take_notes(notes, report)
             except BaseException:

@@ -233,9 +233,9 @@ class WorkerConfig(_Section):
     engine: Literal["pdserve", "vllm", "sglang"] = "pdserve"
     """pdserve: its own engine; vllm, sglang: each worker starts a server of that engine, and gives it the requests
     (docs/vllm.md)"""
-    connector: Literal["nixl", "pdserve"] = "nixl"
-    """what moves the KV of vLLM servers. nixl: vLLM's NixlConnector; pdserve: these workers, as with their own engine
-    (on CPUs; docs/vllm.md)"""
+    connector: Literal["nixl", "mooncake", "pdserve"] = "nixl"
+    """what moves the KV of vLLM servers. nixl, mooncake: vLLM's NixlConnector or MooncakeConnector; pdserve: these
+    workers, as with their own engine (on CPUs; docs/vllm.md)"""
     command: str | None = None
     """the program that starts such a server, on each host; default: vllm or sglang"""
     arguments: tuple[str, ...] = ()
@@ -634,16 +634,18 @@ class PdserveConfig(_Section):
     @model_validator(mode="after")
     def _check_other_engines(self) -> Self:
         if self.worker.engine == "pdserve":
-            if self.worker.connector == "pdserve":
+            if self.worker.connector == "pdserve" or (self.worker.connector != "nixl" and not self.cluster.servers):
                 raise ValueError("worker.connector: pdserve's own engine needs none; set worker.engine: vllm")
             return self
         if self.cluster.servers:
             raise ValueError("worker.engine: prefill_urls and decode_urls name servers that run; leave it out")
         name = self.worker.engine
         sections: dict[str, BaseModel] = {"engine": self.engine}
-        if self.worker.connector == "pdserve" and name != "vllm":
-            raise ValueError(f"worker.connector: pdserve is a connector of vLLM; {name} moves KV by itself")
-        if self.worker.connector == "nixl":
+        if self.worker.connector != "nixl" and name != "vllm":
+            raise ValueError(
+                f"worker.connector: {self.worker.connector} is a connector of vLLM; {name} moves KV by itself"
+            )
+        if self.worker.connector != "pdserve":
             if self.transfer.transport not in ("auto", "nixl"):
                 raise ValueError(
                     "transfer.transport: servers of other engines move KV by themselves; leave it out, or set "

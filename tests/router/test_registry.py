@@ -157,6 +157,24 @@ async def test_an_engine_that_starts_anew_is_the_same_worker(registry: WorkerReg
     assert again.retiring, "it gets nothing more, whatever its engine does"
 
 
+async def test_only_members_get_requests(registry: WorkerRegistry) -> None:
+    """A gateway that was restarted while a worker leaves is told of the others alone. A worker that joins may report
+    before it is told of it."""
+
+    def ready() -> set[str]:
+        return {each.worker_id for each in registry.workers if each.is_ready}
+
+    leaving = registry.add(worker("p0"))
+    assert ready() == {"p0"}
+    registry.set_members(["p1"])
+    registry.add(worker("p2"))
+    registry.add(worker("p1"))
+    assert ready() == {"p1"}
+    assert leaving.state == "retiring"
+    registry.set_members(["p1", "p2"])
+    assert ready() == {"p1", "p2"}
+
+
 async def test_cached_tokens_of_a_prompt_are_no_load(registry: WorkerRegistry) -> None:
     registry.add(worker("p0"))
     placed = Placed("p0", None, "")
