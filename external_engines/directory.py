@@ -71,7 +71,11 @@ class EngineDirectory:
         """Ask these servers from now on, by worker id, and no others. Requests of those that leave continue
         elsewhere."""
         for worker_id in self._servers.keys() - servers.keys():
-            leaving = asyncio.create_task(self._leave(worker_id, self._servers.pop(worker_id)))
+            watch, server = self._watches.pop(worker_id), self._servers.pop(worker_id)
+            watch.cancel()
+            self._problems.pop(worker_id, None)
+            self._registry.dismiss(worker_id)  # now, because another server may get its name
+            leaving = asyncio.create_task(_close(watch, server))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
         for worker_id in servers.keys() - self._servers.keys():
@@ -84,16 +88,6 @@ class EngineDirectory:
         """Ask no more, and close all connections."""
         self.set({})
         await asyncio.gather(*self._leaving, return_exceptions=True)
-
-    async def _leave(self, worker_id: str, server: Server) -> None:
-        watch = self._watches.pop(worker_id)
-        watch.cancel()
-        await asyncio.wait([watch])
-        self._problems.pop(worker_id, None)
-        self._registry.dismiss(worker_id)
-        if server.worker is not None:
-            await server.worker.aclose()
-        await server.http.aclose()
 
     async def _watch(self, server: Server) -> None:
         while True:
@@ -138,3 +132,10 @@ class EngineDirectory:
             return {}
         decode = [other.worker.info for other in self._servers.values() if other.role is Role.DECODE and other.worker]
         return {info.worker_epoch: server.link_to(info.peer) for info in decode}
+
+
+async def _close(watch: asyncio.Task[None], server: Server) -> None:
+    await asyncio.wait([watch])
+    if server.worker is not None:
+        await server.worker.aclose()
+    await server.http.aclose()
