@@ -94,7 +94,7 @@ def test_sampling_never_waits(kinds: list[str], monkeypatch: pytest.MonkeyPatch)
 def test_logprobs_of_prompts_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_gpu_without_numbers(monkeypatch) as device:
         model: Any = SimpleNamespace(
-            shape=SimpleNamespace(vocab_size=VOCABULARY),
+            vocab_size=VOCABULARY,
             logits=lambda hidden: torch.empty(len(hidden), VOCABULARY, dtype=torch.bfloat16, device=device),
         )
         pool: Any = SimpleNamespace(tensor=torch.empty(0, device=device))
