@@ -128,7 +128,7 @@ class WorkerDirectory:
         def is_done(worker: RegisteredWorker) -> bool:
             if worker.lost:
                 return True
-            if worker.outstanding_requests:
+            if worker.outstanding_requests or worker.hand_offs:
                 beats[worker] = worker.heartbeat_s
             # Tokens arrive before the last blocks are released, so wait for a heartbeat that reports no blocks in use.
             load = worker.load

@@ -84,6 +84,7 @@ class Attempt:
         self._complete = False
         self._dispatched = self._decoded = False
         self._prefix: PrefixSending | None = None
+        self._handing_off: RegisteredWorker | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._chance = chance
         self._measure = Measure(assignment)
@@ -136,6 +137,7 @@ class Attempt:
                 self._registry.spawn(_abort(worker.handle, self._request.attempt_id)) for worker in self._contacted
             }
         self._end_prefix()
+        self._end_hand_off()
         self._assignment.end()
 
     @property
@@ -205,6 +207,8 @@ class Attempt:
         arrival = await self._first_of(prefilling, decoding)
         if arrival.output.hand_off:
             decode.handle.hand_over(request.attempt_id, arrival.output.hand_off)
+        self._handing_off = share.worker
+        share.worker.hand_offs += 1
         share.end()
         if self._hold_first_token and arrival.output.finish_reason is None:
             arrival = arrival._replace(time_s=await self._until_ready(prefilling, decoding))
@@ -239,7 +243,14 @@ class Attempt:
             await self._deadline.bound(self._change(), doing)
         if not decoding.has_changed:
             await self._next(prefilling)
+        self._end_hand_off()
         prefilling.worker.handle.forget(self._request.attempt_id)
+
+    def _end_hand_off(self) -> None:
+        """Note that prefill is not needed any more. May be called again."""
+        if self._handing_off is not None:
+            self._handing_off.hand_offs -= 1
+            self._handing_off = None
 
     async def _until_ready(self, prefilling: WorkerStream, decoding: WorkerStream) -> float:
         """Wait until decode has all KV. Returns when its message arrived, in seconds of the gateway's clock."""

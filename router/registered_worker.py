@@ -54,6 +54,7 @@ class RegisteredWorker:
     lost_s: float = 0.0
     retiring: bool = False
     is_member: bool = True
+    hand_offs: int = 0  # requests that it has prefilled, and that decode has given nothing of
     late: bool = False
     stalled_s: float = math.inf
     avoided_sources: frozenset[str] = frozenset()
