@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,9 @@ from typing import NamedTuple
 import httpx2
 
 from checkpoints.source import ModelSource
+from external_engines.adapter import Adapter
 from external_engines.server import client_of
+from pdserve.core.address import join_address
 from pdserve.core.errors import LaunchError, ModelError
 from worker.spec import WorkerSpec
 
@@ -24,12 +27,19 @@ class Place(NamedTuple):
     host: str
     kv_port: int
 
+    @property
+    def kv_address(self) -> str:
+        """The ``host:port`` at which decode finds its KV."""
+        return join_address(self.host, self.kv_port)
+
 
 class Launch(NamedTuple):
-    """A server to start: at a Unix ``socket``, or at ``url`` for callers with the ``key``."""
+    """A server to start, which is spoken to by ``adapter``: at a Unix ``socket``, or at ``url`` for callers with the
+    ``key``."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
+    adapter: Adapter
     url: str = "http://engine"
     socket: str | None = None
     key: str | None = None
@@ -72,3 +82,10 @@ def environment(spec: WorkerSpec, variables: Mapping[str, str]) -> Mapping[str, 
     # Else the threads of an idle server keep its cores busy.
     waiting = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if spec.device == "cpu" else {}
     return {**waiting, **os.environ, **variables}
+
+
+def free_port(host: str) -> int:
+    """A port that is free now: the server that gets it has no way to say which one it took."""
+    with socket.create_server((host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 
 from checkpoints.source import ModelSource
-from external_engines.launch import Launch, Place, environment, folder_of, given
+from external_engines.launch import Launch, Place, environment, folder_of, free_port, given
+from external_engines.sglang import SGLang
 from pdserve.core.address import join_address
 from pdserve.core.config import EngineConfig
 from pdserve.core.worker import Role
@@ -25,7 +25,6 @@ def launch(spec: WorkerSpec, source: ModelSource, place: Place) -> Launch:
     host = place.host if spec.role is Role.PREFILL else "127.0.0.1"
     port = free_port(host)
     key = secrets.token_hex(16)
-    place.folder.mkdir(mode=0o700)
     secret = place.folder / "sglang.yaml"
     secret.write_text(json.dumps({"api-key": key}), encoding="utf-8")
     options: dict[str, object] = {
@@ -51,13 +50,7 @@ def launch(spec: WorkerSpec, source: ModelSource, place: Place) -> Launch:
     return Launch(
         [config.worker.program, "serve", *given(options), *config.worker.arguments],
         environment(spec, cores),
+        SGLang(),
         f"http://{join_address(host, port)}",
         key=key,
     )
-
-
-def free_port(host: str) -> int:
-    """A port that is free now: the server that gets it has no way to say which one it took."""
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -19,15 +19,13 @@ import httpx2
 from checkpoints.source import resolve_model
 from contract import control
 from external_engines import sglang_server, vllm_server
-from external_engines.launch import Launcher, Place
+from external_engines.launch import Launcher, Place, free_port
 from external_engines.process import ServerProcess
-from external_engines.server import Server, adapters_of
-from external_engines.sglang_server import free_port
-from external_engines.vllm_mooncake import MooncakeVLLM
+from external_engines.server import Server
 from external_engines.worker import EngineWorker
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, NotReady, PdserveError, WorkerLost
-from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
+from pdserve.core.handoff import KVPeer, PeerLink
 from pdserve.core.worker import TokenOutput, WorkerInfo, WorkerLoad
 from runtime.awake_clock import awake_clock
 from runtime.plane_tls import plane_tls
@@ -143,20 +141,18 @@ class StartedServer:
             "kv-interface", lambda: resolve_interface(spec.config.transfer.interface, spec.host)
         )
         port = spec.kv_port or free_port(interface.address)
+        os.mkdir(folder, 0o700)
         launch = LAUNCHERS[self._kind](spec, source, Place(folder, interface.address, port))
         process = await ServerProcess.start(launch.command, launch.environment, spec.cores)
         http = launch.client()
-        kv_address = f"{interface.address}:{port}"
-        mooncake = spec.config.worker.connector == "mooncake"
-        adapters = (MooncakeVLLM(kv_address),) if mooncake else adapters_of("nixl")
-        role = self._membership.role
-        server = Server(spec.worker_id, role, http, source, spec.config.model.dtype, self.clock, adapters)
+        role, dtype = self._membership.role, spec.config.model.dtype
+        server = Server(spec.worker_id, role, http, source, dtype, self.clock, (launch.adapter,))
         try:
             await self._wait_ready(server, process)
             if not self.started.done():
                 for heartbeat in self._heartbeats:
                     heartbeat.start(wire(heartbeat.registry_address))
-            self._announce(server, process, kv_address)
+            self._announce(server, process)
             self.request_heartbeat()
             await self._watch(server, process)
         finally:
@@ -187,18 +183,13 @@ class StartedServer:
             if self.clock.now() > deadline_s:
                 raise LaunchError(f"worker {self.spec.worker_id}: {self._kind} was not ready within {limit_s:.0f} s")
 
-    def _announce(self, server: Server, process: ServerProcess, kv_address: str) -> None:
+    def _announce(self, server: Server, process: ServerProcess) -> None:
         spec, info = self.spec, server.begin().info
         self._server = server
         self._info = replace(
             info,
             role=self._membership.role,
             control_address=self._control.address,
-            # An address that an engine says has more in it.
-            kv_endpoints=tuple(
-                each if kv_address in each.address else KVEndpoint(each.transport, kv_address)
-                for each in info.kv_endpoints
-            ),
             node=spec.node,
             pid=os.getpid(),
             engine_pid=process.pid,

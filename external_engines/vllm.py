@@ -56,11 +56,15 @@ _TOKEN = "token_id:"
 
 
 class VLLM:
-    """See `external_engines.adapter.Adapter`."""
+    """See `external_engines.adapter.Adapter`. ``kv_address`` is the ``host:port`` at which decode finds the server's
+    KV, if it is known."""
 
     kind = "vllm"
     path = "/v1/completions"
     transport = "nixl"
+
+    def __init__(self, kv_address: str | None = None) -> None:
+        self._kv_address = kv_address
 
     async def describe(self, http: httpx2.AsyncClient) -> Description | None:
         """See `external_engines.adapter.Adapter`."""
@@ -84,6 +88,7 @@ class VLLM:
                 num_blocks=int(cache["num_gpu_blocks"]),
                 life=_life(samples),
                 hands_off=any(sample.name == _MOVED for sample in samples) or None,
+                kv_address=self._kv_address,
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PdserveError(f"it does not describe itself as vLLM does ({type(error).__name__}: {error})") from None

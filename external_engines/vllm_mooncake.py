@@ -21,13 +21,10 @@ _DEFAULT_PORT = 8998
 
 
 class MooncakeVLLM(VLLM):
-    """See `external_engines.adapter.Adapter`. ``bootstrap`` is the ``host:port`` of the server's bootstrap port
-    (default: vLLM's, at the host of its URL)."""
+    """See `external_engines.adapter.Adapter`. ``kv_address`` is that of the server's bootstrap port (default: vLLM's,
+    at the host of its URL)."""
 
     transport = "mooncake"
-
-    def __init__(self, bootstrap: str | None = None) -> None:
-        self._bootstrap = bootstrap
 
     async def describe(self, http: httpx2.AsyncClient) -> Description | None:
         """See `external_engines.adapter.Adapter`. Mooncake's connector shows no metrics, but a bootstrap port if it can
@@ -35,7 +32,7 @@ class MooncakeVLLM(VLLM):
         description = await super().describe(http)
         if description is None:
             return None
-        at = self._bootstrap or join_address(http.base_url.host, _DEFAULT_PORT)
+        at = self._kv_address or join_address(http.base_url.host, _DEFAULT_PORT)
         try:
             async with httpx2.AsyncClient(timeout=http.timeout, trust_env=False) as bootstrap:
                 engines = (await bootstrap.get(f"http://{at}/query")).raise_for_status().json()

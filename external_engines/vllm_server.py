@@ -10,6 +10,8 @@ from pathlib import Path
 from checkpoints.source import ModelSource
 from engine.spec import DEFAULT_CPU_KV_BYTES
 from external_engines.launch import Launch, Place, environment, folder_of, given
+from external_engines.vllm import VLLM
+from external_engines.vllm_mooncake import MooncakeVLLM
 from pdserve.core.config import EngineConfig
 from worker.spec import WorkerSpec
 
@@ -19,11 +21,12 @@ _CONNECTOR = "pdserve_connector"
 def launch(spec: WorkerSpec, source: ModelSource, place: Place) -> Launch:
     """See `external_engines.launch.Launcher`. Decode finds the KV of its connector at the place's port."""
     variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": place.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.kv_port)}
+    adapter = VLLM(place.kv_address)
     if spec.config.worker.connector == "mooncake":
         variables = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.kv_port)}
-    place.folder.mkdir(mode=0o700)
+        adapter = MooncakeVLLM(place.kv_address)
     socket = place.folder / "api"
-    return Launch(command(spec, source, socket), environment_of(spec, variables), socket=str(socket))
+    return Launch(command(spec, source, socket), environment_of(spec, variables), adapter, socket=str(socket))
 
 
 def launch_connected(spec: WorkerSpec, source: ModelSource, folder: Path, connector: Path) -> Launch:
@@ -32,7 +35,7 @@ def launch_connected(spec: WorkerSpec, source: ModelSource, folder: Path, connec
     socket = folder / "api"
     paths = filter(None, [str(folder), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": os.pathsep.join(paths), "PDSERVE_CONNECTOR": str(connector)}
-    return Launch(command(spec, source, socket), environment_of(spec, variables), socket=str(socket))
+    return Launch(command(spec, source, socket), environment_of(spec, variables), VLLM(), socket=str(socket))
 
 
 def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:

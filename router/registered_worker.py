@@ -30,6 +30,7 @@ class RegisteredWorker:
     ``lost``: why it is gone (empty: it is not).
     ``breaker``: how it served its last requests, which its next incarnation inherits.
     ``retiring``: it finishes its requests and gets no more. So does a worker that is no member of the service.
+    ``hand_offs``: requests that it has prefilled, and of which decode has given nothing yet.
     ``linked``, ``failed``: by its last heartbeat, its links to decode workers, and the errors of missing links.
     ``late``: its heartbeat is overdue.
     ``stalled_s``: since when its heartbeats say that it is stalled (`pdserve.core.worker.WorkerLoad`); infinite if not.
@@ -54,7 +55,7 @@ class RegisteredWorker:
     lost_s: float = 0.0
     retiring: bool = False
     is_member: bool = True
-    hand_offs: int = 0  # requests that it has prefilled, and that decode has given nothing of
+    hand_offs: int = 0
     late: bool = False
     stalled_s: float = math.inf
     avoided_sources: frozenset[str] = frozenset()

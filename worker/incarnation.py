@@ -259,7 +259,7 @@ def _engine_spec(spec: WorkerSpec, joins_groups: bool) -> EngineSpec:
         prefill_attention=config.prefill_attention,
         batch_invariant=config.batch_invariant,
         speculation=config.speculation,
-        tensor_parallel=config.devices(spec.role),
+        tensor_parallel=config.slots[spec.role],
         layer_groups=transfer.layer_groups if transfer.overlap == "layer" else 0,
         offload_folder=None if config.offload_folder is None else str(config.offload_folder / spec.worker_id),
         offload_disk_bytes=config.offload_disk_mb * 2**20,

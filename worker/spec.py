@@ -49,7 +49,7 @@ class WorkerSpec:
     @property
     def num_cores(self) -> int:
         """The cores that its engine binds to on a CPU, if there are so many."""
-        return self.config.cluster.cores_per_worker * self.config.engine.devices(self.role)
+        return self.config.cluster.cores_per_worker * self.config.engine.slots[self.role]
 
     @property
     def token_budget(self) -> int:

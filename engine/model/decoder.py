@@ -95,7 +95,7 @@ class DecoderLayer:
         self.out, self.mlp = Summed(self.out, ranks), Summed(self.mlp, ranks)
         heads = (share.whole.num_heads, 1), (share.whole.num_kv_heads, share.key_ranks)
         self.span_norms = [
-            (columns, SpanNorm(norm.weight, norm.eps, 0.0, ranks, count * self.head_dim, copies))
+            (columns, SpanNorm(norm.weight, norm.eps, ranks, count * self.head_dim, copies))
             for (columns, norm), (count, copies) in zip(self.span_norms, heads, strict=False)
         ]
 

@@ -201,8 +201,8 @@ class SpanNorm(RMSNorm):
     """A norm over rows of which each of the ``ranks`` has some columns, ``total`` in all, and each column is in
     ``copies`` of them."""
 
-    def __init__(self, weight: torch.Tensor, eps: float, offset: float, ranks: Ranks, total: int, copies: int) -> None:
-        super().__init__(weight, eps, offset)
+    def __init__(self, weight: torch.Tensor, eps: float, ranks: Ranks, total: int, copies: int) -> None:
+        super().__init__(weight, eps)
         self._ranks, self._total, self._copies = ranks, total, copies
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

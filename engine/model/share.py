@@ -53,7 +53,7 @@ class Share:
             raise ConfigError(
                 f"engine.tensor_parallel: {ranks} devices are more than the {whole.num_heads} heads of the model"
             )
-        self.whole, self.rank, self.ranks = whole, rank, ranks
+        self.whole, self.rank = whole, rank
         num_parts, per_head = min(ranks, whole.num_kv_heads), whole.num_heads // whole.num_kv_heads
         parts = [each * num_parts // ranks for each in range(ranks)]
         self.key_ranks = parts.count(parts[rank])

@@ -99,7 +99,7 @@ def check_cores(seen: DoctorReport) -> Iterator[Finding]:
     for node, report in _reported(seen):
         allowed = set(report.allowed_cores)
         others = [each for each in report.held_cores if each.core in allowed and each.port != seen.own_port]
-        slots = sum(seen.config.engine.devices(seat.role) for seat in node.seats)
+        slots = sum(seen.config.engine.slots[seat.role] for seat in node.seats)
         wanted = min(slots * cluster.cores_per_worker, len(allowed))
         free = len(allowed - {each.core for each in others})
         if wanted <= free or not others:

@@ -88,8 +88,7 @@ def seats_of(
     """A seat for each worker, and the names of the workers that no node has room for now. With ``idle`` the nodes count
     as empty. LaunchError if the workers would not fit even onto empty nodes."""
     cluster = config.cluster
-    slots = {role: config.engine.devices(role) for role in Role}
-    bundles, roles = worker_bundles(cluster, device, nodes, slots), roles_of(cluster)
+    bundles, roles = worker_bundles(cluster, device, nodes, config.engine.slots), roles_of(cluster)
     if idle:
         nodes = [replace(node, available=node.resources) for node in nodes]
     seats: list[Seat] = []

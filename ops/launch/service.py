@@ -202,10 +202,10 @@ class Service:
         urls: Mapping[Role, Sequence[str]] | None = None,
     ) -> operator_pb2.Scaled:
         """Bring the service to ``wanted`` workers of each role, or to the servers at ``urls``; other roles stay as they
-        are. Where one role shrinks
-        and the other grows, workers take the other role. Removed workers finish their requests first, for at most
-        ``drain_s``. Added workers serve when this returns, except those that wait for a node. With ``oversubscribe``,
-        workers without a free device slot share one. On a LaunchError no worker was added, but removed workers are
+        are. Where one role shrinks and the other grows, workers take the other role, but servers do not. Removed
+        workers finish their requests first, for at most ``drain_s``. Added workers serve when this returns, except
+        those that wait for a node. With ``oversubscribe``, workers without a free device slot share one. On a
+        LaunchError no worker was added, but removed workers are
         gone, and others have taken another role."""
         if not self._changing.acquire(blocking=False):
             raise LaunchError("the service is starting or being scaled; try again later")
@@ -589,8 +589,7 @@ class Service:
                 if len(nodes) < (cluster.nodes or 0) and not self.session.owned:
                     raise LaunchError(f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}")
                 device = resolve_device(cluster, nodes)
-                slots = {role: self.config.engine.devices(role) for role in Role}
-                return nodes, device, worker_bundles(cluster, device, nodes, slots)
+                return nodes, device, worker_bundles(cluster, device, nodes, self.config.engine.slots)
             except LaunchError as error:
                 if self.session.owned or time.monotonic() > deadline_s:
                     raise

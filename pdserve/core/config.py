@@ -320,11 +320,13 @@ class EngineConfig(_Section):
             raise ValueError("offload_folder and offload_host_mb need prefix_caching: blocks are found by its digests")
         return self
 
-    def devices(self, role: str) -> int:
-        """``tensor_parallel`` for ``prefill`` or ``decode``."""
-        if isinstance(self.tensor_parallel, RoleNumbers):
-            return self.tensor_parallel.prefill if role == "prefill" else self.tensor_parallel.decode
-        return self.tensor_parallel
+    @property
+    def slots(self) -> Mapping[Role, int]:
+        """The device slots of a worker, by the role that it starts with."""
+        wanted = self.tensor_parallel
+        if isinstance(wanted, RoleNumbers):
+            return {Role.PREFILL: wanted.prefill, Role.DECODE: wanted.decode}
+        return dict.fromkeys(Role, wanted)
 
     @field_validator("tensor_parallel", mode="before")
     @classmethod
@@ -338,7 +340,7 @@ class EngineConfig(_Section):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        if max(self.devices("prefill"), self.devices("decode")) > 1 and self.kv_dtype == "fp8":
+        if max(self.slots.values()) > 1 and self.kv_dtype == "fp8":
             raise ValueError("tensor_parallel: not with kv_dtype: fp8, whose scales need all heads; use auto")
         return self
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from pdserve import AsyncClient, Client
-from tests.e2e.test_tokens import EVERYTHING
+from tests.e2e.test_tokens import EVERYTHING, prompt_of
 from tests.local_cluster import LocalCluster, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 
@@ -45,14 +44,9 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
     cluster.wait_idle()
 
 
-def prompt_of(length: int) -> list[int]:
-    draw = random.Random(length)
-    return [draw.randrange(307) for _ in range(length)]
-
-
 @pytest.mark.parametrize("length", [1, BLOCK + 1, 230])
 def test_tokens_are_those_of_one_process(client: Client, model: Path, length: int) -> None:
-    prompt = prompt_of(length)
+    prompt = prompt_of(length, length)
     apart = client.generate(prompt, max_tokens=TOKENS, mode="pd").result()
     together = client.generate(prompt, max_tokens=TOKENS, mode="colocated").result()
     assert apart.token_ids == together.token_ids == tuple(greedy_tokens(model, prompt, TOKENS))
@@ -61,7 +55,7 @@ def test_tokens_are_those_of_one_process(client: Client, model: Path, length: in
 
 def test_all_of_sampling(client: Client) -> None:
     apart, together = (
-        client.generate(prompt_of(40), max_tokens=30, seed=3, mode=mode, **EVERYTHING).result()
+        client.generate(prompt_of(40, 40), max_tokens=30, seed=3, mode=mode, **EVERYTHING).result()
         for mode in ("pd", "colocated")
     )
     assert apart.token_ids == together.token_ids
@@ -72,7 +66,7 @@ async def test_a_rank_that_fails_ends_the_engine_of_its_worker(
     cluster: LocalCluster, model: Path, signum: signal.Signals
 ) -> None:
     """In steps and in transfers: requests go on elsewhere or with the next engine, and no token is wrong."""
-    prompts = [prompt_of(length) for length in range(100, 160, 2)]
+    prompts = [prompt_of(length, length) for length in range(100, 160, 2)]
     expected = [tuple(greedy_tokens(model, prompt, 4 * TOKENS)) for prompt in prompts]
     async with AsyncClient(cluster.target) as client:
         for worker in (await client.status()).workers:

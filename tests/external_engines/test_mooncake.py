@@ -127,7 +127,7 @@ async def test_servers_that_do_not_prefill_are_no_pair(monkeypatch: pytest.Monke
 
 def test_what_a_server_is_started_with(tmp_path: Path) -> None:
     config = config_of(tmp_path, **{"worker.connector": "mooncake"})
-    place = Place(tmp_path / "0", "127.0.0.1", 4321)
+    place = Place(tmp_path, "127.0.0.1", 4321)
     launch = vllm_server.launch(spec_of(config, Role.PREFILL, "127.0.0.1:1"), resolve_model("tiny"), place)
     hand_off = json.loads(launch.command[launch.command.index("--kv-transfer-config") + 1])
     assert (hand_off["kv_connector"], hand_off["kv_role"]) == ("MooncakeConnector", "kv_both")
