@@ -134,7 +134,8 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._outbox = outbox
-        self._max_in_flight = 1 if run_ahead else 0  # steps that `step` leaves on their way
+        self.max_in_flight = 1 if run_ahead else 0
+        """Steps that `step` leaves on their way."""
         self._in_flight: deque[tuple[SchedulerOutput, RunningStep, LayerEvents]] = deque()
         self._num_calm = 0  # steps since one was too large
         self._load: Load | None = None
@@ -181,24 +182,29 @@ class EngineCore:
     def step(self) -> bool:
         """Launch one step, or wait for one, or both. Returns False if there is nothing to compute until the next
         command, or the next structure is compiled."""
+        began = self.begin()
+        if not self._in_flight:
+            return began
+        self.finish(self.max_in_flight if began else 0)
+        return True
+
+    def begin(self) -> bool:
+        """Launch a step. Returns whether there was one, even if the device lacked memory for it. Steps that were
+        launched before are not waited for."""
         if self._compiling:
             self._submit_compiled()
         output = self.scheduler.schedule() if self.scheduler.has_work else None
         self.report()  # `Reserved` must not wait for the step
-        max_left = 0
-        if output is not None and output.seqs:
-            max_left = self._max_in_flight
-            layers = LayerEvents(self._outbox.send_kv)
-            if not self._in_flight:
-                layers.release()
-            hook = self.scheduler.connector.layer_hook(output.seqs, layers.send)
-            try:
-                self._in_flight.append((output, self._runner.launch(output.seqs, hook), layers))
-            except StepTooLarge as error:
-                self._give_up(output, error)
+        if output is None or not output.seqs:
+            return False
+        layers = LayerEvents(self._outbox.send_kv)
         if not self._in_flight:
-            return output is not None and bool(output.seqs)
-        self._finish(max_left)
+            layers.release()
+        hook = self.scheduler.connector.layer_hook(output.seqs, layers.send)
+        try:
+            self._in_flight.append((output, self._runner.launch(output.seqs, hook), layers))
+        except StepTooLarge as error:
+            self._give_up(output, error)
         return True
 
     def _give_up(self, output: SchedulerOutput, error: StepTooLarge) -> None:
@@ -222,7 +228,7 @@ class EngineCore:
             if self._num_calm >= CALM_STEPS:
                 scheduler.max_step_tokens, self._num_calm = min(most, 2 * scheduler.max_step_tokens), 0
 
-    def _finish(self, max_left: int) -> None:
+    def finish(self, max_left: int) -> None:
         """Finish steps, oldest first, until at most ``max_left`` are on their way; all that are left are sampled."""
         while self._in_flight:
             output, running, layers = self._in_flight[0]

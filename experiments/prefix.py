@@ -13,7 +13,7 @@ Caches hold whole blocks. Prefill computes the prompt except for the cached bloc
 Decode's cached blocks are not moved; a block that prefill alone has is moved like a computed one.
 
 The prediction of the TTFT is arithmetic: of the arm ``none``, the stage ``prefill`` is scaled by the FLOPs of the
-tokens that are left (`experiments.engine_alone.arithmetic`), and the rest stays."""
+tokens that are left (`checkpoints.arithmetic`), and the rest stays."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from checkpoints.arithmetic import ModelArithmetic
 from checkpoints.source import resolve_model
-from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import chunk_tokens
 from experiments.report.drawing import DASHED, FAINT, PALETTE, Looks, Mark, Panel, Picture, TableBlock, table

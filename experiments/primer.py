@@ -1,7 +1,7 @@
 """``pdserve experiment primer``: what textbooks say about KV caches, prefill and decode, measured on this machine.
 
 Every cell drives the engine's model runner directly, in a process of its own on one core or one GPU
-(`experiments.engine_alone`). FLOPs and bytes come from the model's shape (`experiments.engine_alone.arithmetic` has the
+(`experiments.engine_alone`). FLOPs and bytes come from the model's shape (`checkpoints.arithmetic` has the
 formulas); the device's product rate and read rate are measured between the samples of every cell.
 
 The ridge batch is measured in two ways. The *doubling batch* is where a decode step takes twice as long as with one
@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
+from checkpoints.arithmetic import Cost, ModelArithmetic
 from checkpoints.source import resolve_model
-from experiments.engine_alone.arithmetic import Cost, ModelArithmetic
 from experiments.engine_alone.program import WITH, WITHOUT, Rates, Sample, Task, measure_alone
 from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options, option

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from checkpoints.arithmetic import ModelArithmetic
 from checkpoints.shape import ModelShape
 from engine.model.layers import linear
-from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.ceilings import Ceilings
 from experiments.engine_alone.steps import STEPS, WARM_STEPS, StepCase
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from checkpoints.arithmetic import ModelArithmetic
 from engine.process.client import ALLOCATOR_SETTINGS
 from experiments.child_process import ChildFailed, ChildProcess, call
-from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.steps import GuessCase, StepCase
 from experiments.messages import Done, Message, say
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from experiments.engine_alone.arithmetic import ModelArithmetic
+from checkpoints.arithmetic import ModelArithmetic
 from experiments.prefix import ARMS, BOTH, NONE, PREFILL, Prefix, PrefixOptions
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RequestRow, RunData

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.engine_alone.arithmetic import ModelArithmetic
+from checkpoints.arithmetic import ModelArithmetic
 from experiments.engine_alone.program import Task, measure_alone
 from experiments.engine_alone.steps import StepCase
 from experiments.primer import Primer, PrimerOptions, doubling_batch, fitted_line

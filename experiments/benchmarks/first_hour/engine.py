@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from checkpoints.arithmetic import ModelArithmetic
 from contract.engine import Step
 from engine.spec import EngineSpec
 from experiments.benchmarks.engine_process import running_engine
 from experiments.benchmarks.first_hour.step import Findings, Options, last_line
 from experiments.child_process import ROOT
-from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.workloads.conversation import random_tokens
 from ops.doctor.node_report import report_node
 from runtime.mps import foreign_daemon, gpu_modes

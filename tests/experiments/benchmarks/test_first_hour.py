@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from checkpoints.arithmetic import ModelArithmetic
 from checkpoints.source import resolve_model
 from experiments.benchmarks.first_hour.archive import results_rows
 from experiments.benchmarks.first_hour.engine import Comparison, judge_benchmark
@@ -20,7 +21,6 @@ from experiments.benchmarks.first_hour.engine import judge as compare
 from experiments.benchmarks.first_hour.run import STEPS, judge, main
 from experiments.benchmarks.first_hour.service import GPUS, judge_memory
 from experiments.benchmarks.first_hour.step import Findings, Options, Step, Verdict, last_line
-from experiments.engine_alone.arithmetic import ModelArithmetic
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoints.arithmetic import Cost, ModelArithmetic, Part
 from checkpoints.shape import Experts
 from checkpoints.source import resolve_model
-from experiments.engine_alone.arithmetic import Cost, ModelArithmetic, Part
 
 # Two layers: W = 100 of which Wqkv = 30, H = 8, K = 4, a head of 1000, numbers of 2 bytes.
 MODEL = ModelArithmetic(100, 30, 8, 4, 1000, (None, None), 2)

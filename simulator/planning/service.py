@@ -1,0 +1,604 @@
+"""A service of simulated engines and links: what the router decides is decided by its own code, and so is what each
+engine schedules. Only steps and transfers are replaced, by the time that they take."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from contract.control import WorkerHandle
+from contract.engine import (
+    CacheChanged,
+    Computed,
+    EngineEvent,
+    Finished,
+    KVEvent,
+    KVReady,
+    KVRole,
+    Load,
+    Progress,
+    Rejected,
+    Release,
+    Reserved,
+    Step,
+    Submit,
+)
+from engine.scheduling.scheduler import SchedulerConfig
+from pdserve.core.config import RouterConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.handoff import PeerLink
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from router.fair_queue import Waiting
+from router.registry import Assignment, WorkerRegistry
+from router.view import Needs, WaitMode
+from router.waiting_line import WaitingLine
+from simulator.loop import Stuck, World, WorldLoop
+from simulator.planning.engine import TOKEN_ID, PlannedEngine
+from simulator.planning.flows import Flow, Pipe
+from simulator.planning.step_time import StepTime
+from worker.incarnation import CachedBlocks
+
+
+class Overheads(msgspec.Struct, frozen=True):
+    """Seconds that a request spends beside engines and links: from the client's call to the choice of workers
+    (``arrive_s``), from there to an engine (``dispatch_s``), from a sampled token to the client (``answer_s``), from
+    decode's allocation of blocks to the prefill worker that is told of it (``announce_s``), from the arrival of the
+    last bytes to decode's engine (``handoff_s``), and between two steps of an engine (``between_s``)."""
+
+    arrive_s: float = 0.0
+    dispatch_s: float = 0.0
+    answer_s: float = 0.0
+    announce_s: float = 0.0
+    handoff_s: float = 0.0
+    between_s: float = 0.0
+
+
+class LinkClass(msgspec.Struct, frozen=True):
+    """What links of a kind carry: bytes per second in each direction, one message after ``latency_s``, and for one
+    hand-off at most ``most_bytes_per_s``."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    most_bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorker:
+    """A worker: its role, the host that it is on, what its steps take, and the limits of its engine."""
+
+    worker_id: str
+    role: Role
+    host: str
+    steps: StepTime
+    num_blocks: int
+    token_budget: int
+    max_num_seqs: int = 64
+    chunk_tokens: int | None = None
+    run_ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedService:
+    """What is simulated. ``within`` are the links of a host, of which each worker has its own, ``between`` those of
+    hosts, which the workers of a host share, and ``shared`` one that all transfers between prefill and decode workers
+    share, as between two sites. ``max_model_len``: tokens of a request."""
+
+    workers: Sequence[PlannedWorker]
+    layout: KVLayout
+    within: LinkClass
+    between: LinkClass | None = None
+    shared: LinkClass | None = None
+    overheads: Overheads = Overheads()
+    router: RouterConfig = field(default_factory=RouterConfig)
+    layer_groups: int = 0
+    prefix_caching: bool = False
+    max_model_len: int = 1 << 20
+
+
+class PlannedTurn(msgspec.Struct, frozen=True):
+    """The new part of a prompt, how many tokens to generate, and the pause before it."""
+
+    token_ids: tuple[int, ...]
+    output_len: int
+    pause_s: float = 0.0
+
+
+class PlannedRequests(msgspec.Struct, frozen=True):
+    """A conversation that begins at ``at_s``. Conversations with an equal salt share what is cached."""
+
+    at_s: float
+    turns: tuple[PlannedTurn, ...]
+    salt: str = ""
+    session_id: str = ""
+
+
+class RequestResult(msgspec.Struct, frozen=True):
+    """How a request was served. Times are seconds from its sending; those that it does not have are negative. ``itl_s``
+    has the gaps between its tokens."""
+
+    sent_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float = -1.0
+    ttft_decode_s: float = -1.0
+    e2e_s: float = -1.0
+    queued_s: float = 0.0
+    """Waiting for a worker."""
+    exposed_s: float = -1.0
+    """From token 1 to the last block at the decode worker."""
+    kv_blocks: int = 0
+    itl_s: tuple[float, ...] = ()
+    prefill: str = ""
+    decode: str = ""
+    error: str = ""
+
+
+class WorkerUse(msgspec.Struct, frozen=True):
+    """How much a worker was used: the share of the time in which it computed, steps, and preemptions."""
+
+    worker_id: str
+    busy: float
+    steps: int
+    preemptions: int
+
+
+class ServiceRun(msgspec.Struct, frozen=True):
+    """A finished simulation: requests in the order of their ends, the time until the last one ended, the workers, and
+    the share of each link's capacity that was used."""
+
+    requests: list[RequestResult]
+    duration_s: float
+    workers: list[WorkerUse]
+    links: Mapping[str, float]
+
+
+def run_service(
+    service: PlannedService,
+    mode: WaitMode,
+    requests: Iterable[PlannedRequests],
+    seed: int = 0,
+    on_end: Callable[[], None] = lambda: None,
+) -> ServiceRun:
+    """Simulate ``requests`` in a mode until all have ended. ``on_end`` is called after each request."""
+    return _Simulation(service, mode, iter(requests), seed, on_end).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        service: PlannedService,
+        mode: WaitMode,
+        requests: Any,
+        seed: int,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.service, self._mode, self._requests, self._on_end = service, mode, requests, on_end
+        chance = random.Random(f"planning/{seed}")
+        self._errors: list[BaseException] = []
+        self.world = World(chance, self._on_error, 0.0)
+        self.loop = self.world_loop("service")
+        self.registry = WorkerRegistry(self.world, service.router)
+        self._line = WaitingLine(self.registry, service.router, self.world)
+        self.workers: dict[str, _Worker] = {}
+        pipes = _Pipes(service)
+        self.pipes = pipes
+        for worker in service.workers:
+            self.workers[worker.worker_id] = _Worker(self, worker)
+        self._begin_heartbeats(chance)
+        self.lives: dict[str, _Life] = {}
+        self._results: list[RequestResult] = []
+        self._orders = 0
+        self._open = 0
+        self._more = True
+        self._began_s = self._last_s = self.world.now()
+
+    def world_loop(self, name: str) -> WorldLoop:
+        """A loop of the world."""
+        return WorldLoop(self.world, name)
+
+    def _on_error(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._errors.append(error if isinstance(error, BaseException) else RuntimeError(str(context.get("message"))))
+
+    def run(self) -> ServiceRun:
+        """All of it."""
+        self.loop.call_soon(self._arrive_later)
+        try:
+            self.world.run(self._is_over, float("inf"))
+        except Stuck:
+            if not self._errors:
+                raise
+        if self._errors:
+            raise self._errors[0]
+        seconds = max(self._last_s - self._began_s, 1e-9)
+        workers = [
+            WorkerUse(
+                worker.plan.worker_id,
+                worker.engine.busy_s / seconds,
+                worker.engine.num_steps,
+                worker.load.preemptions,
+            )
+            for worker in self.workers.values()
+        ]
+        links = {pipe.name: pipe.carried / pipe.bytes_per_s / seconds for pipe in self.pipes.all}
+        return ServiceRun(self._results, seconds, workers, links)
+
+    def _is_over(self) -> bool:
+        return bool(self._errors) or not (self._more or self._open)
+
+    def _begin_heartbeats(self, chance: random.Random) -> None:
+        links = {
+            (decode.worker_id, decode.worker_id): PeerLink(decode.worker_id, "planned", "", 0.0)
+            for decode in self.service.workers
+            if decode.role is Role.DECODE
+        }
+        for worker in self.workers.values():
+            worker.links = links if worker.plan.role is Role.PREFILL else {}
+            self.registry.add(cast(WorkerHandle, worker), worker.report(), worker.links)
+            self.loop.call_later(chance.uniform(0, self.service.router.heartbeat_s), self._beat, worker)
+
+    def _beat(self, worker: _Worker) -> None:
+        worker_id, after = worker.plan.worker_id, self.registry.blocks_after(worker.plan.worker_id)
+        blocks = None if after is None or not self.service.prefix_caching else worker.cached.since(after)
+        self.registry.heartbeat(worker_id, worker.report(), worker.info, worker.links, blocks)
+        self.loop.call_later(self.service.router.heartbeat_s, self._beat, worker)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _arrive_later(self) -> None:
+        """Send the next conversation at its time."""
+        asked = next(self._requests, None)
+        if asked is None:
+            self._more = False
+        else:
+            self.loop.call_at(self._began_s + asked.at_s, self._arrive, asked)
+
+    def _arrive(self, asked: PlannedRequests) -> None:
+        self._open += 1
+        self._send(asked, 0, ())
+        self._arrive_later()
+
+    def _send(self, asked: PlannedRequests, turn: int, before: tuple[int, ...]) -> None:
+        """Send a turn, after the tokens ``before``."""
+        self._orders += 1
+        name, new = str(self._orders), asked.turns[turn]
+        request = Request(
+            name,
+            before + new.token_ids,
+            SamplingParams(max_tokens=new.output_len, ignore_eos=True),
+            salt=asked.salt or name,
+            attempt_id=name,
+            session_id=asked.session_id,
+        )
+        life = _Life(self, request, self._orders, asked, turn)
+        self.lives[name] = life
+        self.loop.call_later(self.service.overheads.arrive_s, self._place_later, life)
+
+    def _place_later(self, life: _Life) -> None:
+        self.loop.create_task(self._place(life))
+
+    async def _place(self, life: _Life) -> None:
+        """Have the router choose workers, and send the request to them."""
+        request = life.request
+        needs = Needs(
+            self._mode,
+            request.num_tokens,
+            request.max_tokens,
+            ticket=life.order,
+            session=request.session_id,
+            min_output_tokens=request.max_tokens,
+        )
+        prompt = self.registry.prompt(request, request.prompt_token_ids) if self.service.prefix_caching else None
+        waiting = Waiting(life.order, needs, prompt=prompt, placed=self.loop.create_future())
+        asked_s = self.world.now()
+        try:
+            assignment = await self._line.wait(waiting)
+        except PdserveError as error:
+            life.end(type(error).__name__)
+            return
+        life.queued_s = self.world.now() - asked_s
+        life.begin(assignment)
+
+    def ended(self, life: _Life, result: RequestResult) -> None:
+        """Note the end of a request, and send the next turn of its conversation."""
+        del self.lives[life.request.request_id]
+        self._results.append(result)
+        self._last_s = self.world.now()
+        self._on_end()
+        turns, turn = life.asked.turns, life.turn + 1
+        if result.error or turn == len(turns):
+            self._open -= 1
+            return
+        before = life.request.prompt_token_ids + (TOKEN_ID,) * result.output_tokens
+        self.loop.call_later(turns[turn].pause_s, self._send, life.asked, turn, before)
+
+
+class _Life:
+    """A request, from its sending to its last token."""
+
+    def __init__(self, simulation: _Simulation, request: Request, order: int, asked: PlannedRequests, turn: int) -> None:
+        self._simulation, self.request, self.order, self.asked, self.turn = simulation, request, order, asked, turn
+        self._sent_s = simulation.world.now()
+        self.queued_s = 0.0
+        self._times: list[float] = []
+        self._assignment: Assignment | None = None
+        self._prefill: _Worker | None = None
+        self._decode: _Worker | None = None
+        self._hand_off: _HandOff | None = None
+
+    def begin(self, assignment: Assignment) -> None:
+        """Send it to its workers."""
+        simulation, request = self._simulation, self.request
+        self._assignment = assignment
+        self._prefill = prefill = simulation.workers[assignment.prefill.worker.worker_id]
+        self._decode = decode = (
+            None if assignment.decode is None else simulation.workers[assignment.decode.worker.worker_id]
+        )
+        after_s = simulation.service.overheads.dispatch_s
+        alone = decode is None or request.max_tokens == 1
+        role = KVRole.LOCAL if alone else KVRole.PUSH
+        simulation.loop.call_later(after_s, prefill.engine.take, Submit(request, role))
+        if decode is not None and not alone:
+            self._hand_off = _HandOff(simulation, request, prefill, decode)
+            simulation.loop.call_later(after_s, decode.engine.take, Submit(request, KVRole.RECEIVE))
+
+    def reserved(self, event: Reserved) -> None:
+        """Decode has allocated its blocks."""
+        if self._hand_off is not None:
+            self._hand_off.reserved(event)
+
+    def progressed(self, progress: Progress) -> None:
+        """Prefill has computed a part."""
+        if self._hand_off is not None:
+            self._hand_off.progressed(progress)
+
+    def token(self, is_last: bool) -> None:
+        """A token was sampled."""
+        self._times.append(self._simulation.world.now() + self._simulation.service.overheads.answer_s)
+        assert self._assignment is not None, "it was sent to workers"
+        prefill, decode = self._assignment.prefill, self._assignment.decode
+        if decode is None or self._hand_off is None:
+            prefill.prefilled()
+            prefill.token_made()
+        elif len(self._times) == 1:
+            prefill.prefilled()
+            prefill.token_made()
+            prefill.end()
+            return  # it ends on decode
+        else:
+            decode.token_made()
+        if is_last:
+            self.end("")
+
+    def end(self, error: str) -> None:
+        """Report it."""
+        if self._assignment is not None:
+            self._assignment.end()
+        request, times, sent_s = self.request, self._times, self._sent_s
+        result = RequestResult(sent_s, request.num_tokens, len(times), queued_s=self.queued_s, error=error)
+        if not error:
+            hand_off = self._hand_off
+            result = RequestResult(
+                sent_s,
+                request.num_tokens,
+                len(times),
+                times[0] - sent_s,
+                times[1] - sent_s if len(times) > 1 else -1.0,
+                times[-1] - sent_s,
+                self.queued_s,
+                -1.0 if hand_off is None else hand_off.exposed_s,
+                0 if hand_off is None else hand_off.num_blocks,
+                tuple([after - before for before, after in zip(times, times[1:], strict=False)]),
+                "" if self._prefill is None else self._prefill.plan.worker_id,
+                "" if self._decode is None else self._decode.plan.worker_id,
+            )
+        self._simulation.ended(self, result)
+
+
+class _HandOff:
+    """The KV of a request on its way. Bytes are sent once prefill has computed them and decode has said where they
+    go."""
+
+    def __init__(self, simulation: _Simulation, request: Request, prefill: _Worker, decode: _Worker) -> None:
+        self._simulation, self._request, self._prefill, self._decode = simulation, request, prefill, decode
+        self._layout = simulation.service.layout
+        pipes, self._link = simulation.pipes.between(prefill.plan, decode.plan)
+        self._flow = Flow(simulation.loop, pipes, self._drained, self._link.most_bytes_per_s)
+        self._announced = False
+        self._skipped = 0
+        self.num_blocks = 0
+        """That have to be sent."""
+        self._ready_bytes = 0.0
+        self._sent_bytes = 0.0
+        self._computed_s = -1.0
+        """When all was computed."""
+        self.exposed_s = -1.0
+
+    def reserved(self, event: Reserved) -> None:
+        """Decode has allocated blocks, of which it need not get those that it has cached."""
+        self._skipped = event.num_cached_blocks
+        self.num_blocks = len(event.block_ids) - self._skipped
+        after_s = self._simulation.service.overheads.announce_s + self._link.latency_s
+        self._simulation.loop.call_later(after_s, self._announce)
+
+    def _announce(self) -> None:
+        self._announced = True
+        self._pump()
+
+    def progressed(self, progress: Progress) -> None:
+        """Prefill has computed KV."""
+        layout, size = self._layout, self._layout.block_size
+        total, tokens = self._request.num_tokens, progress.num_computed_tokens
+        blocks = layout.blocks_for(tokens) if tokens >= total else tokens // size
+        ready = float(blocks * layout.block_bytes)
+        if progress.num_layers:  # the blocks before this step are there as a whole
+            whole = self._whole_bytes
+            ready = whole + (ready - whole) * progress.num_layers / layout.num_layers
+        else:
+            self._whole_bytes = ready
+            if tokens >= total:
+                self._computed_s = self._simulation.world.now()
+        self._ready_bytes = max(self._ready_bytes, ready)
+        self._pump()
+
+    _whole_bytes = 0.0
+
+    def _pump(self) -> None:
+        """Send what is ready."""
+        if not self._announced:
+            return
+        ready = self._ready_bytes - self._skipped * self._layout.block_bytes
+        if ready > self._sent_bytes:
+            num_bytes, self._sent_bytes = ready - self._sent_bytes, ready
+            self._flow.add(num_bytes)
+        elif self._computed_s >= 0 and not self._flow.is_busy:
+            self._drained()
+
+    def _drained(self) -> None:
+        """All that was sent has arrived."""
+        if self._computed_s < 0 or self.exposed_s >= 0:
+            return
+        after_s = self._link.latency_s + self._simulation.service.overheads.handoff_s
+        self.exposed_s = self._simulation.world.now() + after_s - self._computed_s
+        self._simulation.loop.call_later(after_s, self._arrived)
+
+    def _arrived(self) -> None:
+        """Decode goes on, and prefill frees its blocks."""
+        attempt_id = self._request.attempt_id
+        self._decode.engine.take(KVReady(attempt_id, TOKEN_ID))
+        self._simulation.loop.call_later(self._link.latency_s, self._prefill.engine.take, Release(attempt_id))
+
+
+class _Pipes:
+    """The links of a service."""
+
+    def __init__(self, service: PlannedService) -> None:
+        self._service = service
+        self.all: list[Pipe] = []
+        self._by_name: dict[str, Pipe] = {}
+
+    def between(self, source: PlannedWorker, target: PlannedWorker) -> tuple[list[Pipe], LinkClass]:
+        """The links from one worker to another, and what kind they are as a whole."""
+        service = self._service
+        if source.host == target.host or service.between is None:
+            link = service.within
+            pipes = [self._pipe(f"{source.worker_id} out", link), self._pipe(f"{target.worker_id} in", link)]
+        else:
+            link = service.between
+            pipes = [self._pipe(f"{source.host} out", link), self._pipe(f"{target.host} in", link)]
+        if service.shared is not None:
+            pipes.append(self._pipe("shared", service.shared))
+            link = LinkClass(
+                service.shared.bytes_per_s,
+                link.latency_s + service.shared.latency_s,
+                min(link.most_bytes_per_s, service.shared.most_bytes_per_s),
+            )
+        return pipes, link
+
+    def _pipe(self, name: str, link: LinkClass) -> Pipe:
+        if name not in self._by_name:
+            self._by_name[name] = Pipe(name, link.bytes_per_s)
+            self.all.append(self._by_name[name])
+        return self._by_name[name]
+
+
+class _Worker:
+    """A worker of the service: what its engine sends reaches the requests."""
+
+    def __init__(self, simulation: _Simulation, plan: PlannedWorker) -> None:
+        self._simulation, self.plan = simulation, plan
+        service = simulation.service
+        self.engine = PlannedEngine(
+            simulation.loop,
+            SchedulerConfig(
+                max_num_batched_tokens=plan.token_budget,
+                max_num_seqs=plan.max_num_seqs,
+                max_model_len=service.max_model_len,
+                block_size=service.layout.block_size,
+                num_blocks=plan.num_blocks,
+                prefix_caching=service.prefix_caching,
+                chunk_tokens=plan.chunk_tokens,
+            ),
+            plan.steps,
+            self,
+            service.layout,
+            layer_groups=service.layer_groups,
+            between_s=service.overheads.between_s,
+            run_ahead=plan.run_ahead,
+        )
+        self.load = Load(plan.num_blocks, 0, 0, 0)
+        self.cached = CachedBlocks()
+        self.links: Mapping[Any, Any] = {}
+        self.info = WorkerInfo(
+            worker_id=plan.worker_id,
+            role=plan.role,
+            epoch=plan.worker_id,
+            control_address="",
+            kv_endpoints=(),
+            node=plan.host,
+            device="planned",
+            pid=0,
+            engine_pid=0,
+            layout=service.layout,
+            dtype=service.layout.dtype,
+            num_blocks=plan.num_blocks,
+            max_model_len=service.max_model_len,
+            max_num_batched_tokens=plan.token_budget,
+            vocab_size=0,
+            cuda_visible_devices="",
+            cores="",
+            version="",
+            engine_restarts=0,
+            ready=True,
+            max_num_seqs=plan.max_num_seqs,
+        )
+
+    def report(self) -> WorkerLoad:
+        """Its load, as a heartbeat has it."""
+        load = self.load
+        return WorkerLoad(
+            load.free_blocks,
+            load.running,
+            load.waiting,
+            load.preemptions,
+            load.prompt_tokens_looked_up,
+            load.prompt_tokens_cached,
+            load.cached_blocks,
+        )
+
+    def send(self, *events: EngineEvent) -> None:
+        """See `EngineEvents`."""
+        lives = self._simulation.lives
+        for event in events:
+            if isinstance(event, Step):
+                for token in event.tokens:
+                    if (life := lives.get(token.attempt_id)) is not None:
+                        life.token(bool(token.finish_reason))
+            elif isinstance(event, Load):
+                self.load = event
+            elif isinstance(event, CacheChanged):
+                self.cached.change(event.added, event.removed)
+            elif isinstance(event, Rejected):
+                lives[event.attempt_id].end(event.kind)
+            elif isinstance(event, Finished):
+                lives[event.attempt_id].end("")
+
+    def send_kv(self, *events: KVEvent) -> None:
+        """See `EngineEvents`."""
+        lives = self._simulation.lives
+        for event in events:
+            if isinstance(event, Reserved):
+                if (life := lives.get(event.attempt_id)) is not None:
+                    life.reserved(event)
+            elif isinstance(event, Computed):
+                for progress in event.progress:
+                    if (life := lives.get(progress.attempt_id)) is not None:
+                        life.progressed(progress)
