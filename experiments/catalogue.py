@@ -12,8 +12,10 @@ from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
 from experiments.interference import ChunkedPrefill, Interference
 from experiments.link_sweep import LinkSweep
+from experiments.plan import Plan
 from experiments.prefix import Prefix
 from experiments.primer import Primer
+from experiments.profile import Profile
 from experiments.routing import Routing
 from experiments.run_folder import RunFolder
 from experiments.speculation import Speculation
@@ -34,6 +36,8 @@ _OWN: tuple[type[Experiment], ...] = (
     Speculation,
     Transport,
     LinkSweep,
+    Profile,
+    Plan,
 )
 
 EXPERIMENTS: tuple[type[Experiment], ...] = (

@@ -278,6 +278,8 @@ class Experiment(RunKind):
     """One question, and the way to its answer."""
 
     other_options: ClassVar[frozenset[str]] = frozenset({"target", "config", "settings"})
+    simulated: ClassVar[bool] = False
+    """Its cells measure nothing of this machine, so that its load does not matter."""
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -287,3 +289,6 @@ class Experiment(RunKind):
     @abstractmethod
     async def measure(self, bench: Bench) -> None:
         """Measure ``bench.cell``: write rows and facts."""
+
+    def finished(self, summary: Figures) -> None:
+        """What is to be done at the end of a run that was not interrupted, beside the report."""

@@ -93,6 +93,8 @@ def run_experiment(
     errors_ms = [row.clock_error_ms for row in folder.load().rows]
     folder.write_environment({**folder.environment, "clock_error_ms": max(errors_ms, default=0.0)})
     summary = redraw(experiment, folder)
+    if not interrupted:
+        experiment.finished(summary)
     return Outcome(folder, summary, interrupted, list(summary.get("failed", ())))
 
 
@@ -219,7 +221,8 @@ def _run_cell(
     begun_s = time.monotonic()
     bench.run(experiment.measure)
     duration_s = round(time.monotonic() - begun_s, 3)
-    facts |= meter.facts()
+    if not experiment.simulated:
+        facts |= meter.facts()
     if cell.service is not None:
         deployment.check()  # requests that failed because the service ended are no result; --resume repeats the cell
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))

@@ -170,6 +170,15 @@ experiments = typer.Typer(
 )
 
 
+_FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def plan(context: typer.Context) -> None:
+    """Simulate deployments, and say which serves most requests within an SLO (pdserve experiment plan)."""
+    experiments_command: Any = typer.main.get_group(experiments)
+    experiments_command.main(["plan", *context.args], prog_name="pdserve", standalone_mode=False)
+
+
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder of a run")], as_json: JsonOption = False
 ) -> None:
@@ -183,5 +192,6 @@ def add_commands(app: typer.Typer) -> None:
     """The entry point ``pdserve.commands`` of this package."""
     app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
     app.add_typer(experiments, name="experiment")
+    app.command("plan", context_settings={**_FORWARDED, "help_option_names": []})(plan)
     for command in (report, compare, plot):
         app.command(command.__name__)(command)

@@ -125,5 +125,3 @@ class PlannedEngine:
             self._loop.call_later(self._between_s, self._turn)
         else:
             self._loop.call_soon(self._turn)
-
-

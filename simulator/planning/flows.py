@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from simulator.loop import Callback, WorldLoop
 
-_DONE_BYTES = 1e-3
-"""Fewer bytes left are rounding errors."""
+_DONE_S = 1e-9
+"""What is moved in less time is a rounding error of the clock."""
 
 
 class Pipe:
@@ -85,7 +85,7 @@ class Flow:
 
     def _arrived(self) -> None:
         self._settle()
-        if self._left > _DONE_BYTES:
+        if self._left > self.rate * _DONE_S:
             self._schedule()
             return
         self._timer = None

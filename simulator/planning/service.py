@@ -3,10 +3,10 @@ engine schedules. Only steps and transfers are replaced, by the time that they t
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import msgspec
@@ -33,7 +33,7 @@ from pdserve.core.config import RouterConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import PeerLink
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.request import Mode, Request
+from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from router.fair_queue import Waiting
@@ -96,11 +96,15 @@ class PlannedService:
     within: LinkClass
     between: LinkClass | None = None
     shared: LinkClass | None = None
-    overheads: Overheads = Overheads()
+    overheads: Overheads = field(default_factory=Overheads)
     router: RouterConfig = field(default_factory=RouterConfig)
     layer_groups: int = 0
     prefix_caching: bool = False
     max_model_len: int = 1 << 20
+
+    def with_steps(self, steps: StepTime) -> PlannedService:
+        """The same with workers whose steps take other times."""
+        return replace(self, workers=[replace(worker, steps=steps) for worker in self.workers])
 
 
 class PlannedTurn(msgspec.Struct, frozen=True):
@@ -184,7 +188,7 @@ class _Simulation:
         chance = random.Random(f"planning/{seed}")
         self._errors: list[BaseException] = []
         self.world = World(chance, self._on_error, 0.0)
-        self.loop = self.world_loop("service")
+        self.loop = WorldLoop(self.world, "service")  # type: ignore[abstract]  # of asyncio's methods it has what is used
         self.registry = WorkerRegistry(self.world, service.router)
         self._line = WaitingLine(self.registry, service.router, self.world)
         self.workers: dict[str, _Worker] = {}
@@ -199,10 +203,6 @@ class _Simulation:
         self._open = 0
         self._more = True
         self._began_s = self._last_s = self.world.now()
-
-    def world_loop(self, name: str) -> WorldLoop:
-        """A loop of the world."""
-        return WorldLoop(self.world, name)
 
     def _on_error(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -324,7 +324,9 @@ class _Simulation:
 class _Life:
     """A request, from its sending to its last token."""
 
-    def __init__(self, simulation: _Simulation, request: Request, order: int, asked: PlannedRequests, turn: int) -> None:
+    def __init__(
+        self, simulation: _Simulation, request: Request, order: int, asked: PlannedRequests, turn: int
+    ) -> None:
         self._simulation, self.request, self.order, self.asked, self.turn = simulation, request, order, asked, turn
         self._sent_s = simulation.world.now()
         self.queued_s = 0.0
@@ -396,7 +398,7 @@ class _Life:
                 self.queued_s,
                 -1.0 if hand_off is None else hand_off.exposed_s,
                 0 if hand_off is None else hand_off.num_blocks,
-                tuple([after - before for before, after in zip(times, times[1:], strict=False)]),
+                tuple([after - before for before, after in itertools.pairwise(times)]),
                 "" if self._prefill is None else self._prefill.plan.worker_id,
                 "" if self._decode is None else self._decode.plan.worker_id,
             )

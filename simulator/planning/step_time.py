@@ -82,7 +82,9 @@ class MeasuredSteps(msgspec.Struct, frozen=True):
         first, *others = fit(rows, {}, len(rows)).coefficients
         slopes, (sampled_s, pair_s, read_s) = others[:-3], others[-3:]
         lengths = [after - before for before, after in itertools.pairwise(KNOTS)]
-        at_rows = itertools.accumulate((slope * length for slope, length in zip(slopes, lengths, strict=True)), initial=first)
+        at_rows = itertools.accumulate(
+            (slope * length for slope, length in zip(slopes, lengths, strict=True)), initial=first
+        )
         return cls(tuple(at_rows), sampled_s, pair_s, read_s)
 
     def seconds(self, step: StepShape) -> float:

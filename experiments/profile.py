@@ -1,0 +1,339 @@
+"""``pdserve experiment profile``: what `pdserve plan` has to know of this machine to predict a service on it.
+
+The steps of an engine alone are measured (`experiments.engine_alone`): random sizes of prompts, batches and both
+together, since kernels are fastest at some sizes and a service meets them all. `MeasuredSteps` is fitted to most of
+them, and judged by the others. What a request spends beside engines comes from the breakdowns of an idle service with a
+prefill and a decode worker, and the time between two steps from one with the tiny model, whose steps hardly take any
+time themselves."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+from pydantic import Field
+
+from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
+from experiments.engine_alone.steps import StepCase
+from experiments.experiment import Bench, Cell, Experiment, Options, option
+from experiments.modes import COLOCATED, PD
+from experiments.report.drawing import Mark, Panel, Picture, Rule, TableBlock, table
+from experiments.report.page import Report, setup_of
+from experiments.run_folder import Figures, RequestRow, RunData, RunFolder, faults
+from experiments.workloads.conversation import random_tokens
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import Mode
+from pdserve.core.timeline import Figure
+from simulator.planning.service import LinkClass, Overheads
+from simulator.planning.step_time import KNOTS, MeasuredSteps, StepShape
+
+STEPS, BETWEEN, SERVED = "steps", "between", "served"
+"""The cells."""
+_HELD_OUT = 3
+"""One of so many cases judges the fit."""
+_LONGEST, _LARGEST = 2048, 32
+"""Of contexts and of batches."""
+_OUTPUT = 12
+_WARM = 2
+
+
+class ProfileOptions(Options):
+    """Options of `Profile`."""
+
+    steps: int = option(66, ge=36, description="steps of different sizes to measure", quick=36)
+    repeats: int = option(3, ge=1, description="how often each is measured", quick=1)
+    requests: int = option(8, ge=3, description="requests of each length and mode to an idle service", quick=3)
+    device: Literal["cpu", "cuda"] = Field("cpu", description="one core, or the first GPU")
+
+
+class Profile(Experiment):
+    """See the module."""
+
+    name = "profile"
+    question = "How long do steps of this machine take, and what does a service add to them?"
+    options_type = ProfileOptions
+    options: ProfileOptions
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """The engine alone, then a service of the tiny model, then one of the model."""
+        if attached is not None:
+            raise InvalidRequest("--target: profile measures an engine of its own on this machine; leave it out")
+        pair = {"cluster.prefill": 1, "cluster.decode": 1, "cluster.device": self.options.device}
+        sent = self.options.requests
+        return [
+            Cell(STEPS, {}, None, self._task().measurements),
+            Cell(BETWEEN, {}, {**pair, "model.path": "tiny"}, sent),
+            Cell(SERVED, {}, {**pair, "model.path": self.options.model}, 2 * len(_LENGTHS) * sent),
+        ]
+
+    def _task(self) -> Task:
+        options = self.options
+        core = min(os.sched_getaffinity(0)) if options.device == "cpu" else None
+        return Task(
+            model=options.model,
+            device=options.device,
+            core=core,
+            repeats=options.repeats,
+            seed=options.seed,
+            cases=draw_cases(options.steps, options.seed),
+        )
+
+    async def measure(self, bench: Bench) -> None:
+        """Keep the seconds of each case, or the rows of requests to an idle service."""
+        if bench.cell.name == STEPS:
+            await self._measure_steps(bench)
+            return
+        if bench.cell.name == BETWEEN:
+            bench.facts["alone_s"] = await self._decode_alone_s()
+        async with AsyncClient(bench.target) as client:
+            status = await client.status()
+            lengths = (_LENGTHS[0],) if bench.cell.name == BETWEEN else _LENGTHS
+            room = min(status.context_length, status.pool_tokens) - _OUTPUT
+            for length in lengths:
+                tokens = min(length, room)
+                for mode in (COLOCATED,) if bench.cell.name == BETWEEN else (COLOCATED, PD):
+                    for index in range(-_WARM, self.options.requests):
+                        prompt = random_tokens(f"profile/{mode}/{length}/{index}", tokens, status.vocab_size)
+                        if index < 0:  # warms up
+                            await client.generate(prompt, max_tokens=_OUTPUT, mode=Mode(mode), ignore_eos=True).result()
+                            continue
+                        await bench.send(
+                            client,
+                            prompt,
+                            arm=mode,
+                            repeat=0,
+                            index=index,
+                            kind=str(length),
+                            max_tokens=_OUTPUT,
+                            mode=Mode(mode),
+                        )
+                        bench.advance(1)
+        bench.facts |= {"block_size": status.block_size, "pool_tokens": status.pool_tokens}
+
+    async def _decode_alone_s(self) -> float:
+        """Seconds of a decode step of the tiny model, in an engine alone."""
+        times: list[float] = []
+
+        def take(message: Rates | Sample) -> None:
+            if isinstance(message, Sample) and message.repeat >= 0:
+                times.append(message.values["time_s"])
+
+        task = msgspec.structs.replace(self._task(), model="tiny", cases=(StepCase(1, 1, _LENGTHS[0]),))
+        await measure_alone(task, take)
+        return statistics.median(times)
+
+    async def _measure_steps(self, bench: Bench) -> None:
+        task = self._task()
+        times: list[list[float]] = [[] for _ in task.cases]
+
+        def take(message: Rates | Sample) -> None:
+            if isinstance(message, Sample):
+                bench.advance(1)
+                if message.repeat >= 0:
+                    times[message.values["case"]].append(message.values["time_s"])
+
+        built = await measure_alone(task, take)
+        steps = [
+            {**msgspec.structs.asdict(case), "times_s": each} for case, each in zip(task.cases, times, strict=True)
+        ]
+        bench.facts |= {"steps": steps, "device": built.device, "dtype": built.dtype, "chunk": built.chunk}
+
+    def summarise(self, run: RunData) -> Figures:
+        """``steps``: the fit (`MeasuredSteps`), with ``error``, the median of its relative errors at the ``held_out``
+        steps, and ``bias``, their mean; ``cases``, all steps with the predicted ``predicted_ms`` and the measured
+        ``measured_ms``. ``overheads``: seconds beside engines (`Overheads`). ``link``: what a link of a host carries
+        (`LinkClass`). ``model``, ``device``, ``dtype``, ``chunk`` (tokens of a step), ``block_size``, ``pool_tokens``
+        of a worker. What was not measured is null."""
+        facts = {cell.cell: cell.facts for cell in run.cells}
+        found: Figures = {"experiment": self.name, "model": self.options.model, "steps": None, "cases": []}
+        found |= {key: run.fact(key) for key in ("device", "dtype", "chunk", "block_size", "pool_tokens")}
+        found |= {"overheads": None, "link": None, "failed": faults(SERVED, run.rows_of(SERVED))}
+        if STEPS in facts:
+            found |= _fitted(facts[STEPS]["steps"])
+        if SERVED in facts and BETWEEN in facts and found["steps"] is not None:
+            found["overheads"] = msgspec.to_builtins(_overheads(run, facts[BETWEEN]))
+            rates = [float(link["ceiling_gbs"]) for link in facts[SERVED].get("links", ()) if link.get("ceiling_gbs")]
+            if rates:
+                found["link"] = {"bytes_per_s": 1e9 * statistics.median(rates), "latency_s": 0.0}
+        return found
+
+    def report(self, run: RunData, summary: Figures) -> Report:
+        """Measured over predicted steps, and the overheads."""
+        blocks: list[Picture | TableBlock] = []
+        if summary["cases"]:
+            blocks.append(_picture(summary["cases"]))
+        if overheads := summary["overheads"]:
+            rows = [{"what": what, "ms": 1e3 * overheads[key]} for key, what in _OVERHEAD_TEXTS.items()]
+            blocks.append(table("Beside the engines", rows, ("what", "ms | ms:.2f"), "Medians of an idle service."))
+        method = (
+            f"{self.options.steps} steps of random sizes, {self.options.repeats} times each after a warm-up, order "
+            f"reversed with each repeat; one of {_HELD_OUT} judges the fit"
+        )
+        caveats = ["The profile holds for this model, dtype and machine, at the speed that it had at that time."]
+        return Report(
+            "Profile", self.question, _answer(summary), setup_of(run, method), blocks, caveats, summary["failed"]
+        )
+
+
+_LENGTHS = (64, 512, 1024)
+"""Tokens of the prompts to an idle service."""
+_OVERHEAD_TEXTS = {
+    "arrive_s": "from the client to the choice of workers",
+    "dispatch_s": "from there to an engine",
+    "answer_s": "from a token to the client",
+    "announce_s": "from decode's allocation of blocks to prefill",
+    "handoff_s": "from the last bytes of a hand-off to decode's engine",
+    "between_s": "between two steps of an engine",
+}
+
+
+def draw_cases(count: int, seed: int) -> tuple[StepCase, ...]:
+    """Steps of random sizes: a part of a prompt, requests that decode, and both together, in turn."""
+    draw = random.Random(f"profile/{seed}")
+
+    def size(most: int, least: int = 1) -> int:
+        return round(2 ** draw.uniform(math.log2(least), math.log2(most)))
+
+    cases = []
+    for number in range(count):
+        context = draw.randrange(1, _LONGEST)
+        if number % 3 == 0:
+            cases.append(StepCase(1, size(512, 8), context * draw.randrange(2)))
+        elif number % 3 == 1:
+            cases.append(StepCase(size(_LARGEST), 1, context))
+        else:
+            cases.append(StepCase(1, size(448, 8), context, size(_LARGEST)))
+    return tuple(cases)
+
+
+def _fitted(steps: Sequence[Mapping[str, Any]]) -> Figures:
+    """The fit to measured steps, and all of them beside a fit that has not seen those that judge it."""
+    cases = [StepCase(*(int(step[key]) for key in StepCase.__struct_fields__)) for step in steps]
+    shapes = [StepShape.plain(case.batch, case.tokens, case.context, case.beside) for case in cases]
+    times = [[float(each) for each in step["times_s"]] for step in steps]
+    judges = [place % _HELD_OUT == _HELD_OUT - 1 for place in range(len(steps))]
+
+    def fit(chosen: Sequence[bool]) -> MeasuredSteps:
+        return MeasuredSteps.fit(
+            [(shape, each) for shape, mine, use in zip(shapes, times, chosen, strict=True) if use for each in mine]
+        )
+
+    judged = fit([not judge for judge in judges])
+    held = [(s, statistics.median(t)) for s, t, judge in zip(shapes, times, judges, strict=True) if judge]
+    rows = [
+        {
+            **msgspec.structs.asdict(case),
+            "kind": case.kind,
+            "measured_ms": 1e3 * statistics.median(mine),
+            "predicted_ms": 1e3 * judged.seconds(shape),
+            "held_out": judge,
+        }
+        for case, shape, mine, judge in zip(cases, shapes, times, judges, strict=True)
+    ]
+    bias = statistics.fmean(judged.seconds(shape) / seconds - 1 for shape, seconds in held)
+    final = msgspec.to_builtins(fit([True] * len(steps)))
+    return {"steps": {**final, "knots": list(KNOTS), "error": judged.error(held), "bias": bias}, "cases": rows}
+
+
+def _overheads(run: RunData, between: Mapping[str, Any]) -> Overheads:
+    """From the breakdowns of requests to an idle service. What lies between two processes counts as half before and
+    half after."""
+    rows = [row for row in run.rows_of(SERVED) if row.error is None]
+    stages = _medians_s(rows, Figure.TTFT)
+    handed = _medians_s([row for row in rows if (row.arm, row.kind) == (PD, str(_LENGTHS[0]))], Figure.TTFT_DECODE)
+    alone_s, gaps = float(between["alone_s"]), [gap for row in run.rows_of(BETWEEN) for gap in row.itl_ms]
+    network_s, dispatch_s = stages["network"], stages["dispatch"]
+    return Overheads(
+        arrive_s=network_s / 2 + stages["gateway"] + stages["route"],
+        dispatch_s=dispatch_s / 2 + stages["prefill_queue"],
+        answer_s=dispatch_s / 2 + network_s / 2,
+        announce_s=dispatch_s / 2,
+        handoff_s=handed["kv_exposed"] + handed["decode_queue"],
+        between_s=max(0.0, statistics.median(gaps) / 1e3 - alone_s) if gaps else 0.0,
+    )
+
+
+def _medians_s(rows: Sequence[RequestRow], figure: Figure) -> Mapping[str, float]:
+    """The median of each stage, in seconds; 0 for one that no request has."""
+    stages: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.stages_ms.get(figure, {}).items():
+            stages[name].append(value)
+    medians = {name: statistics.median(values) / 1e3 for name, values in stages.items()}
+    return defaultdict(float, medians)
+
+
+def _answer(summary: Figures) -> str:
+    steps, overheads = summary["steps"], summary["overheads"]
+    if steps is None:
+        return "Nothing was measured."
+    held = sum(case["held_out"] for case in summary["cases"])
+    told = (
+        f"The time of a step is predicted with a median error of {steps['error']:.1%} at {held} steps that the fit has "
+        f"not seen (on average {steps['bias']:+.1%})."
+    )
+    if overheads is None:
+        return told
+    around = sum(overheads[key] for key in ("arrive_s", "dispatch_s", "answer_s"))
+    return (
+        f"{told} A service adds {1e3 * around:.1f} ms to the time to first token, {1e3 * overheads['handoff_s']:.1f} "
+        f"ms to a hand-off of one block, and {1e3 * overheads['between_s']:.2f} ms between two steps."
+    )
+
+
+def _picture(cases: Sequence[Figures]) -> Picture:
+    held = [case for case in cases if case["held_out"]]
+    return Picture(
+        "steps",
+        "Predicted over measured steps",
+        "Steps that the fit has not seen. On the line, the prediction is right.",
+        [
+            Panel(
+                [Rule("diagonal"), Mark(held, "measured_ms", "predicted_ms", "kind", kind="points")],
+                "measured, ms",
+                "predicted, ms",
+                log="xy",
+                legend="upper left",
+            )
+        ],
+    )
+
+
+class Profiled(msgspec.Struct, frozen=True):
+    """A finished profile, as `experiments.plan` uses it. ``chunk``: tokens of a step; ``pool_tokens``: of a worker."""
+
+    path: str
+    model: str
+    dtype: str
+    device: str
+    chunk: int
+    block_size: int
+    pool_tokens: int
+    steps: MeasuredSteps
+    error: float
+    overheads: Overheads
+    link: LinkClass
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The profile in the folder of a run. InvalidRequest if it is none, or not complete."""
+        folder = RunFolder.open(path, "--device")
+        name, _ = folder.config
+        if name != Profile.name:
+            raise InvalidRequest(f"--device: {path} is a run of {name}, not of {Profile.name}")
+        summary = folder.summary
+        if summary["overheads"] is None or summary["link"] is None:
+            raise InvalidRequest(f"--device: the profile in {path} is not complete; go on with --resume {path}")
+        if tuple(summary["steps"]["knots"]) != KNOTS:
+            raise InvalidRequest(f"--device: the profile in {path} is of another version; measure it again")
+        kept = {key: summary[key] for key in cls.__struct_fields__ if key in summary}
+        return msgspec.convert({**kept, "path": str(path), "error": summary["steps"]["error"]}, cls)
