@@ -12,7 +12,7 @@ from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
 from experiments.interference import ChunkedPrefill, Interference
 from experiments.link_sweep import LinkSweep
-from experiments.plan import Plan
+from experiments.plan import Planner
 from experiments.prefix import Prefix
 from experiments.primer import Primer
 from experiments.profile import Profile
@@ -37,7 +37,7 @@ _OWN: tuple[type[Experiment], ...] = (
     Transport,
     LinkSweep,
     Profile,
-    Plan,
+    Planner,
 )
 
 EXPERIMENTS: tuple[type[Experiment], ...] = (

@@ -31,7 +31,7 @@ from experiments.workloads.conversation import random_tokens
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.request import Mode
+from pdserve.core.request import Mode, counted
 from pdserve.core.timeline import Figure
 from simulator.planning.service import LinkClass, Overheads
 from simulator.planning.step_time import KNOTS, MeasuredSteps, StepShape
@@ -152,11 +152,12 @@ class Profile(Experiment):
         steps, and ``bias``, their mean; ``cases``, all steps with the predicted ``predicted_ms`` and the measured
         ``measured_ms``. ``overheads``: seconds beside engines (`Overheads`). ``link``: what a link of a host carries
         (`LinkClass`). ``model``, ``device``, ``dtype``, ``chunk`` (tokens of a step), ``block_size``, ``pool_tokens``
-        of a worker. What was not measured is null."""
+        of a worker. ``requests``: how many there were. What was not measured is null."""
         facts = {cell.cell: cell.facts for cell in run.cells}
         found: Figures = {"experiment": self.name, "model": self.options.model, "steps": None, "cases": []}
         found |= {key: run.fact(key) for key in ("device", "dtype", "chunk", "block_size", "pool_tokens")}
         found |= {"overheads": None, "link": None, "failed": faults(SERVED, run.rows_of(SERVED))}
+        found["requests"] = sum(row.error is None for row in run.rows)
         if STEPS in facts:
             found |= _fitted(facts[STEPS]["steps"])
         if SERVED in facts and BETWEEN in facts and found["steps"] is not None:
@@ -285,8 +286,9 @@ def _answer(summary: Figures) -> str:
         return told
     around = sum(overheads[key] for key in ("arrive_s", "dispatch_s", "answer_s"))
     return (
-        f"{told} A service adds {1e3 * around:.1f} ms to the time to first token, {1e3 * overheads['handoff_s']:.1f} "
-        f"ms to a hand-off of one block, and {1e3 * overheads['between_s']:.2f} ms between two steps."
+        f"{told} By the medians of {counted(summary['requests'], 'request')}, a service adds {1e3 * around:.1f} ms to "
+        f"the time to first token, {1e3 * overheads['handoff_s']:.1f} ms to a hand-off of one block, and "
+        f"{1e3 * overheads['between_s']:.2f} ms between two steps."
     )
 
 

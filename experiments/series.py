@@ -60,9 +60,9 @@ class Series:
 
     @staticmethod
     def names(only: Sequence[str] | None) -> list[str]:
-        """Names of all experiments, or those of ``only`` after checking them."""
+        """Names of all experiments that measure something, or those of ``only`` after checking them."""
         if only is None:
-            return [each.name for each in EXPERIMENTS]
+            return [each.name for each in EXPERIMENTS if not each.simulated]
         if not only:
             raise InvalidRequest("--only: is empty; name at least one experiment")
         return [experiment_of(name).name for name in dict.fromkeys(only)]

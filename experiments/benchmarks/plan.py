@@ -8,6 +8,7 @@ time, show how fast it is, and the simulated steps are scaled by that."""
 from __future__ import annotations
 
 import itertools
+import secrets
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,15 @@ import typer
 from experiments.benchmarks.frame import Quick, in_turns, note, run, service
 from experiments.experiment import Cell
 from experiments.load import Load, run_load
-from experiments.plan import Candidate, Change, Plan, PlanOptions
+from experiments.plan import Planner
+from experiments.planned_site import Candidate, Change, PlannerOptions
 from experiments.profile import Profile, Profiled
 from experiments.runner import new_folder, run_experiment
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import random_tokens
 from experiments.workloads.synthetic import Synthetic, parse_lengths
 from pdserve import AsyncClient
+from pdserve.client.request import GenerateOptions
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.request import Mode
@@ -64,13 +67,14 @@ class Scaled:
 def plan(
     quick: Quick = False,
     profile: Annotated[Path | None, typer.Option(help="folder of a profile of this machine")] = None,
-    model: Annotated[str, typer.Option(help="model to serve, if there is no profile")] = "dummy:135m",
 ) -> dict[str, Any]:
     """Measure, and simulate."""
     with tempfile.TemporaryDirectory(prefix="pdserve-plan-") as folder:
-        path = profile or _profile(Path(folder), model, quick)
+        path = profile or _profile(Path(folder), "tiny" if quick else "dummy:135m", quick)
         profiled = Profiled.read(path)
-        options = PlanOptions.choose({"model": profiled.model, "device": str(path), "devices": 2, "splits": ("1P1D",)})
+        options = PlannerOptions.choose(
+            {"model": profiled.model, "device": str(path), "devices": 2, "splits": ("1P1D",)}
+        )
         site = _site(options)
     workloads, duration_s = (QUICK_WORKLOADS, 1.5) if quick else (WORKLOADS, 40.0)
     loads = [(name, rate) for name, (*_, rates) in workloads.items() for rate in rates]
@@ -128,8 +132,8 @@ class _Notes:
         note(text)
 
 
-def _site(options: PlanOptions) -> PlannedService:
-    planned = Plan(options)
+def _site(options: PlannerOptions) -> PlannedService:
+    planned = Planner(options)
     planned.configure(PdserveConfig())
     return planned.site.service(Candidate("pd", 1, 1, (1, 1)), Change())
 
@@ -140,7 +144,8 @@ async def _speed(profiled: Profiled, client: AsyncClient) -> tuple[float, float]
     prompts, decodes = [], []
     for number in range(_PROBES):
         tokens = random_tokens(f"probe/{number}", _PROBE_TOKENS, status.vocab_size)
-        done = await client.generate(tokens, max_tokens=_PROBE_OUTPUT, ignore_eos=True, mode=Mode.PD).result()
+        sending: GenerateOptions = {"max_tokens": _PROBE_OUTPUT, "ignore_eos": True, "mode": Mode.PD}
+        done = await client.generate(tokens, salt=secrets.token_hex(8), **sending).result()  # nothing is cached
         starts = range(0, _PROBE_TOKENS, profiled.chunk)
         chunks = [StepShape.plain(1, min(profiled.chunk, _PROBE_TOKENS - start), start) for start in starts]
         prefill_s = sum(profiled.steps.seconds(chunk) for chunk in chunks)

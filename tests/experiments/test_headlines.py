@@ -21,8 +21,10 @@ from tests.experiments import (
     test_goodput,
     test_interference,
     test_link_sweep,
+    test_plan,
     test_prefix,
     test_primer,
+    test_profile,
     test_routing,
     test_speculation,
     test_transport,
@@ -170,6 +172,14 @@ def transport() -> tuple[dict[str, Any], RunData]:
     return {}, test_transport.local_run(6)
 
 
+def plan() -> tuple[dict[str, Any], RunData]:
+    return {}, test_plan.run_of(4.0, 4.05)
+
+
+def profile() -> tuple[dict[str, Any], RunData]:
+    return {}, test_profile.whole_run()
+
+
 CLAIM = re.compile(
     r"disaggregation adds|has the lowest|have the lowest|(more|less) than the|it pays|ms \[[^]]*\] earlier|times less"
     r"|times the t|is [0-9.]+ times|times as much"
@@ -177,7 +187,8 @@ CLAIM = re.compile(
 """What only the headline of a run that shows an effect says."""
 NUMBER = re.compile(r"[0-9.]+ (ms|s|µs|GB/s|Gbit/s|requests/s|(output )?tokens/s)\b")
 COUNTED = re.compile(
-    r"\[|±|by arithmetic|\b[1-9][0-9,]* (disaggregated )?(request|pair|gap|long prompt|cell|measured load)s?\b"
+    r"\[|±|by arithmetic|by simulation"
+    r"|\b[1-9][0-9,]* (disaggregated )?(request|pair|gap|long prompt|cell|measured load)s?\b"
 )
 """A measured figure, and the interval or the count that has to stand in its sentence."""
 PLANTED: dict[str, tuple[Callable[[], tuple[dict[str, Any], RunData]], str]] = {
@@ -193,6 +204,8 @@ PLANTED: dict[str, tuple[Callable[[], tuple[dict[str, Any], RunData]], str]] = {
     "primer": (primer, "not measurably less"),
     "speculation": (speculation, "give no difference in tokens per second that could be measured"),
     "link-sweep": (link_sweep, "within 15 % or 3 ms of the prediction"),  # nothing is compared
+    "plan": (plan, "It makes no difference"),
+    "profile": (profile, "is predicted with a median error of"),  # nothing is compared
     "transport": (transport, "GB/s"),  # figures of each, and no comparison
 }
 

@@ -1,0 +1,96 @@
+"""The profile: its cases, its figures on data made by hand, and a run that a plan can use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from experiments.engine_alone.steps import StepCase
+from experiments.plan import Planner
+from experiments.planned_site import Change, PlannerOptions
+from experiments.profile import Profile, Profiled, ProfileOptions, draw_cases
+from experiments.run_folder import FinishedCell, RequestRow, RunData
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import InvalidRequest
+from simulator.planning.step_time import MeasuredSteps, StepShape
+from tests.experiments.quiet import judged, measured
+
+PLANTED = MeasuredSteps((0.01, 0.011, 0.012, 0.02, 0.04, 0.1, 0.4), 1e-4, 1e-7, 1e-6)
+
+
+def steps_cell(count: int = 60) -> FinishedCell:
+    """Steps that take what was planted."""
+    steps = [
+        {
+            **msgspec.structs.asdict(case),
+            "times_s": [PLANTED.seconds(StepShape.plain(case.batch, case.tokens, case.context, case.beside))] * 2,
+        }
+        for case in draw_cases(count, 0)
+    ]
+    return FinishedCell("steps", {}, 1.0, {"steps": steps, "device": "cpu", "dtype": "bfloat16", "chunk": 512})
+
+
+def row(arm: str, kind: str, cell: str = "served") -> RequestRow:
+    ttft = {"network": 2.0, "gateway": 1.0, "route": 0.5, "dispatch": 3.0, "prefill_queue": 0.25, "prefill": 50.0}
+    decode = {**ttft, "kv_exposed": 4.0, "decode_queue": 1.0, "first_decode": 10.0}
+    return RequestRow(
+        cell=cell, arm=arm, repeat=0, index=0, kind=kind, itl_ms=(3.0, 3.0, 3.0),
+        stages_ms={"ttft": ttft, "ttft_decode": decode},
+    )  # fmt: skip
+
+
+def whole_run() -> RunData:
+    rows = [row(arm, kind) for arm in ("pd", "colocated") for kind in ("64", "512")]
+    served = FinishedCell("served", {}, 1.0, {"links": [{"ceiling_gbs": 2.0}], "block_size": 64, "pool_tokens": 640})
+    between = FinishedCell("between", {}, 1.0, {"alone_s": 0.002})
+    return RunData("profile", {}, {}, (steps_cell(), between, served), (*rows, row("colocated", "64", "between")))
+
+
+def test_figures() -> None:
+    summary, report = judged(Profile, whole_run())
+    assert summary["steps"]["error"] < 0.01
+    assert summary["link"] == {"bytes_per_s": 2e9, "latency_s": 0.0}
+    assert summary["overheads"] == pytest.approx(
+        {"arrive_s": 0.0025, "dispatch_s": 0.00175, "answer_s": 0.0025, "announce_s": 0.0015, "handoff_s": 0.005,
+         "between_s": 0.001}
+    )  # fmt: skip
+    assert "6.8 ms to the time to first token" in report.answer
+    assert sum(case["held_out"] for case in summary["cases"]) == 20
+
+
+def test_cases_are_of_all_kinds() -> None:
+    cases = draw_cases(60, 1)
+    assert {case.kind for case in cases} == {"prompt", "prefill", "decode", "mixed"}
+    assert all(case.rows + case.beside <= 512 for case in cases)
+    assert cases == draw_cases(60, 1)
+    assert all(isinstance(case, StepCase) for case in cases)
+
+
+def test_a_service_of_its_own() -> None:
+    status: Any = object()
+    with pytest.raises(InvalidRequest, match="--target"):
+        Profile(ProfileOptions.choose({})).cells(status)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_a_plan_can_use(tmp_path: Path) -> None:
+    options = ProfileOptions.choose({"model": "tiny", "steps": 36, "repeats": 1, "requests": 3})
+    summary, path, _ = measured(Profile(options), tmp_path)
+    assert summary["overheads"]["arrive_s"] > 0
+    profiled = Profiled.read(path)
+    assert profiled.model == "tiny"
+    assert profiled.pool_tokens > 1000
+
+    given = {"model": "tiny", "device": str(path), "devices": 2, "requests": 20, "duration_s": 0.1,
+             "input_len": "16:64", "output_len": "2:8", "slo": "ttft=1000,itl=500"}  # fmt: skip
+    plan = Planner(PlannerOptions.choose(given))
+    plan.configure(PdserveConfig())
+    service = plan.site.service(plan.site.candidates()[-1], Change())
+    assert service.overheads == profiled.overheads
+    other = Planner(PlannerOptions.choose({**given, "model": "dummy:135m"}))
+    other.configure(PdserveConfig())
+    with pytest.raises(InvalidRequest, match="is of tiny"):
+        other.cells(None)

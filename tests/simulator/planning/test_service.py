@@ -1,0 +1,218 @@
+"""A simulated service: an idle request takes what its parts take, blocks are those of the arithmetic, and engines
+schedule what the real engine schedules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from contract.engine import CoreCommand, KVReady, KVRole, Release
+from engine.core import EngineCore, RunningStep
+from engine.model.runner import ModelRunner
+from engine.scheduling.batch import LayerHook, ScheduledSeq
+from engine.scheduling.kv_connector import KVConnector
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdserve.core.clock import FakeClock
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role
+from router.view import WaitMode
+from simulator.loop import World, WorldLoop
+from simulator.planning import service as planned
+from simulator.planning.engine import PlannedEngine
+from simulator.planning.service import (
+    LinkClass,
+    Overheads,
+    PlannedRequests,
+    PlannedService,
+    PlannedTurn,
+    PlannedWorker,
+    ServiceRun,
+    run_service,
+)
+from simulator.planning.step_time import MeasuredSteps, StepShape
+from tests.engine.harness import BLOCK, Outbox, make_runner, submit
+from tests.random_models import save_random_model
+
+LAYOUT = KVLayout.uniform("planned", "bfloat16", 16, 4, 2, 64)
+STEPS = MeasuredSteps((0.010, 0.0105, 0.011, 0.012, 0.02, 0.08, 0.32), 1e-4, 1e-8, 1e-7)
+OVERHEADS = Overheads(0.001, 0.002, 0.003, 0.0005, 0.004, 0.0005)
+MODES: tuple[WaitMode, ...] = (Mode.PD, Mode.COLOCATED)
+
+
+def service(prefill: int = 1, decode: int = 1, num_blocks: int = 500, **more: object) -> PlannedService:
+    workers = [
+        PlannedWorker(f"{role}-{number}", role, "host", STEPS, num_blocks, 256, 16)
+        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+        for number in range(count)
+    ]
+    settings = {"overheads": OVERHEADS, "layer_groups": 4, **more}
+    return PlannedService(workers, LAYOUT, LinkClass(1e9, 1e-4), **settings)  # type: ignore[arg-type]
+
+
+def requests(count: int, rate: float, seed: int = 0) -> Iterator[PlannedRequests]:
+    draw, at_s = random.Random(seed), 0.0
+    for _ in range(count):
+        at_s += draw.expovariate(rate)
+        turn = PlannedTurn((0,) * draw.randrange(1, 700), draw.randrange(1, 40))
+        yield PlannedRequests(at_s, (turn,))
+
+
+def test_an_idle_request_takes_what_its_parts_take() -> None:
+    [done] = run_service(service(), Mode.PD, [PlannedRequests(0.0, (PlannedTurn((0,) * 300, 3),))]).requests
+    chunks = [StepShape.plain(1, 256, 0)._replace(sampled=0), StepShape.plain(1, 44, 256)]
+    prefill_s = sum(STEPS.seconds(chunk) for chunk in chunks) + OVERHEADS.between_s
+    assert done.ttft_s == pytest.approx(
+        OVERHEADS.arrive_s + OVERHEADS.dispatch_s + prefill_s + OVERHEADS.answer_s, abs=1e-6
+    )
+    # The last group of layers, of the blocks of the last chunk, is sent after the prefill.
+    assert done.kv_blocks == 19
+    assert OVERHEADS.handoff_s < done.exposed_s < OVERHEADS.handoff_s + 3 * LAYOUT.block_bytes / 1e9 + 1e-3
+    decode_s = STEPS.seconds(StepShape.plain(1, 1, 300))
+    assert done.ttft_decode_s - done.ttft_s == pytest.approx(done.exposed_s + decode_s, abs=1e-6)
+    assert done.itl_s[1] == pytest.approx(STEPS.seconds(StepShape.plain(1, 1, 301)) + OVERHEADS.between_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_requests_end_with_the_blocks_of_the_arithmetic(mode: WaitMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[planned._Worker] = []
+    init = planned._Worker.__init__
+
+    def noted(self: planned._Worker, *given: object) -> None:
+        init(self, *given)  # type: ignore[arg-type]
+        made.append(self)
+
+    monkeypatch.setattr(planned._Worker, "__init__", noted)
+    sent = list(requests(200, 12.0))
+    run = run_service(service(2, 2, 120), mode, sent)
+    assert len(run.requests) == 200
+    assert not [each.error for each in run.requests if each.error]
+    by_sending = sorted(run.requests, key=lambda each: each.sent_s)
+    for done, asked in zip(by_sending, sent, strict=True):
+        tokens, outputs = len(asked.turns[0].token_ids), asked.turns[0].output_len
+        assert (done.prompt_tokens, done.output_tokens, len(done.itl_s)) == (tokens, outputs, outputs - 1)
+        assert done.kv_blocks == (-(-tokens // 16) if mode is Mode.PD and outputs > 1 else 0)
+    for worker in made:
+        assert worker.engine.scheduler.blocks.free_blocks == 120
+        assert not worker.engine.scheduler._seqs
+
+
+def figures(run: ServiceRun) -> list[tuple[float, float]]:
+    return [(done.ttft_s, done.e2e_s) for done in run.requests]
+
+
+def test_equal_seeds_give_equal_runs() -> None:
+    runs = [run_service(service(2, 2), Mode.PD, requests(50, 8.0), seed) for seed in (1, 1)]
+    assert figures(runs[0]) == figures(runs[1])
+
+
+def test_a_slower_link_exposes_more_and_a_shared_one_is_shared() -> None:
+    sent = [PlannedRequests(0.0, (PlannedTurn((0,) * 600, 2),)) for _ in range(2)]
+    fast, slow = (run_service(service(2, 2, shared=LinkClass(rate, 0.01)), Mode.PD, sent) for rate in (1e9, 1e7))
+    assert max(done.exposed_s for done in fast.requests) < min(done.exposed_s for done in slow.requests)
+    num_bytes = sum(done.kv_blocks for done in slow.requests) * LAYOUT.block_bytes
+    last_s = max(done.ttft_s + done.exposed_s for done in slow.requests)
+    assert last_s > num_bytes / 1e7  # both go over one link
+    assert slow.links["shared"] == pytest.approx(num_bytes / 1e7 / slow.duration_s, rel=1e-6)
+
+
+def test_turns_of_a_conversation_find_their_prefix_in_the_cache() -> None:
+    turns = (PlannedTurn((5,) * 320, 8), PlannedTurn((6,) * 16, 8, 0.1))
+    cached, plain = (
+        run_service(service(prefix_caching=on), Mode.PD, [PlannedRequests(0.0, turns)]).requests for on in (True, False)
+    )
+    assert [done.prompt_tokens for done in cached] == [320, 344]
+    assert cached[1].ttft_s < plain[1].ttft_s / 2
+    assert cached[1].kv_blocks < plain[1].kv_blocks
+
+
+def test_a_full_queue_refuses() -> None:
+    router = planned.RouterConfig(max_queue=2)
+    run = run_service(service(1, 1, router=router), Mode.PD, requests(60, 1e4))
+    refused = [done for done in run.requests if done.error]
+    assert {done.error for done in refused} == {"CapacityExceeded"}
+    assert 0 < len(refused) < 60
+
+
+# --- the decisions of the real engine --------------------------------------------------------------------------------
+
+Parts = list[tuple[str, int, int, tuple[int, ...], bool]]
+
+
+def parts_of(seqs: Sequence[ScheduledSeq]) -> Parts:
+    return [(seq.attempt_id, seq.start, len(seq.token_ids), tuple(seq.block_ids), seq.sample) for seq in seqs]
+
+
+class Recorded(PlannedEngine):
+    """Notes its steps, and the commands before each."""
+
+    def __init__(self, *given: object, **more: object) -> None:
+        super().__init__(*given, **more)  # type: ignore[arg-type]
+        self.steps: list[Parts] = []
+        self.commands: list[tuple[int, CoreCommand]] = []
+        taking = self._core.take
+
+        def take(command: CoreCommand) -> None:
+            self.commands.append((len(self.steps), command))
+            taking(command)
+
+        self._core.take = take  # type: ignore[method-assign]
+
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
+        self.steps.append(parts_of(seqs))
+        return super().launch(seqs, hook)
+
+
+class Compared:
+    """A real runner that notes its steps."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self.steps = runner, list[Parts]()
+
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
+        self.steps.append(parts_of(seqs))
+        return self._runner.launch(seqs, hook)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_are_those_of_the_real_engine(tmp_path: Path, seed: int, run_ahead: bool) -> None:
+    """On a trace of requests, hand-offs and releases over a pool so small that requests are preempted: the simulated
+    engine and one that computes a model get the same commands before the same steps, and schedule the same parts with
+    the same blocks."""
+    draw, num_blocks = random.Random(f"decisions/{seed}"), 40
+    config = SchedulerConfig(24, 6, 200, BLOCK, num_blocks, prefix_caching=False)
+    world = World(random.Random(seed), lambda context: pytest.fail(str(context)), 0.0)
+    loop = WorldLoop(world, "engine")  # type: ignore[abstract]
+    layout = KVLayout.uniform("planned", "float32", BLOCK, 2, 1, 8)
+    engine = Recorded(loop, config, STEPS, Outbox(), layout, run_ahead=run_ahead)
+    at_s = 0.0
+    for number in range(24):
+        at_s += draw.expovariate(20.0)
+        role, name = draw.choice(list(KVRole)), str(number)
+        tokens = [draw.randrange(1, 60) for _ in range(draw.randrange(1, 60))]
+        asked = submit(name, role, tokens, draw.randrange(2, 30), ignore_eos=True)
+        loop.call_later(at_s, engine.take, asked)
+        if role is KVRole.RECEIVE:
+            loop.call_later(at_s + draw.uniform(1.0, 2.0), engine.take, KVReady(name, 7))
+        elif role is KVRole.PUSH:
+            loop.call_later(at_s + draw.uniform(1.0, 3.0), engine.take, Release(name))
+    loop.call_later(60.0, lambda: None)
+    world.run(lambda: world.now() > 1060.0, float("inf"))
+    assert engine.scheduler.blocks.free_blocks == num_blocks
+    if seed == 0:
+        assert engine.scheduler.load().preemptions
+
+    runner = Compared(make_runner(save_random_model(tmp_path, "gqa"), num_blocks))
+    clock = FakeClock()
+    core = EngineCore(Scheduler(config, clock, KVConnector(clock)), runner, clock, Outbox(), run_ahead)
+    commands = list(engine.commands)
+    while commands or core.scheduler.has_work or core._in_flight:
+        while commands and commands[0][0] <= len(runner.steps):
+            core.take(commands.pop(0)[1])
+        if not core.step() and commands and commands[0][0] > len(runner.steps):
+            pytest.fail(f"the real engine computes nothing, and step {commands[0][0]} of the simulated one is to come")
+    assert runner.steps == engine.steps
