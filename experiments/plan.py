@@ -49,6 +49,7 @@ _MOST_REQUESTS = 1200
 """Of a simulated load."""
 _ALIKE = 0.03
 """Rates that differ by less are called equal."""
+_LONGER = 3.0
 _PERCENT = 90.0
 _ALONE = 16
 """Requests that an automatic SLO goes by."""
@@ -73,7 +74,7 @@ class Planner(Experiment):
     options_type = PlannerOptions
     simulated: ClassVar[bool] = True
     options: PlannerOptions
-    _config: PdserveConfig
+    _config = PdserveConfig()
 
     def deployment(self, report: Callable[[str], None], **service: Unpack[Service]) -> Deployment:
         """Nothing is started; its configuration is simulated."""
@@ -111,6 +112,7 @@ class Planner(Experiment):
         if bench.cell.name == IDLE:
             bench.facts["slo"] = self._idle_slo().text
             bench.facts |= {"devices": self.site.texts(), "workload": workload_of(self.options).describe()}
+            bench.advance(1)
             return
         slo = SLO.parse(str(bench.earlier[IDLE]["slo"]))
         if bench.cell.name != CHANGES:
@@ -133,16 +135,22 @@ class Planner(Experiment):
         if self.options.slo != "auto":
             return SLO.parse(self.options.slo)
         candidate = next(each for each in self.site.candidates() if each.mode == COLOCATED)
-        alone = itertools.islice(workload_of(self.options).conversations(_ALONE, self.options.seed, _VOCAB), _ALONE)
-        results = [
-            result
-            for conversation in alone
-            for result in self._run(candidate, Change(), [(conversation, 0.0)]).requests
-        ]
+        results = self._alone(candidate, Change())
         ttft = float(np.percentile([each.ttft_s for each in results], _PERCENT))
         gaps = [gap for each in results for gap in each.itl_s]
         limits = {"ttft": 1e3 * ttft, **({"itl": 1e3 * statistics.median(gaps)} if gaps else {})}
         return SLO({key: round(SLO_FACTOR * limit, 3) for key, limit in limits.items()})
+
+    def _alone(self, candidate: Candidate, change: Change) -> list[RequestResult]:
+        """Requests that are alone on a service."""
+        conversations = workload_of(self.options).conversations(_ALONE, self.options.seed, _VOCAB)
+        runs = [self._run(candidate, change, [(each, 0.0)]) for each in itertools.islice(conversations, _ALONE)]
+        return [result for run in runs for result in run.requests]
+
+    def _alone_within(self, candidate: Candidate, change: Change, slo: SLO) -> bool:
+        """Whether there is a rate that is low enough."""
+        rows = [row_of(result, number, "") for number, result in enumerate(self._alone(candidate, change))]
+        return statistics.fmean(slo.met_by(row) for row in rows) >= ATTAINMENT
 
     def _simulate(self, candidate: Candidate, change: Change, times: Iterator[float], count: int) -> ServiceRun:
         conversations = workload_of(self.options).conversations(count, self.options.seed, _VOCAB)
@@ -165,12 +173,12 @@ class Planner(Experiment):
             count = min(max(self.options.requests, round(rate * self.options.duration_s)), _MOST_REQUESTS)
             run = self._simulate(candidate, change, random_arrivals(rate, seed), count)
             points[rate] = _point(rate, run, limits)
-            return bool(points[rate]["attainment"] >= ATTAINMENT)
+            return bool(points[rate]["attainment"] >= ATTAINMENT and points[rate]["keeps_up"])
 
         low, high = 0.0, near or sum(candidate.devices) * 2.0
         while sustains(high) and high < 1e6:
             low, high = high, high * 2
-        while not low and high > 1e-3:
+        while not low and high > 1e-3 and self._alone_within(candidate, change, limits):
             if sustains(high / 2):
                 low = high / 2
             else:
@@ -183,6 +191,7 @@ class Planner(Experiment):
         cost = self.site.cost(candidate)
         ordered = [points[rate] for rate in sorted(points)]
         return {
+            "mode": candidate.mode,
             "rate": low,
             "per_device": per_device,
             "per_cost": low / cost,
@@ -244,10 +253,9 @@ class Planner(Experiment):
             f"{_ALIKE:.0%}"
         )
         devices = "; ".join(each["text"] for each in summary["devices"])
-        slo = f"{slo_text(summary['slo_ms'])} ({'as given' if self.options.slo != 'auto' else 'twice an idle service'})"
-        setup = setup_of(
-            run, method, devices=devices, workload=summary["workload"], SLO=slo if summary["slo_ms"] else ""
-        )
+        source = "twice an idle service" if self.options.slo == "auto" else "as given"
+        slo = f"{slo_text(summary['slo_ms'])} ({source})" if summary["slo_ms"] else ""
+        setup = setup_of(run, method, devices=devices, workload=summary["workload"], SLO=slo)
         blocks: list[Picture | TableBlock] = []
         if rows:
             blocks += [_picture(rows), _candidate_table(rows)]
@@ -312,6 +320,7 @@ def _point(rate: float, run: ServiceRun, slo: SLO) -> Figures:
     return {
         "rate": rate,
         "attainment": statistics.fmean(slo.met_by(row) for row in rows),
+        "keeps_up": _keeps_up(run.requests),
         "missed": missed,
         "refused": statistics.fmean(row.error is not None for row in rows),
         "ttft_ms": _summary(ttfts),
@@ -324,6 +333,15 @@ def _point(rate: float, run: ServiceRun, slo: SLO) -> Figures:
     }
 
 
+def _keeps_up(results: Sequence[RequestResult]) -> bool:
+    """Whether a service has no queue that grows as long as requests come: after the last one came, it takes at most
+    `_LONGER` times as long as the first tenth of the requests did."""
+    ordered = sorted(results, key=lambda each: each.sent_s)
+    first = max(each.e2e_s for each in ordered[: max(1, len(ordered) // 10)])
+    last_sent_s = ordered[-1].sent_s
+    return max(each.sent_s + each.e2e_s for each in ordered) - last_sent_s <= _LONGER * first
+
+
 def _summary(values: Sequence[float | None]) -> Figures | None:
     if not values:
         return None
@@ -332,11 +350,11 @@ def _summary(values: Sequence[float | None]) -> Figures | None:
 
 
 def _binds(point: Figures) -> str:
-    """What keeps a candidate from more than its best rate."""
+    """The limit that keeps a candidate from more than its best rate, and what is busiest."""
     if not point:
         return ""
     missed = max(point["missed"], key=lambda key: point["missed"][key])
-    what = f"{missed.upper().replace('_', ' of ')}"
+    what = missed.upper()
     full = {"links": point["link"]} | {role: point.get(f"{role}_busy", 0.0) for role in Role}
     most = max(full, key=lambda key: full[key])
     busy = f"{most if most == 'links' else f'{most} workers'} {full[most]:.0%} busy"
@@ -345,9 +363,7 @@ def _binds(point: Figures) -> str:
 
 def _best(found: Mapping[str, Mapping[str, Any]], mode: str) -> str | None:
     """The candidate of a mode that serves most per cost."""
-    mine = {
-        name: float(facts["per_cost"]) for name, facts in found.items() if (" colocated" in name) == (mode == COLOCATED)
-    }
+    mine = {name: float(facts["per_cost"]) for name, facts in found.items() if facts["mode"] == mode}
     return max(mine, key=lambda name: mine[name], default=None)
 
 

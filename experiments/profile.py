@@ -40,7 +40,7 @@ STEPS, BETWEEN, SERVED = "steps", "between", "served"
 """The cells."""
 _HELD_OUT = 3
 """One of so many cases judges the fit."""
-_LONGEST, _LARGEST = 2048, 32
+_LONGEST, _LARGEST = 1500, 32
 """Of contexts and of batches."""
 _OUTPUT = 12
 _WARM = 2

@@ -23,6 +23,7 @@ from engine.scheduling.batch import ScheduledSeq
 
 TILE_BYTES = 3 * 2**20  # keys and values of a decode tile, which fit into the caches of one core
 SHORT_CONTEXT = 256  # up to this context, one fused call is faster for a single row than two products
+COLUMNS_STEP = 32  # the fused attention takes up to twice as long with other numbers of columns
 SCORE_BYTES = 6 * 2**20  # scores of a strip
 STRIP_ROWS = 128  # more rows waste more work above the diagonal; fewer rows make the products less efficient
 
@@ -196,9 +197,11 @@ class CPUAttention(Attention):
             end = rows if self.fused else min(rows, begin + height)
             first = 0 if window is None else max(0, start + begin + 1 - window)
             last = start + end
+            if self.fused:  # columns beyond the context are hidden, by the mask or as the rows are causal
+                last = min(-(-last // COLUMNS_STEP) * COLUMNS_STEP, -(-last // self.block_size) * self.block_size)
             masks: list[_Mask] = []
-            if (window is not None and last > window) or (self.fused and start):
-                positions, columns = torch.arange(start + begin, last)[:, None], torch.arange(first, last)
+            if (window is not None and start + end > window) or (self.fused and start):
+                positions, columns = torch.arange(start + begin, start + end)[:, None], torch.arange(first, last)
                 hidden = columns > positions
                 if window is not None:
                     hidden |= columns <= positions - window

@@ -17,6 +17,7 @@ from engine.model.layers import (
     FixedLinear,
     GatedMLP,
     LoopedExperts,
+    PackedLinear,
     Product,
     Products,
     RMSNorm,
@@ -29,6 +30,10 @@ from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.share import Ranks, Share
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
+
+ROWS_STEP = 16
+"""oneDNN makes new kernels for each number of rows that it has not met lately, which takes as long as a prompt of 100
+tokens. So a step of more rows has a multiple of these; the last ones belong to no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ class DecoderLayer:
         """Run the layer over ``x`` (``[rows, hidden]``, which it may overwrite) and write keys and values to ``kv``.
 
         ``angles`` turn the rows (see `scales_queries`). Returns all rows, or only those of ``wanted``, which attend by
-        ``wanted_attention``.
+        ``wanted_attention``. Rows beyond those of ``attention`` attend to nothing and are not written.
         """
         qkv = self._qkv(self.normed(x, self.input_norm))
         query = self._rotate_and_write(qkv, angles, kv, attention.slots)
@@ -143,6 +148,8 @@ class DecoderLayer:
             if not x.shape[0]:
                 return x
         attended = attention.attend(query, kv, self.window, self.scale)
+        if attended.shape[0] < x.shape[0]:
+            attended = functional.pad(attended, (0, 0, 0, x.shape[0] - attended.shape[0]))
         if self.attended_norm is None:
             x = self.out.plus(attended, x)
         else:
@@ -164,6 +171,7 @@ class DecoderLayer:
         if self.qk_norm is not None:
             qkv[:, :rotated] = functional.rms_norm(qkv[:, :rotated], (self.head_dim,), eps=self.eps) * self.qk_norm
         rotate_(qkv[:, :rotated], *angles)
+        qkv = qkv[: slots.shape[0] // (2 * self.kv_heads)]
         kv.write(slots, qkv[:, self.heads :].reshape(-1, self.head_dim))
         return qkv[:, : self.heads]
 
@@ -202,6 +210,8 @@ class Decoder:
                 layer.split(share, ranks)
         self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps, shape.norm_offset, batch_invariant)
         self._head = layer_type.products(batch_invariant)(weights.head, None)
+        self.rounds_rows = isinstance(self._head, PackedLinear) and ranks is None
+        """Whether steps have a multiple of `ROWS_STEP` rows. Ranks, which share memory for so many rows, do not."""
         dtype, device = weights.norm.dtype, weights.norm.device
         self._tables = {
             rope: rope_tables(rope, shape, max_positions, long_rope, dtype, device) for rope in set(shape.layer_ropes)
@@ -224,8 +234,12 @@ class Decoder:
     def forward(self, step: ModelStep, pool: KVPool, hook: LayerHook | None = None) -> torch.Tensor:
         """Run ``step``, write the keys and values of all rows to ``pool``, and return the hidden states after the last
         norm, ``[wanted rows, hidden]``. Calls ``hook`` when its layers have been run (on a GPU: launched)."""
-        angles = {rope: self._angles(rope, step.positions) for rope in self._tables}
-        x = self._embedded(step.token_ids)
+        token_ids, positions, rows = step.token_ids, step.positions, step.token_ids.shape[0]
+        if self.rounds_rows and rows > ROWS_STEP:
+            more = (0, -rows % ROWS_STEP)
+            token_ids, positions = functional.pad(token_ids, more), functional.pad(positions, more)
+        angles = {rope: self._angles(rope, positions) for rope in self._tables}
+        x = self._embedded(token_ids)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
         layers = zip(self._layers[:-1], self._ropes[:-1], pool.layers[:-1], strict=True)
@@ -235,7 +249,7 @@ class Decoder:
                 hook.done(i)
         layer, rope, kv = self._layers[-1], self._ropes[-1], pool.layers[-1]
         x = layer(x, angles[rope], kv, step.attention, step.wanted, step.wanted_attention)
-        return layer.normed(x, self._final_norm)
+        return layer.normed(x[:rows], self._final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, vocabulary]`` of hidden states ``[rows, hidden]``, in the model's dtype."""

@@ -31,7 +31,6 @@ from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import random_tokens
 from experiments.workloads.synthetic import Synthetic, parse_lengths
 from pdserve import AsyncClient
-from pdserve.client.request import GenerateOptions
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.request import Mode
@@ -144,8 +143,9 @@ async def _speed(profiled: Profiled, client: AsyncClient) -> tuple[float, float]
     prompts, decodes = [], []
     for number in range(_PROBES):
         tokens = random_tokens(f"probe/{number}", _PROBE_TOKENS, status.vocab_size)
-        sending: GenerateOptions = {"max_tokens": _PROBE_OUTPUT, "ignore_eos": True, "mode": Mode.PD}
-        done = await client.generate(tokens, salt=secrets.token_hex(8), **sending).result()  # nothing is cached
+        done = await client.generate(
+            tokens, max_tokens=_PROBE_OUTPUT, ignore_eos=True, mode=Mode.PD, salt=secrets.token_hex(8)
+        ).result()  # nothing of it is cached
         starts = range(0, _PROBE_TOKENS, profiled.chunk)
         chunks = [StepShape.plain(1, min(profiled.chunk, _PROBE_TOKENS - start), start) for start in starts]
         prefill_s = sum(profiled.steps.seconds(chunk) for chunk in chunks)

@@ -46,6 +46,10 @@ from simulator.planning.flows import Flow, Pipe
 from simulator.planning.step_time import StepTime
 from worker.incarnation import CachedBlocks
 
+_STANDSTILL_S = 1e4
+"""After so long without an arrival or an end, the requests that are left count as failed: each of two workers holds
+blocks for hand-offs for which the other one has none. A service would try them again."""
+
 
 class Overheads(msgspec.Struct, frozen=True):
     """Seconds that a request spends beside engines and links: from the client's call to the choice of workers
@@ -116,7 +120,8 @@ class PlannedTurn(msgspec.Struct, frozen=True):
 
 
 class PlannedRequests(msgspec.Struct, frozen=True):
-    """A conversation that begins at ``at_s``. Conversations with an equal salt share what is cached."""
+    """A conversation that begins at ``at_s``. Conversations with an equal salt share what is cached, and
+    those without one share nothing."""
 
     at_s: float
     turns: tuple[PlannedTurn, ...]
@@ -202,7 +207,7 @@ class _Simulation:
         self._orders = 0
         self._open = 0
         self._more = True
-        self._began_s = self._last_s = self.world.now()
+        self._began_s = self._last_s = self._moved_s = self.world.now()
 
     def _on_error(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -232,6 +237,9 @@ class _Simulation:
         return ServiceRun(self._results, seconds, workers, links)
 
     def _is_over(self) -> bool:
+        if self._open and self.world.now() - self._moved_s > _STANDSTILL_S:
+            for life in list(self.lives.values()):
+                life.end("Standstill")
         return bool(self._errors) or not (self._more or self._open)
 
     def _begin_heartbeats(self, chance: random.Random) -> None:
@@ -263,6 +271,9 @@ class _Simulation:
 
     def _arrive(self, asked: PlannedRequests) -> None:
         self._open += 1
+        self._moved_s = self.world.now()
+        if not asked.salt:
+            asked = msgspec.structs.replace(asked, salt=f"own {self._orders}")
         self._send(asked, 0, ())
         self._arrive_later()
 
@@ -274,7 +285,7 @@ class _Simulation:
             name,
             before + new.token_ids,
             SamplingParams(max_tokens=new.output_len, ignore_eos=True),
-            salt=asked.salt or name,
+            salt=asked.salt,
             attempt_id=name,
             session_id=asked.session_id,
         )
@@ -311,7 +322,7 @@ class _Simulation:
         """Note the end of a request, and send the next turn of its conversation."""
         del self.lives[life.request.request_id]
         self._results.append(result)
-        self._last_s = self.world.now()
+        self._last_s = self._moved_s = self.world.now()
         self._on_end()
         turns, turn = life.asked.turns, life.turn + 1
         if result.error or turn == len(turns):
@@ -418,7 +429,7 @@ class _HandOff:
         self._skipped = 0
         self.num_blocks = 0
         """That have to be sent."""
-        self._ready_bytes = 0.0
+        self._ready_bytes = self._whole_bytes = 0.0
         self._sent_bytes = 0.0
         self._computed_s = -1.0
         """When all was computed."""
@@ -450,8 +461,6 @@ class _HandOff:
                 self._computed_s = self._simulation.world.now()
         self._ready_bytes = max(self._ready_bytes, ready)
         self._pump()
-
-    _whole_bytes = 0.0
 
     def _pump(self) -> None:
         """Send what is ready."""

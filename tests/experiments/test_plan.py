@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from experiments.modes import SLO
 from experiments.plan import Planner
 from experiments.planned_site import Candidate, Change, PlannerOptions
 from experiments.run_folder import FinishedCell, RunData
@@ -44,6 +45,7 @@ def cell(candidate: Candidate, rate: float, bound: str = "ITL; decode workers 90
     }
     devices = sum(candidate.devices)
     facts = {
+        "mode": candidate.mode,
         "rate": rate,
         "per_device": rate / devices,
         "per_cost": rate / devices,
@@ -107,6 +109,13 @@ def test_a_model_gets_as_many_devices_as_hold_it() -> None:
     assert {each.tensor_parallel for each in candidates} == {(2, 2)}
 
 
+def test_a_rate_that_no_service_bears_is_not_sustained() -> None:
+    """Even if the SLO allows any time."""
+    plan = planned(slo="e2e=1e9", requests=400)
+    facts = plan._search(plan.site.candidates()[0], Change(), SLO({"e2e": 1e9}), lambda steps: None)
+    assert 1 < facts["rate"] < 2000
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -124,8 +133,7 @@ def test_what_is_refused(given: dict[str, Any], message: str) -> None:
         plan.site.service(plan.site.candidates()[-1], Change())
 
 
-def test_a_thin_link_makes_disaggregation_lose(tmp_path: Path) -> None:
-    """A run with a wide link and one with a link that carries hardly any KV. The first one writes its configuration."""
+def test_a_run_that_writes_a_configuration(tmp_path: Path) -> None:
     target = tmp_path / "best.yaml"
     options = PlannerOptions.choose({**SMALL, "splits": "1P1D", "apply": str(target)})
     summary, path, progress = measured(Planner(options), tmp_path)
@@ -144,8 +152,11 @@ def test_a_thin_link_makes_disaggregation_lose(tmp_path: Path) -> None:
     assert yaml.safe_load(target.read_text())["model"]["path"] == "dummy:8b"
     assert (path / "plan.png").stat().st_size > 10_000
 
-    thin = PlannerOptions.choose({**SMALL, "splits": "1P1D", "wan": "0.5:20", "slo": "ttft_decode=200,itl=60"})
-    slow, _, _ = measured(Planner(thin), tmp_path / "thin")
-    assert slow["best_colocated"] == slow["best"]
-    assert slow["candidates"][-1]["name"] == "1P1D"
-    assert "Do not disaggregate" in slow["answer"]
+
+def test_a_thin_link_makes_disaggregation_lose() -> None:
+    plan, slo = planned(wan="0.5:20", slo="ttft_decode=200,itl=60"), SLO({"ttft_decode": 200.0, "itl": 60.0})
+    alone, *_, pair = (plan._search(each, Change(), slo, lambda steps: None) for each in plan.site.candidates())
+    assert (alone["mode"], pair["mode"]) == ("colocated", "pd")
+    assert pair["rate"] == 0.0  # not even one at a time
+    assert alone["rate"] > 1.0
+    assert pair["binds"].startswith("TTFT_DECODE")
