@@ -102,7 +102,7 @@ def plan(
         "blocks_equal": all(each["blocks"] == each["blocks_simulated"] for each in figures.values()),
         "median_error": {name: statistics.median(values) for name, values in errors.items()},
         "worst_error": {name: max(values) for name, values in errors.items()},
-        **figures,
+        "loads": figures,
     }
 
 

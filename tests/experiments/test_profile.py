@@ -76,6 +76,8 @@ def test_a_service_of_its_own() -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.ray
+@pytest.mark.cluster
 def test_a_run_that_a_plan_can_use(tmp_path: Path) -> None:
     options = ProfileOptions.choose({"model": "tiny", "steps": 36, "repeats": 1, "requests": 3})
     summary, path, _ = measured(Profile(options), tmp_path)

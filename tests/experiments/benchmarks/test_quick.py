@@ -27,7 +27,8 @@ from experiments.child_process import ChildFailed
 ROOT = Path(__file__).resolve().parents[3]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROGRAM = re.compile(
-    r"^bench-(\w+):.*\n\t\$\(BIN\)/python -m (experiments\.benchmarks\.[^$\n]*?)( --vllm.*)?$", re.MULTILINE
+    r"^(?:bench|validate)-(\w+):.*\n\t\$\(BIN\)/python -m (experiments\.benchmarks\.[^$\n]*?)( --vllm.*)?$",
+    re.MULTILINE,
 )
 PROGRAMS = {target: program.split() for target, program, _ in PROGRAM.findall(MAKEFILE)}
 """The programs of the targets, with their arguments."""
@@ -100,6 +101,16 @@ FIGURES = {
         gateway_grown_mb leaked_blocks
         left / queued running
         cancel_to_free_ms / queued prefilling transferring decoding / p50 max
+        """
+    ),
+    "plan": rows(
+        """
+        steps_error blocks_equal
+        median_error worst_error / ttft itl tokens_per_s
+        loads / * / requests failed ttft_ms ttft_simulated_ms ttft_error ttft_p99_ms ttft_p99_simulated_ms
+        loads / * / ttft_p99_error itl_ms itl_simulated_ms itl_error itl_p99_ms itl_p99_simulated_ms itl_p99_error
+        loads / * / tokens_per_s tokens_per_s_simulated tokens_per_s_error blocks blocks_simulated
+        loads / * / prompts_took decodes_took
         """
     ),
     "router": rows(
@@ -180,6 +191,7 @@ FAILURES = {
         left / queued running
         """
     ),
+    "plan": rows("loads / * / failed"),
 }
 """By target: those of its figures that are 0."""
 
@@ -258,7 +270,7 @@ WITHOUT_SERVICES = ("engine", "gateways", "router", "sampling")
 
 
 def test_every_target_is_run_here() -> None:
-    targets = re.findall(r"^bench-(\w+):", MAKEFILE, re.MULTILINE)
+    targets = re.findall(r"^(?:bench|validate)-(\w+):", MAKEFILE, re.MULTILINE)
     assert len(targets) > 10
     assert set(targets) == PROGRAMS.keys() == FIGURES.keys()
 
