@@ -27,6 +27,7 @@ from simulator.planning.service import LinkClass, Overheads, PlannedService, Pla
 from simulator.planning.step_time import StepTime
 
 _MOST_CANDIDATES = 32
+_MOST_DEGREE = 4096
 _CHUNKS = (512,)
 """Token budgets of colocated workers that are tried beside the usual one."""
 _GPU_OVERHEADS = Overheads(0.002, 0.001, 0.001, 0.001, 0.001, 0.0)
@@ -203,13 +204,19 @@ class Site:
             if set(self.options.tensor_parallel) - {1}:
                 raise InvalidRequest("--tensor-parallel: a profile is of one device; leave it out")
             return (1,)
-        fits = [each for each in (1 << n for n in range(13)) if self._pool_bytes(kind, each) >= self._least_pool_bytes]
-        wanted = self.options.tensor_parallel or tuple(fits[:1])
-        if not wanted or (not_fitting := [each for each in wanted if each not in fits]):
-            most = max(not_fitting, default=1) if wanted else 4096
+        least = self._least_pool_bytes
+        wanted = self.options.tensor_parallel
+        if wanted and min(wanted) < 1:
+            raise InvalidRequest(f"--tensor-parallel: {min(wanted)} is no number of devices")
+        most = max(wanted, default=_MOST_DEGREE)
+        if not wanted:
+            powers = (1 << n for n in range(_MOST_DEGREE.bit_length()))
+            wanted = tuple(itertools.islice((each for each in powers if self._pool_bytes(kind, each) >= least), 1))
+        too_few = [each for each in wanted if self._pool_bytes(kind, each) < least]
+        if too_few or not wanted:
             raise InvalidRequest(
-                f"--device: {most} of {kind.name} do not hold the weights and one prompt of {self.options.model}; use "
-                "more devices per worker, or larger ones"
+                f"--device: {max(too_few, default=most)} of {kind.name} do not hold the weights and one prompt of "
+                f"{self.options.model}; use more devices per worker, or larger ones"
             )
         return wanted
 

@@ -105,6 +105,7 @@ def test_candidates_are_all_splits_of_the_devices() -> None:
 
 
 def test_a_model_gets_as_many_devices_as_hold_it() -> None:
+    assert planned(devices=8, tensor_parallel="3").site.candidates()[-1].name == "1P1D TP 3+3"
     candidates = planned(device="flops=1e14,bandwidth=1e12,memory=12e9,link=1e11,nic=1e10", devices=8).site.candidates()
     assert {each.tensor_parallel for each in candidates} == {(2, 2)}
 
@@ -122,6 +123,7 @@ def test_a_rate_that_no_service_bears_is_not_sustained() -> None:
         ({"device": "h300"}, "device: 'h300' is none of"),
         ({"device": "flops=1e14,bandwidth=1e12,memory=1e3,link=1e11,nic=1e10"}, "do not hold the weights"),
         ({"tensor_parallel": "1", "device": "lpu"}, "do not hold the weights"),
+        ({"tensor_parallel": "0"}, "--tensor-parallel: 0 is no number"),
         ({"splits": "P1"}, "--splits"),
         ({"wan": "fast"}, "--wan"),
         ({"devices": 2, "tensor_parallel": "2"}, "too few"),

@@ -169,6 +169,7 @@ async def test_a_server_that_restarts_is_registered_anew() -> None:
         served.decode.start_s, served.decode.version = 2.0, "0.31.0"
         await served.until(lambda: served.gateway.problem is not None)
         served.decode.start_s, served.decode.version = 3.0, "0.32.0"
+        await served.until(lambda: served.gateway.problem is None)
         assert list((await served.generate()).token_ids) == EXPECTED
 
 

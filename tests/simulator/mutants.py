@@ -222,8 +222,8 @@ MUTANTS = (
     Mutant(
         "layers are announced before the end of the step before",
         "engine/core.py",
-        "            if not self._in_flight:\n                layers.release()\n",
-        "            layers.release()\n",
+        "        if not self._in_flight:\n            layers.release()\n",
+        "        layers.release()\n",
     ),
     Mutant(
         "the engine is not told that a request has failed",

@@ -105,5 +105,6 @@ def test_a_seed_that_failed_once(seed: int) -> None:
 def test_nothing_of_a_world_is_kept() -> None:
     """A client's stream that had ended kept its call, and so all that the call refers to, until the stream was freed;
     here the call refers to the stream, and a thousand seeds kept 200 MB."""
+    gc.collect()  # those of other tests
     simulate(Plan.draw(41029))
     assert not [each for each in gc.get_objects() if type(each) is WorldLoop]

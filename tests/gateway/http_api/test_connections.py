@@ -49,9 +49,12 @@ async def connected(http: Http, receive_bytes: int = 0) -> AsyncIterator[Streams
 
 async def rest(reader: asyncio.StreamReader) -> bytes:
     """What comes until the server closes."""
+    found = b""
     with contextlib.suppress(ConnectionError):
-        return await asyncio.wait_for(reader.read(), ANSWER_S)
-    return b""
+        async with asyncio.timeout(ANSWER_S):
+            while data := await reader.read(2**16):
+                found += data
+    return found
 
 
 async def sent(http: Http, data: bytes, *, eof: bool = False) -> bytes:
@@ -190,14 +193,13 @@ async def test_a_body_that_never_ends(start_http: StartHttp, drips: bool) -> Non
     http = await start_http("p0", "d0", gateway={"default_timeout_s": 0.4})
     async with connected(http) as (reader, writer):
         writer.write(CHUNKED + b"1\r\n{\r\n")
-        line = asyncio.create_task(reader.readline())
+        answer = asyncio.create_task(rest(reader))  # at once: a reset drops what is not read
         with contextlib.suppress(ConnectionError):
-            while drips and not line.done():
+            while drips and not answer.done():
                 writer.write(b"1\r\n \r\n")
                 await writer.drain()
                 await asyncio.sleep(0.02)
-        answer = await asyncio.wait_for(line, ANSWER_S) + await rest(reader)
-    assert refusal(answer) == (408, "body")
+        assert refusal(await answer) == (408, "body")
     await all_closed(http)
     await check_alive(http.service)
 
