@@ -149,7 +149,7 @@ class Planner(Experiment):
 
     def _alone_within(self, candidate: Candidate, change: Change, slo: SLO) -> bool:
         """Whether there is a rate that is low enough."""
-        rows = [row_of(result, number, "") for number, result in enumerate(self._alone(candidate, change))]
+        rows = [_row_of(result, number) for number, result in enumerate(self._alone(candidate, change))]
         return statistics.fmean(slo.met_by(row) for row in rows) >= ATTAINMENT
 
     def _simulate(self, candidate: Candidate, change: Change, times: Iterator[float], count: int) -> ServiceRun:
@@ -287,12 +287,12 @@ def _planned(conversation: Conversation, at_s: float, change: Change) -> Planned
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def row_of(result: RequestResult, index: int, arm: str) -> RequestRow:
+def _row_of(result: RequestResult, index: int) -> RequestRow:
     """A simulated request as a row of a run."""
     known = not result.error
     return RequestRow(
         cell="",
-        arm=arm,
+        arm="",
         repeat=0,
         index=index,
         error=result.error or None,
@@ -308,7 +308,7 @@ def row_of(result: RequestResult, index: int, arm: str) -> RequestRow:
 
 def _point(rate: float, run: ServiceRun, slo: SLO) -> Figures:
     """How a load went."""
-    rows = [row_of(result, number, "") for number, result in enumerate(run.requests)]
+    rows = [_row_of(result, number) for number, result in enumerate(run.requests)]
     served = [row for row in rows if row.error is None]
     missed = {
         key: statistics.fmean(not SLO({key: limit}).met_by(row) for row in rows) for key, limit in slo.limits_ms.items()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from contract.engine import CoreCommand, EngineEvent, KVEvent
-from engine.core import EngineCore, RunningStep, Sampled
+from contract.engine import CoreCommand
+from engine.core import ComputedStep, EngineCore, Outbox, RunningStep
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -21,43 +19,17 @@ TOKEN_ID = 1
 _TOKEN = (SampledToken(TOKEN_ID),)
 
 
-class EngineEvents(Protocol):
-    """Is told what an engine sends (`engine.core.Outbox`)."""
-
-    def send(self, *events: EngineEvent) -> None:
-        """Take events about requests."""
-        ...
-
-    def send_kv(self, *events: KVEvent) -> None:
-        """Take events about blocks."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step on its way."""
-
-    sampled: Sampled
-
-    def sample(self) -> None:
-        """Does nothing."""
-
-    def tokens(self) -> Sampled:
-        """Its tokens: its time has passed."""
-        return self.sampled
-
-
 class PlannedEngine:
     """Steps on ``loop`` as an engine process does: it takes commands between steps, launches a step, and waits for its
     end, or with ``run_ahead`` for that of the step before. ``between_s`` passes between the end of a step and the next
-    one, ``slowdown`` is a factor on the time of all steps."""
+    one."""
 
     def __init__(
         self,
         loop: WorldLoop,
         config: SchedulerConfig,
         steps: StepTime,
-        events: EngineEvents,
+        outbox: Outbox,
         layout: KVLayout,
         *,
         layer_groups: int = 0,
@@ -67,13 +39,12 @@ class PlannedEngine:
         self._loop, self._steps, self._layers, self._between_s = loop, steps, layout.num_layers, between_s
         connector = KVConnector(loop.world, layout, layer_groups)
         self.scheduler = Scheduler(config, loop.world, connector)
-        self._core = EngineCore(self.scheduler, self, loop.world, events, run_ahead)
+        self._core = EngineCore(self.scheduler, self, loop.world, outbox, run_ahead)
         self._inbox: list[CoreCommand] = []
         self._ends: deque[float] = deque()
         """When the steps on their way end."""
         self._device_free_s = 0.0
         self._at_work = False
-        self.slowdown = 1.0
         self.busy_s = 0.0
         """For how long the device has computed, and will with the steps that are launched."""
         self.num_steps = 0
@@ -87,7 +58,7 @@ class PlannedEngine:
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
         """See `engine.core.Runner`."""
-        seconds = self._steps.seconds(StepShape.of(seqs)) * self.slowdown
+        seconds = self._steps.seconds(StepShape.of(seqs))
         now_s = self._loop.time()
         began_s = max(now_s, self._device_free_s)
         self._device_free_s = began_s + seconds
@@ -97,7 +68,7 @@ class PlannedEngine:
         if hook is not None:
             for layers in hook.after:
                 self._loop.call_at(began_s + seconds * layers / self._layers, hook.done, layers)
-        return _Step({seq.attempt_id: _TOKEN for seq in seqs if seq.sample})
+        return ComputedStep({seq.attempt_id: _TOKEN for seq in seqs if seq.sample})
 
     def _turn(self) -> None:
         """Take the commands, launch a step, and wait for one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -139,14 +139,10 @@ class RequestResult(msgspec.Struct, frozen=True):
     ttft_s: float = -1.0
     ttft_decode_s: float = -1.0
     e2e_s: float = -1.0
-    queued_s: float = 0.0
-    """Waiting for a worker."""
     exposed_s: float = -1.0
     """From token 1 to the last block at the decode worker."""
     kv_blocks: int = 0
     itl_s: tuple[float, ...] = ()
-    prefill: str = ""
-    decode: str = ""
     error: str = ""
 
 
@@ -174,10 +170,9 @@ def run_service(
     mode: WaitMode,
     requests: Iterable[PlannedRequests],
     seed: int = 0,
-    on_end: Callable[[], None] = lambda: None,
 ) -> ServiceRun:
-    """Simulate ``requests`` in a mode until all have ended. ``on_end`` is called after each request."""
-    return _Simulation(service, mode, iter(requests), seed, on_end).run()
+    """Simulate ``requests`` in a mode until all have ended. A request that the service refuses has an ``error``."""
+    return _Simulation(service, mode, iter(requests), seed).run()
 
 
 class _Simulation:
@@ -185,11 +180,10 @@ class _Simulation:
         self,
         service: PlannedService,
         mode: WaitMode,
-        requests: Any,
+        requests: Iterator[PlannedRequests],
         seed: int,
-        on_end: Callable[[], None],
     ) -> None:
-        self.service, self._mode, self._requests, self._on_end = service, mode, requests, on_end
+        self.service, self._mode, self._requests = service, mode, requests
         chance = random.Random(f"planning/{seed}")
         self._errors: list[BaseException] = []
         self.world = World(chance, self._on_error, 0.0)
@@ -197,8 +191,7 @@ class _Simulation:
         self.registry = WorkerRegistry(self.world, service.router)
         self._line = WaitingLine(self.registry, service.router, self.world)
         self.workers: dict[str, _Worker] = {}
-        pipes = _Pipes(service)
-        self.pipes = pipes
+        self.pipes = _Pipes(service)
         for worker in service.workers:
             self.workers[worker.worker_id] = _Worker(self, worker)
         self._begin_heartbeats(chance)
@@ -233,7 +226,7 @@ class _Simulation:
             )
             for worker in self.workers.values()
         ]
-        links = {pipe.name: pipe.carried / pipe.bytes_per_s / seconds for pipe in self.pipes.all}
+        links = {pipe.name: pipe.carried / pipe.bytes_per_s / seconds for pipe in self.pipes.by_name.values()}
         return ServiceRun(self._results, seconds, workers, links)
 
     def _is_over(self) -> bool:
@@ -309,13 +302,11 @@ class _Simulation:
         )
         prompt = self.registry.prompt(request, request.prompt_token_ids) if self.service.prefix_caching else None
         waiting = Waiting(life.order, needs, prompt=prompt, placed=self.loop.create_future())
-        asked_s = self.world.now()
         try:
             assignment = await self._line.wait(waiting)
         except PdserveError as error:
             life.end(type(error).__name__)
             return
-        life.queued_s = self.world.now() - asked_s
         life.begin(assignment)
 
     def ended(self, life: _Life, result: RequestResult) -> None:
@@ -323,7 +314,6 @@ class _Simulation:
         del self.lives[life.request.request_id]
         self._results.append(result)
         self._last_s = self._moved_s = self.world.now()
-        self._on_end()
         turns, turn = life.asked.turns, life.turn + 1
         if result.error or turn == len(turns):
             self._open -= 1
@@ -340,21 +330,16 @@ class _Life:
     ) -> None:
         self._simulation, self.request, self.order, self.asked, self.turn = simulation, request, order, asked, turn
         self._sent_s = simulation.world.now()
-        self.queued_s = 0.0
         self._times: list[float] = []
         self._assignment: Assignment | None = None
-        self._prefill: _Worker | None = None
-        self._decode: _Worker | None = None
         self._hand_off: _HandOff | None = None
 
     def begin(self, assignment: Assignment) -> None:
         """Send it to its workers."""
         simulation, request = self._simulation, self.request
         self._assignment = assignment
-        self._prefill = prefill = simulation.workers[assignment.prefill.worker.worker_id]
-        self._decode = decode = (
-            None if assignment.decode is None else simulation.workers[assignment.decode.worker.worker_id]
-        )
+        prefill = simulation.workers[assignment.prefill.worker.worker_id]
+        decode = None if assignment.decode is None else simulation.workers[assignment.decode.worker.worker_id]
         after_s = simulation.service.overheads.dispatch_s
         alone = decode is None or request.max_tokens == 1
         role = KVRole.LOCAL if alone else KVRole.PUSH
@@ -396,7 +381,7 @@ class _Life:
         if self._assignment is not None:
             self._assignment.end()
         request, times, sent_s = self.request, self._times, self._sent_s
-        result = RequestResult(sent_s, request.num_tokens, len(times), queued_s=self.queued_s, error=error)
+        result = RequestResult(sent_s, request.num_tokens, len(times), error=error)
         if not error:
             hand_off = self._hand_off
             result = RequestResult(
@@ -406,12 +391,9 @@ class _Life:
                 times[0] - sent_s,
                 times[1] - sent_s if len(times) > 1 else -1.0,
                 times[-1] - sent_s,
-                self.queued_s,
                 -1.0 if hand_off is None else hand_off.exposed_s,
                 0 if hand_off is None else hand_off.num_blocks,
                 tuple([after - before for before, after in itertools.pairwise(times)]),
-                "" if self._prefill is None else self._prefill.plan.worker_id,
-                "" if self._decode is None else self._decode.plan.worker_id,
             )
         self._simulation.ended(self, result)
 
@@ -493,8 +475,7 @@ class _Pipes:
 
     def __init__(self, service: PlannedService) -> None:
         self._service = service
-        self.all: list[Pipe] = []
-        self._by_name: dict[str, Pipe] = {}
+        self.by_name: dict[str, Pipe] = {}
 
     def between(self, source: PlannedWorker, target: PlannedWorker) -> tuple[list[Pipe], LinkClass]:
         """The links from one worker to another, and what kind they are as a whole."""
@@ -515,10 +496,9 @@ class _Pipes:
         return pipes, link
 
     def _pipe(self, name: str, link: LinkClass) -> Pipe:
-        if name not in self._by_name:
-            self._by_name[name] = Pipe(name, link.bytes_per_s)
-            self.all.append(self._by_name[name])
-        return self._by_name[name]
+        if name not in self.by_name:
+            self.by_name[name] = Pipe(name, link.bytes_per_s)
+        return self.by_name[name]
 
 
 class _Worker:
@@ -586,7 +566,7 @@ class _Worker:
         )
 
     def send(self, *events: EngineEvent) -> None:
-        """See `EngineEvents`."""
+        """See `engine.core.Outbox`."""
         lives = self._simulation.lives
         for event in events:
             if isinstance(event, Step):
@@ -603,7 +583,7 @@ class _Worker:
                 lives[event.attempt_id].end("")
 
     def send_kv(self, *events: KVEvent) -> None:
-        """See `EngineEvents`."""
+        """See `engine.core.Outbox`."""
         lives = self._simulation.lives
         for event in events:
             if isinstance(event, Reserved):
