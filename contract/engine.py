@@ -186,8 +186,9 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(Message, frozen=True):
-    """The tokens of one step. ``step_started_s`` and ``sampled_s`` are when the step was scheduled and when its tokens
-    were known, in seconds of the host's monotonic clock."""
+    """The end of a step, and its tokens (none, if it computed a part of a prompt). ``sampled_s`` is when they were
+    known, and ``step_started_s`` when the step was scheduled, or the step before it had ended if that was later: both
+    in seconds of the host's monotonic clock."""
 
     sampled_s: float
     step_started_s: float

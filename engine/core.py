@@ -244,9 +244,7 @@ class EngineCore:
             sampled = running.tokens()
             self._in_flight.popleft()
             self._relax()
-            step = self.scheduler.update(output, sampled, self._clock.now())
-            if step.tokens:
-                self._outbox.send(step)
+            self._outbox.send(self.scheduler.update(output, sampled, self._clock.now()))
             self.report()
 
     def report(self) -> None:

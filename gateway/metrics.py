@@ -201,6 +201,8 @@ _OF_WORKERS: tuple[tuple[type[Metric], str, str, Callable[[RegisteredWorker], fl
     (GaugeMetricFamily, "requests_waiting", "Requests waiting in the engine", lambda w: w.load.waiting),
     (GaugeMetricFamily, "tokens_outstanding", "Tokens still to be computed",
      lambda w: w.outstanding_tokens + w.load.others_tokens),
+    (CounterMetricFamily, "steps", "Steps of the engine (0: it does not tell)", lambda w: w.load.steps),
+    (CounterMetricFamily, "busy_seconds", "Seconds that these steps took", lambda w: w.load.busy_s),
     (CounterMetricFamily, "preemptions", "Requests that lost their blocks to others", lambda w: w.load.preemptions),
     (CounterMetricFamily, "engine_restarts", "Restarts of the worker's engine", lambda w: w.info.engine_restarts),
     (CounterMetricFamily, "prompt_tokens_looked_up", "Prompt tokens looked up in the prefix cache",

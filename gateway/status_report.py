@@ -175,6 +175,8 @@ class StatusReport:
             cached_blocks=load.cached_blocks,
             draft_tokens=load.draft_tokens,
             accepted_draft_tokens=load.accepted_draft_tokens,
+            steps=load.steps,
+            busy_s=load.busy_s,
             failing=worker.breaker.explanation,
             kv_addresses={endpoint.transport: endpoint.address for endpoint in info.kv_endpoints},
         )

@@ -119,7 +119,8 @@ if that fails; nothing is left running then."""
 
 class Incarnation:
     """Created by `start` and ended by `stop`. ``load`` is the load that the engine reported last,
-    ``cached_blocks`` what is in its prefix cache."""
+    ``cached_blocks`` what is in its prefix cache, ``steps`` how many steps it has computed, and ``busy_s`` the seconds
+    that they took."""
 
     def __init__(
         self,
@@ -140,6 +141,8 @@ class Incarnation:
         self.resources = EngineResources(engine.send, kv, ready.layout, ready.vocab_size, transfer)
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
         self.cached_blocks = CachedBlocks()
+        self.steps = 0
+        self.busy_s = 0.0
 
     @classmethod
     async def start(

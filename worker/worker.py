@@ -289,11 +289,14 @@ class Worker:
 
     @property
     def load(self) -> WorkerLoad:
-        """The load of the engine, the messages that the KV end has refused, and the cores that its engine shares."""
+        """The load and the steps of the engine, the messages that the KV end has refused, and the cores that its engine
+        shares."""
         if self._incarnation is None:
             return WorkerLoad()
         return replace(
             self._incarnation.load,
+            steps=self._incarnation.steps,
+            busy_s=self._incarnation.busy_s,
             kv_refused=self._incarnation.kv.refused,
             shared_cores=self._shared(),
         )
@@ -346,6 +349,8 @@ class Worker:
         incarnation.watchdog.progressed()
         match event:
             case Step():
+                incarnation.steps += 1
+                incarnation.busy_s += event.sampled_s - event.step_started_s
                 self._table.on_step(event)
             case Load():
                 incarnation.load = WorkerLoad(**msgspec.structs.asdict(event))

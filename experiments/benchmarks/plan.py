@@ -2,18 +2,21 @@
 
 A service of one prefill and one decode worker of the 135m shape gets the same loads in both modes, each alone. Each
 load is simulated with the same requests at the same times, from a profile of this machine (``--profile``, else it is
-measured first). A shared machine is not equally fast at all times: before and after each load a few requests, one at a
-time, show how fast it is, and the simulated steps are scaled by that."""
+measured first).
+
+A shared machine is not equally fast at all times, and its speed says nothing about a plan. So a load has two errors:
+``steps`` is by how much the profile is too fast or too slow for the steps of the load, by the mean duration that the
+workers report; the other figures are those of a simulation whose steps have that mean."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import secrets
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,13 +31,10 @@ from experiments.planned_site import Candidate, Change, PlannerOptions
 from experiments.profile import Profile, Profiled
 from experiments.runner import new_folder, run_experiment
 from experiments.workloads.arrivals import random_arrivals
-from experiments.workloads.conversation import random_tokens
 from experiments.workloads.synthetic import Synthetic, parse_lengths
 from pdserve import AsyncClient
-from pdserve.client.status import ServiceStatus
-from pdserve.core.config import PdserveConfig
+from pdserve.core.config import PdserveConfig, RouterConfig
 from pdserve.core.request import Mode
-from pdserve.core.timeline import Figure
 from router.view import WaitMode
 from simulator.planning.service import PlannedRequests, PlannedService, PlannedTurn, ServiceRun, run_service
 from simulator.planning.step_time import StepShape, StepTime
@@ -47,20 +47,40 @@ WORKLOADS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
 }
 """Tokens of prompts and outputs, and requests per second."""
 QUICK_WORKLOADS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {"short": ("8:16", "2:4", (4.0,))}
-_PROBE_TOKENS, _PROBE_OUTPUT, _PROBES = 384, 10, 3
+_FITS = 6
+"""Simulations of a load. Slower steps are larger, since more requests wait for them, so that the factor by which they
+are slower takes some to find."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How many, and the seconds that they took together."""
+
+    number: int
+    busy_s: float
+
+    def __add__(self, other: Steps) -> Steps:
+        return Steps(self.number + other.number, self.busy_s + other.busy_s)
+
+    def __sub__(self, other: Steps) -> Steps:
+        return Steps(self.number - other.number, self.busy_s - other.busy_s)
+
+    @property
+    def mean_s(self) -> float:
+        """Of one."""
+        return self.busy_s / self.number
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Steps with prompts take ``prompts`` times as long as profiled, others ``decodes`` times."""
+    """Steps take ``factor`` times as long as profiled."""
 
     steps: StepTime
-    prompts: float
-    decodes: float
+    factor: float
 
     def seconds(self, step: StepShape) -> float:
         """See `StepTime`."""
-        return self.steps.seconds(step) * (self.prompts if step.pairs else self.decodes)
+        return self.factor * self.steps.seconds(step)
 
 
 def plan(
@@ -83,19 +103,13 @@ def plan(
             for _, mode in in_turns(MODES[:: 1 if place % 2 == 0 else -1], 1):
                 inputs, outputs, _ = workloads[name]
                 workload = Synthetic(parse_lengths("inputs", inputs), parse_lengths("outputs", outputs))
-                before = served.client(partial(_speed, profiled))
-                load = served.client(partial(_send, workload, rate, mode, duration_s))
-                after = served.client(partial(_speed, profiled))
-                speed = [statistics.fmean(each) for each in zip(before, after, strict=True)]
+                load, steps = served.client(partial(_send, workload, rate, mode, duration_s))
                 key = f"{name} {rate:g}/s {mode}"
-                figures[key] = _compare(load, _simulate(site, profiled, load, mode, speed)) | {
-                    "prompts_took": speed[0],
-                    "decodes_took": speed[1],
-                }
+                figures[key] = _compare(load, *_fitted(site, load, mode, steps))
                 note(f"{key}: {figures[key]}")
     errors = {
         figure: [abs(each[f"{figure}_error"]) for each in figures.values()]
-        for figure in ("ttft", "itl", "tokens_per_s")
+        for figure in ("ttft", "ttft_p99", "itl", "itl_p99", "tokens_per_s")
     }
     return {
         "steps_error": profiled.error,
@@ -137,44 +151,48 @@ def _site(options: PlannerOptions) -> PlannedService:
     return planned.site.service(Candidate("pd", 1, 1, (1, 1)), Change())
 
 
-async def _speed(profiled: Profiled, client: AsyncClient) -> tuple[float, float]:
-    """How long prompts and decode steps take now, as multiples of what the profile says."""
-    status: ServiceStatus = await client.status()
-    prompts, decodes = [], []
-    for number in range(_PROBES):
-        tokens = random_tokens(f"probe/{number}", _PROBE_TOKENS, status.vocab_size)
-        done = await client.generate(
-            tokens, max_tokens=_PROBE_OUTPUT, ignore_eos=True, mode=Mode.PD, salt=secrets.token_hex(8)
-        ).result()  # nothing of it is cached
-        starts = range(0, _PROBE_TOKENS, profiled.chunk)
-        chunks = [StepShape.plain(1, min(profiled.chunk, _PROBE_TOKENS - start), start) for start in starts]
-        prefill_s = sum(profiled.steps.seconds(chunk) for chunk in chunks)
-        prompts.append(done.breakdowns[Figure.TTFT].stages_ms["prefill"] / 1e3 / prefill_s)
-        step_s = profiled.steps.seconds(StepShape.plain(1, 1, _PROBE_TOKENS + _PROBE_OUTPUT // 2))
-        gap_s = statistics.median(done.itl_ms[1:]) / 1e3 - profiled.overheads.between_s
-        decodes.append(gap_s / step_s)
-    return statistics.median(prompts), statistics.median(decodes)
-
-
-async def _send(workload: Synthetic, rate: float, mode: Mode, duration_s: float, client: AsyncClient) -> Load:
+async def _send(
+    workload: Synthetic, rate: float, mode: Mode, duration_s: float, client: AsyncClient
+) -> tuple[Load, Mapping[str, Steps]]:
+    """A load, and the steps that it took, by role."""
+    before = await _steps(client)
     conversations = workload.conversations(10**6, 7, (await client.status()).vocab_size)
-    return await run_load(client, conversations, random_arrivals(rate, 7), mode=mode, duration_s=duration_s)
+    load = await run_load(client, conversations, random_arrivals(rate, 7), mode=mode, duration_s=duration_s)
+    return load, {role: steps - before[role] for role, steps in (await _steps(client)).items()}
 
 
-def _simulate(
-    site: PlannedService, profiled: Profiled, load: Load, mode: WaitMode, speed: Sequence[float]
-) -> ServiceRun:
-    """The same requests at the same times."""
+async def _steps(client: AsyncClient) -> Mapping[str, Steps]:
+    """The steps of each role so far, when none runs."""
+    await asyncio.sleep(2 * RouterConfig().heartbeat_s)
+    return {worker.role: Steps(worker.steps, worker.busy_s) for worker in (await client.status()).workers}
+
+
+def _fitted(
+    site: PlannedService, load: Load, mode: WaitMode, steps: Mapping[str, Steps]
+) -> tuple[ServiceRun, dict[str, float]]:
+    """The same requests at the same times, with steps that are as long on average as those of each role were, and the
+    factors for that. Where both roles do the same, they have one factor."""
     requests = [
         PlannedRequests(each.sent_s, (PlannedTurn((0,) * (each.prompt_tokens or 1), len(each.generation.token_ids)),))
         for each in sorted(load.outcomes, key=lambda each: each.sent_s)
         if each.generation is not None
     ]
-    steps = Scaled(profiled.steps, speed[0], speed[1])
-    return run_service(site.with_steps(steps), mode, requests)
+    groups = {worker.worker_id: str(worker.role) if mode is Mode.PD else "both" for worker in site.workers}
+    if mode is Mode.COLOCATED:
+        steps = {"both": reduce(Steps.__add__, steps.values())}
+    factors, used = dict.fromkeys(steps, 1.0), dict.fromkeys(steps, 1.0)
+    for _ in range(_FITS):
+        used = dict(factors)
+        workers = [replace(each, steps=Scaled(each.steps, used[groups[each.worker_id]])) for each in site.workers]
+        run = run_service(replace(site, workers=workers), mode, requests)
+        for group, measured in steps.items():
+            mine = [use for use in run.workers if groups[use.worker_id] == group]
+            simulated = Steps(sum(use.steps for use in mine), sum(use.busy for use in mine) * run.duration_s)
+            factors[group] *= measured.mean_s / simulated.mean_s
+    return run, used
 
 
-def _compare(load: Load, simulated: ServiceRun) -> dict[str, Any]:
+def _compare(load: Load, simulated: ServiceRun, factors: Mapping[str, float]) -> dict[str, Any]:
     done = [each.generation for each in load.outcomes if each.generation is not None]
     ended_s = max(each.ended_s for each in load.outcomes) - min(each.sent_s for each in load.outcomes)
     served = [each for each in simulated.requests if not each.error]
@@ -189,6 +207,7 @@ def _compare(load: Load, simulated: ServiceRun) -> dict[str, Any]:
         "itl": [1e3 * gap for each in served for gap in each.itl_s],
     }
     found: dict[str, Any] = {"requests": len(done), "failed": len(load.outcomes) - len(done)}
+    found |= {f"{role}_steps_error": 1 / factor - 1 for role, factor in factors.items()}
     for name in ours:
         for figure, of in (("", np.mean), ("_p99", lambda values: np.percentile(values, 99))):
             measured, predicted = float(of(ours[name])), float(of(theirs[name]))

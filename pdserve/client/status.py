@@ -16,7 +16,8 @@ class ServiceWorker:
     """One worker, as reported ``heartbeat_age_s`` ago. Its prefix cache since the engine's start: prompt tokens looked
     up, prompt tokens found, and blocks cached now. ``kv_refused`` counts refused KV messages since the engine's start,
     by reason. ``failing``: why it gets no requests, or only one as a probe (empty: it does). ``engine_restarts`` are
-    those of its engine, ``worker_restarts`` those of its worker process since the gateway began."""
+    those of its engine, ``worker_restarts`` those of its worker process since the gateway began. ``busy_s`` are the
+    seconds that all ``steps`` of the engine took."""
 
     worker_id: str
     role: str
@@ -47,6 +48,8 @@ class ServiceWorker:
     worker_restarts: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:

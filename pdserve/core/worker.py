@@ -91,7 +91,8 @@ class SharedCores:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker says of itself with every heartbeat: its engine's load; of its prefix cache, prompt tokens of all
+    """What a worker says of itself with every heartbeat: its engine's load; the ``steps`` of its engine, and the
+    seconds that all of them took (``busy_s``; 0 if the engine does not tell); of its prefix cache, prompt tokens of all
     requests its engine admitted, how many of those were cached, the blocks that can be found now, and the cold blocks
     kept outside of the pool; how many KV messages it refused, by reason; the requests that it has of other gateways
     than the one that it reports to, and the tokens that they have still to compute on it (``others_prompt_tokens``: of
@@ -114,6 +115,8 @@ class WorkerLoad:
     stalled: bool = False
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
     note: str = ""
 
 

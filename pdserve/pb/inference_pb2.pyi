@@ -757,6 +757,8 @@ class WorkerStatus(google.protobuf.message.Message):
     WORKER_RESTARTS_FIELD_NUMBER: builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    BUSY_S_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
@@ -792,6 +794,9 @@ class WorkerStatus(google.protobuf.message.Message):
     draft_tokens: builtins.int
     """Guesses of next tokens that the engine has verified since its start, and those that were right."""
     accepted_draft_tokens: builtins.int
+    steps: builtins.int
+    """Steps that the engine has computed since its start, and the seconds that they took."""
+    busy_s: builtins.float
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """that it listens with"""
@@ -840,8 +845,10 @@ class WorkerStatus(google.protobuf.message.Message):
         worker_restarts: builtins.int = ...,
         draft_tokens: builtins.int = ...,
         accepted_draft_tokens: builtins.int = ...,
+        steps: builtins.int = ...,
+        busy_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "draft_tokens", b"draft_tokens", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id", "worker_restarts", b"worker_restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "address", b"address", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "draft_tokens", b"draft_tokens", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "steps", b"steps", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -105,10 +105,6 @@ class PlannedService:
     layer_groups: int = 0
     prefix_caching: bool = False
     max_model_len: int = 1 << 20
-
-    def with_steps(self, steps: StepTime) -> PlannedService:
-        """The same with workers whose steps take other times."""
-        return replace(self, workers=[replace(worker, steps=steps) for worker in self.workers])
 
 
 class PlannedTurn(msgspec.Struct, frozen=True):
