@@ -27,6 +27,7 @@ import msgspec
 import xxhash
 
 from contract.message import Message
+from pdserve.core.config import CodecName
 from pdserve.core.errors import ChecksumMismatch, LayoutMismatch, TransferError, TransferRefused, from_wire
 from pdserve.core.kv_layout import KVLayout
 
@@ -50,13 +51,15 @@ Trailer = Annotated[bytes, msgspec.Meta(max_length=MAX_TRAILER_BYTES)]
 
 class Hello(Message, frozen=True):
     """The first message of a link: the sender's id, the receiver's epoch as the sender knows it, and what both ends
-    must agree on: the pool's layout, whether messages are hashed, and the model's end-of-sequence ids (ascending)."""
+    must agree on: the pool's layout, whether messages are hashed, and the model's end-of-sequence ids (ascending).
+    ``codec`` is how the sender codes the payloads of `Blocks` (`kv_transfer.codec`)."""
 
     worker_id: Id
     epoch: Id
     layout: KVLayout
     checksums: bool
     eos_token_ids: EosTokenIds
+    codec: CodecName = "none"
 
 
 class HelloOk(Message, frozen=True):
@@ -112,8 +115,9 @@ class Open(Message, frozen=True):
 
 class Blocks(Message, frozen=True):
     """The payload is ``num_layers`` layers, from ``first_layer``, of ``num_blocks`` blocks for the slots from
-    ``first_slot``, block by block. ``export_us`` is the time in microseconds that the sender has spent on reading and
-    hashing since the hand-off began. ``last`` marks the last message, which may have a ``trailer``."""
+    ``first_slot``, block by block. With a codec, a payload that has another size than these is coded. ``export_us`` is
+    the time in microseconds that the sender has spent on reading, coding and hashing since the hand-off began. ``last``
+    marks the last message, which may have a ``trailer``."""
 
     nonce: Nonce
     epoch: Id

@@ -251,6 +251,7 @@ class EngineWorker:
             span_ms=0.0,
             request_to_ready_ms=0.0,
             ceiling_gbs=0.0,
+            wire_bytes=moved.received_bytes,
         )
 
     def _give(

@@ -11,7 +11,7 @@ from router.session import RoutingResult
 
 _PROOF = (
     "transport", "kv_bytes", "kv_bytes_retried", "blocks_skipped", "messages", "checksum", "wire_ms",
-    "request_to_ready_ms", "export_ms", "import_ms", "span_ms", "gbs", "ceiling_gbs",
+    "request_to_ready_ms", "export_ms", "import_ms", "span_ms", "gbs", "ceiling_gbs", "wire_bytes",
 )  # fmt: skip
 """Fields of a `TransferProof` that have the same name in the account."""
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kv_transfer.fetch import Fetch, Payload, staged
+from kv_transfer.fetch import Coded, Fetch, Payload, staged
 from kv_transfer.memory import DeviceMemory, Memory
 from kv_transfer.pending_peers import PendingPeer
 from pdserve.core.errors import PeerLost
@@ -93,6 +93,8 @@ class KVLink(ABC):
     on_device = False
     """Whether payloads move from device memory to device memory. Such payloads are hashed only with
     `transfer.checksum: device`."""
+    codes = False
+    """Whether payloads may be coded (`transfer.codec`): they pass through host memory at both ends, over a network."""
     reads_late = False
     """Whether the receiver may still read a payload after the sender has cut the link and reused the blocks. If so, a
     payload counts only with a correct checksum or, where nothing is hashed, with a `protocol.Confirm` of the sender."""
@@ -160,11 +162,13 @@ class KVLink(ABC):
         into: Sequence[Region],
         *,
         hashed: bool = False,
+        coded: Coded | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> Fetch:
-        """A `Fetch` that moves the last message's payload into regions of the memory, which must have its size. Await
-        it before the next `recv`."""
-        return Fetch(self.memory, into, self._move, on_device=self.on_device, hashed=hashed, on_progress=on_progress)
+        """A `Fetch` that moves the last message's payload into regions of the memory, which must have its size unless
+        it is ``coded``. Await it before the next `recv`."""
+        on_device, memory = self.on_device, self.memory
+        return Fetch(memory, into, self._move, on_device=on_device, hashed=hashed, coded=coded, on_progress=on_progress)
 
     @abstractmethod
     async def _move(self, fetch: Fetch) -> None:

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from contract.kv import checksum
+from kv_transfer.codec import Codec
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import Region, pair_regions
+from runtime.threads import in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +74,13 @@ async def staged(memory: DeviceMemory, regions: Sequence[Region]) -> Payload:
     return Payload(None, (), [copies])
 
 
+def _copy(data: memoryview, into: Sequence[memoryview]) -> None:
+    source, start = np.frombuffer(data, dtype=np.uint8), 0
+    for part in into:
+        np.copyto(np.frombuffer(part, dtype=np.uint8), source[start : start + part.nbytes])
+        start += part.nbytes
+
+
 async def settled(memory: Memory) -> None:
     """Wait until the copies begun so far from and to a device have ended. Does not block the event loop."""
     if isinstance(memory, DeviceMemory):
@@ -80,13 +89,26 @@ async def settled(memory: Memory) -> None:
             await asyncio.sleep(0 if time.monotonic() - began_s < _SPIN_S else _POLL_S)
 
 
+async def coded_payload(codec: Codec, payload: Payload) -> Payload:
+    """``payload``, whose bytes are on the host, coded by another thread; itself, if that does not make it smaller."""
+    coded = await in_thread("kv-code", lambda: codec.encode(payload.parts))
+    return Payload(None, (), [coded]) if coded.nbytes < payload.size else payload
+
+
+class Coded(NamedTuple):
+    """How a payload is coded, and its bytes on the way."""
+
+    codec: Codec
+    size: int
+
+
 class Fetch:
     """Moves the payload of a link's last message into ``regions`` of this end's memory, which have its size. Belongs to
     one event loop.
 
     Await it to move the bytes. It returns early after `cancel`; it raises PeerLost if the link is lost. `commit` then
-    copies bytes that were staged on the host to the device. After `cancel`, no further write begins; after `at_rest`,
-    nothing writes the regions.
+    decodes bytes that are ``coded``, and copies bytes that were staged on the host to the device. After `cancel`, no
+    further write begins; after `at_rest`, nothing writes the regions.
 
     ``hashed``: bytes that come by way of the host are hashed while they move; ``digest_s`` is the time for that, in
     seconds.
@@ -101,6 +123,7 @@ class Fetch:
         *,
         on_device: bool,
         hashed: bool = False,
+        coded: Coded | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.regions, self.cancelled, self.digest_s = regions, False, 0.0
@@ -108,15 +131,21 @@ class Fetch:
         self._memory, self._move, self._on_progress = memory, move, on_progress
         self._staged: memoryview | None = None
         self._parts: list[memoryview] = []  # of host memory, still to be filled, in reverse order
+        self._codec: Codec | None = None
         self.size = 0
+        """Bytes to be moved."""
         for region in regions:
             self.size += region.size
-        self.left = self.size
-        if isinstance(memory, HostMemory):
+        if coded is not None:
+            self._codec, self.size = coded
+            self._staged = memoryview(bytearray(self.size))
+            self._parts = [self._staged]
+        elif isinstance(memory, HostMemory):
             self._parts = [memory.view(region) for region in reversed(regions)]
         elif not on_device:
             self._staged = memory.staging(self.size)
             self._parts = [self._staged]
+        self.left = self.size
         self._writers = 0
         self._resting: asyncio.Event | None = None
 
@@ -124,7 +153,14 @@ class Fetch:
         return self._move(self).__await__()
 
     async def commit(self) -> None:
-        """Copy bytes that were staged on the host to the device, and wait for all copies."""
+        """Decode bytes that are coded, copy bytes that were staged on the host to the device, and wait for all copies.
+        ValueError if they are not coded as they should be."""
+        if self._codec is not None and not self.cancelled:
+            codec, coded, size = self._codec, self._staged, sum(region.size for region in self.regions)
+            assert coded is not None, "what is coded is staged"
+            self._staged = await in_thread("kv-decode", lambda: codec.decode(coded, size))
+            if isinstance(self._memory, HostMemory) and not self.cancelled:
+                _copy(self._staged, [self._memory.view(region) for region in self.regions])
         if isinstance(self._memory, DeviceMemory) and not self.cancelled:
             with self.writing():
                 if self._staged is not None:

@@ -27,6 +27,7 @@ from contract.kv import (
 )
 from contract.message import encode
 from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, Message
+from kv_transfer.codec import codec_of
 from kv_transfer.pool import Pool
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
@@ -210,6 +211,12 @@ def _check(hello: Header, ours: Hello) -> Hello:
     if hello.checksums != ours.checksums:
         here, there = ("on" if each else "off" for each in (ours.checksums, hello.checksums))
         raise Refusal(Reason.LAYOUT, f"transfer.checksum differs: {here} here, {there} at the peer")
+    if hello.codec == "int8" != ours.codec:
+        raise Refusal(Reason.LAYOUT, f"transfer.codec: int8 at the peer, {ours.codec} here; it must be the same")
+    try:
+        codec_of(hello.codec, ours.layout)
+    except ConfigError as error:
+        raise Refusal(Reason.LAYOUT, str(error)) from None
     if hello.eos_token_ids != ours.eos_token_ids:
         raise Refusal(
             Reason.LAYOUT,

@@ -14,6 +14,7 @@ import msgspec
 from contract.kv import Announce, Blocks, Header, Probe, Probed, Rated, Reason, Refusal
 from contract.message import encode
 from kv_transfer.base import KVLink
+from kv_transfer.codec import Codec
 from kv_transfer.fetch import Fetch
 from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
@@ -37,6 +38,8 @@ class ReceiveLink:
         """What `TransferProof.checksum` says."""
         self.confirms = link.reads_late and not self.checksums
         """Whether a transfer counts only once its sender has confirmed it (`protocol.Confirm`)."""
+        self.codec: Codec | None = None
+        """How its sender codes blocks, from its `Hello` on."""
         self.ceiling_gbs = 0.0
         """The link's ceiling (`kv_transfer.link_rate`), in 10^9 bytes per second; 0: nothing was measured."""
         self.sender_clock = SenderClock()
@@ -146,7 +149,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self._reserved_s = clock.now()
         self._first_s: float | None = None
         self._run = Run()
-        self._messages = self._retried_bytes = self._export_us = 0
+        self._messages = self._kv_bytes = self._retried_bytes = self._export_us = 0
         self._import_s = 0.0
 
     async def _at_rest(self) -> None:
@@ -180,7 +183,9 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             bounds = f"layers {header.first_layer} to {end_layer} of {layout.num_layers}"
             raise Refusal(Reason.OUT_OF_BOUNDS, f"{name} fills {bounds}")
         layers = range(header.first_layer, end_layer)
-        if size != header.num_blocks * layout.layer_bytes(layers) or not (header.num_blocks or header.last):
+        num_bytes = header.num_blocks * layout.layer_bytes(layers)
+        is_coded = self.source is not None and self.source.codec is not None and 0 < size < num_bytes
+        if (size != num_bytes and not is_coded) or not (header.num_blocks or header.last):
             what = f"{header.num_layers} layers of {header.num_blocks} blocks, {layout.layer_bytes(layers)} bytes each"
             raise Refusal(Reason.WRONG_SIZE, f"{name} has {size} bytes for {what}")
         bits = self._bits(header)
@@ -214,6 +219,9 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self._resending.pop(header.seq, None)
         self._next_seq = max(self._next_seq, header.seq + 1)
         self._messages += 1
+        self._kv_bytes += header.num_blocks * self._layout.layer_bytes(
+            range(header.first_layer, header.first_layer + header.num_layers)
+        )
         self._import_s += min(import_s, self._run.add(size, begun_s, now_s))
         self._export_us = max(self._export_us, header.export_us)
         if header.last:
@@ -240,7 +248,8 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         num_blocks = next((slot for slot, missing in enumerate(self._missing) if missing), len(self._missing))
         proof = TransferProof(
             transport=self.source.link.transport,
-            kv_bytes=self._run.num_bytes,
+            kv_bytes=self._kv_bytes,
+            wire_bytes=self._run.num_bytes,
             kv_bytes_retried=self._retried_bytes,
             blocks_received=num_blocks - self._num_skipped,
             blocks_skipped=self._num_skipped,

@@ -29,6 +29,8 @@ from contract.kv import (
     peer_error,
 )
 from kv_transfer.base import KVLink, KVTransport, Message, Tasks
+from kv_transfer.codec import codec_of
+from kv_transfer.fetch import Coded
 from kv_transfer.handshake import check_block_size, dismiss, greet, parse, sorted_eos
 from kv_transfer.pending_peers import INTRODUCTION_S
 from kv_transfer.pool import Pool
@@ -51,7 +53,7 @@ class KVReceiver:
     """Receives into ``pool``. The caller closes the ``transports``, after this.
 
     ``eos_token_ids``: the model's end-of-sequence ids; a peer with different ones is refused. ConfigError if blocks are
-    larger than a message, ModelError if there are too many ids.
+    larger than a message or cannot be coded, ModelError if there are too many ids.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class KVReceiver:
         chance: random.Random = SYSTEM,
     ) -> None:
         check_block_size(pool.layout)
+        codec_of(config.codec, pool.layout)
         self._eos_token_ids = sorted_eos(eos_token_ids)
         self._pool, self._clock, self._chance = pool, clock, chance
         self._worker_id, self._epoch, self._config = worker_id, epoch, config
@@ -136,7 +139,12 @@ class KVReceiver:
     def hello(self, link: KVLink) -> Hello:
         """The first message that a peer must send on ``link``, apart from its worker id."""
         return Hello(
-            self._worker_id, self._epoch, self._pool.layout, link.hashes(self._config.checksum), self._eos_token_ids
+            self._worker_id,
+            self._epoch,
+            self._pool.layout,
+            link.hashes(self._config.checksum),
+            self._eos_token_ids,
+            self._config.codec,
         )
 
     async def aclose(self) -> None:
@@ -177,7 +185,8 @@ class KVReceiver:
         try:
             async with asyncio.timeout(introduction_s):
                 try:
-                    link.sender_id = (await greet(link.link, self.hello(link.link))).worker_id
+                    hello = await greet(link.link, self.hello(link.link))
+                    link.sender_id, link.codec = hello.worker_id, codec_of(hello.codec, self._pool.layout)
                 except Refusal as refusal:
                     self._refused[refusal.reason] += 1
                     _log.warning("a KV link was refused: %s", refusal)
@@ -272,7 +281,11 @@ class KVReceiver:
         begun_s = transfer.begin(link.sender_clock.departure_s(header.sent_us))
         try:
             regions = self._pool.regions(blocks, layers)
-            fetch = transfer.fetch = link.link.fetch(regions, hashed=link.checksums, on_progress=transfer.lease.renew)
+            is_coded = link.codec is not None and size < sum(region.size for region in regions)
+            coded = Coded(link.codec, size) if link.codec is not None and is_coded else None
+            fetch = transfer.fetch = link.link.fetch(
+                regions, hashed=link.checksums, coded=coded, on_progress=transfer.lease.renew
+            )
             await fetch
             fetched_s = self._clock.now()
             if transfer.is_over:

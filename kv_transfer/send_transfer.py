@@ -25,6 +25,8 @@ from contract.kv import (
 )
 from contract.message import encode
 from kv_transfer.base import KVLink
+from kv_transfer.codec import Codec
+from kv_transfer.fetch import coded_payload
 from kv_transfer.pool import Pool
 from kv_transfer.transfer import Transfer
 from pdserve.core.clock import Clock
@@ -221,8 +223,8 @@ class SendLink:
     """A link to one receiver. Its transfers take turns, one message each; they fail when the link ends.
 
     While `transfer.max_inflight_bytes` or more are unacknowledged (at least four messages, where the link has a least
-    size of them), only control messages and resends are sent. ``on_announce`` is called for each announcement,
-    ``on_lost`` once with what ended the link.
+    size of them), only control messages and resends are sent. Blocks are coded with ``codec``. ``on_announce`` is
+    called for each announcement, ``on_lost`` once with what ended the link.
     """
 
     def __init__(
@@ -231,6 +233,7 @@ class SendLink:
         peer: KVPeer,
         endpoint: KVEndpoint,
         link: KVLink,
+        codec: Codec | None,
         pool: Pool,
         config: TransferConfig,
         clock: Clock,
@@ -238,7 +241,7 @@ class SendLink:
         on_lost: Callable[[SendLink, PeerLost], None],
     ) -> None:
         self.about, self.peer, self.endpoint, self.alive = about, peer, endpoint, True
-        self._link, self._pool, self._config, self._clock = link, pool, config, clock
+        self._link, self._codec, self._pool, self._config, self._clock = link, codec, pool, config, clock
         self._on_announce, self._on_lost = on_announce, on_lost
         self._checksums = link.hashes(config.checksum)
         self._max_inflight_bytes = max(config.max_inflight_bytes, _INFLIGHT_MESSAGES * link.least_message_bytes)
@@ -369,6 +372,8 @@ class SendLink:
             started_s = self._clock.now()
             regions = self._pool.regions(part.block_ids, part.layers) if part.block_ids else []
             payload = await self._link.payload(regions)
+            if self._codec is not None and regions:
+                payload = await coded_payload(self._codec, payload)
             digest = await payload.checksum(trailer) if self._checksums else 0
             transfer.export_s += self._clock.now() - started_s
             header = Blocks(

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from contract.kv import Announce, Hello
 from kv_transfer.base import KVTransport, Tasks
+from kv_transfer.codec import codec_of
 from kv_transfer.factory import choose
 from kv_transfer.handshake import check_block_size, introduce, measure, sorted_eos
 from kv_transfer.pool import Pool
 from kv_transfer.send_transfer import SendLink, SendTransfer
 from pdserve.core.clock import Clock
-from pdserve.core.config import TransferConfig
+from pdserve.core.config import CodecName, TransferConfig
 from pdserve.core.errors import PdserveError, PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 
@@ -31,7 +32,7 @@ class KVSender:
     """Sends from ``pool`` over ``transports`` (best first), which the caller closes after this.
 
     Belongs to one event loop. ``eos_token_ids``: the model's end-of-sequence ids; receivers with different ones refuse
-    the link. ConfigError if blocks are larger than a message, ModelError if there are too many ids.
+    the link. ConfigError if blocks are larger than a message or cannot be coded, ModelError if there are too many ids.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class KVSender:
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         check_block_size(pool.layout)
+        self._codec = codec_of(config.codec, pool.layout)
         self._eos_token_ids = sorted_eos(eos_token_ids)
         self._pool, self._transports, self._config = pool, tuple(transports), config
         self._worker_id, self._clock = worker_id, clock
@@ -139,7 +141,9 @@ class KVSender:
         try:
             async with asyncio.timeout(timeout_s):
                 checksums = link.hashes(self._config.checksum)
-                hello = Hello(self._worker_id, peer.epoch, self._pool.layout, checksums, self._eos_token_ids)
+                codec = self._codec if link.codes else None
+                name: CodecName = "none" if codec is None else codec.name
+                hello = Hello(self._worker_id, peer.epoch, self._pool.layout, checksums, self._eos_token_ids, name)
                 await introduce(link, hello, peer.worker_id)
                 ceiling_gbs = await measure(link, self._pool, announced, self._clock)
         except BaseException as error:
@@ -147,9 +151,11 @@ class KVSender:
             if isinstance(error, TimeoutError):
                 raise TransferTimeout(f"{peer.worker_id} did not answer within {timeout_s:g} s") from None
             raise
+        if self._codec is not None:
+            reason += f", {self._codec.name} coding" if codec else ", not coded"
         about = PeerLink(peer.worker_id, transport.name, reason, ceiling_gbs)
         met = SendLink(
-            about, peer, endpoint, link, self._pool, self._config, self._clock, self._on_announce, self._on_lost
+            about, peer, endpoint, link, codec, self._pool, self._config, self._clock, self._on_announce, self._on_lost
         )
         return met, announced
 

@@ -211,11 +211,9 @@ class WorldLink(KVLink):
             return header if isinstance(decode(header), Blocks) else None
         return None
 
-    def fetch(
-        self, into: Sequence[Region], *, hashed: bool = False, on_progress: Callable[[], None] = lambda: None
-    ) -> Fetch:
+    def fetch(self, into: Sequence[Region], **options: Any) -> Fetch:
         """See `KVLink`."""
-        options: dict[str, Any] = {"on_device": self.on_device, "hashed": hashed, "on_progress": on_progress}
+        options |= {"on_device": self.on_device}
         return WorldFetch(self._wires, self.memory, into, self._move, **options)
 
     async def _move(self, fetch: Fetch) -> None:

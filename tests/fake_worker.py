@@ -339,7 +339,7 @@ class FakeWorker:
         layout = self.info.layout
         blocks = layout.blocks_for(prompt_tokens)
         kv_bytes = layout.expected_bytes(prompt_tokens)
-        return TransferProof("loopback", kv_bytes, 0, blocks, 0, 1, "off", 0.1, 0.1, 0.1, 0.2, 0.3, 0.0)
+        return TransferProof("loopback", kv_bytes, 0, blocks, 0, 1, "off", 0.1, 0.1, 0.1, 0.2, 0.3, 0.0, kv_bytes)
 
     async def _pass(self, point: Point) -> None:
         if self.delay_s.get(point):

@@ -102,7 +102,9 @@ class StubWorker:
                     kinds = [EventKind.ROOM_MADE, EventKind.KV_VERIFIED, *kinds]
                     blocks = LAYOUT.blocks_for(len(request.token_ids))
                     kv_bytes = blocks * LAYOUT.block_bytes
-                    proof = TransferProof("stub", kv_bytes, 0, blocks, 0, 1, "off", 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+                    proof = TransferProof(
+                        "stub", kv_bytes, 0, blocks, 0, 1, "off", 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, kv_bytes
+                    )
                 events = self._events(time.monotonic(), *kinds)
             reason = FinishReason.LENGTH if index == request.max_tokens else None
             outbox.output(request.attempt_id, TokenOutput(5 + index % 100, reason, events, proof))

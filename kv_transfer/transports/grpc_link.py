@@ -84,6 +84,8 @@ class GrpcLink(InboxLink):
     """A stream to ``peer``. ``on_end`` is called on the loop when the stream has ended. The owner sets ``cancel``,
     which ends the RPC."""
 
+    codes = True
+
     def __init__(
         self,
         memory: Memory,

@@ -78,7 +78,7 @@ class ShapedLink(KVLink):
 
     def __init__(self, inner: KVLink, shape: Shape) -> None:
         super().__init__(inner.memory)
-        self.transport, self.reads_late = inner.transport, inner.reads_late
+        self.transport, self.codes, self.reads_late = inner.transport, inner.codes, inner.reads_late
         self._inner, self._shape = inner, shape
         self._loop = asyncio.get_running_loop()
         # Messages of the inner link, each with the time of the loop's clock when it leaves.

@@ -38,7 +38,7 @@ class SocketLink(KVLink):
 
     def __init__(self, transport: str, memory: Memory, stream: SocketStream, *, peer_size: int = 0) -> None:
         super().__init__(memory)
-        self.transport = transport
+        self.transport, self.codes = transport, not peer_size
         self._stream = stream
         self._writing = asyncio.Lock()
         self._left = 0  # of an inline payload

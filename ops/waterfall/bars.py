@@ -104,6 +104,8 @@ def proof(generation: Generation) -> str:
     parts.append(f"{generation.kv_blocks_sent} {blocks} over {generation.transport}")
     if generation.kv_blocks_skipped:
         parts.append(f"{generation.kv_blocks_skipped} already on decode")
+    if 0 < generation.transfer.wire_bytes < generation.kv_bytes:
+        parts.append(f"coded in {human_bytes(generation.transfer.wire_bytes)}")
     if generation.transfer.kv_bytes_retried:
         parts.append(f"{human_bytes(generation.transfer.kv_bytes_retried)} retried")
     if generation.transfer.checksum:

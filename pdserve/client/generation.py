@@ -62,9 +62,9 @@ class TransferDetails:
     Three times that are easily confused: ``wire_ms`` is the time in which bytes were on their way, ``exposed_ms`` the
     part that was not hidden behind the prefill (of it ``room_wait_ms`` because decode had no room yet), and
     ``request_to_ready_ms`` the time from decode's allocation to the last verified block. ``export_ms`` is the sender's
-    reading and hashing, ``import_ms`` the receiver's hashing, ``span_ms`` first message to last verified block. ``gbs``
-    is the achieved rate (10^9 bytes per second of wire and import), ``ceiling_gbs`` the link's best rate so far (0:
-    not measured)."""
+    reading and hashing, ``import_ms`` the receiver's hashing, ``span_ms`` first message to last verified block. The KV
+    took ``wire_bytes`` on the link, fewer than it has if it was coded. ``gbs`` is their rate (10^9 bytes per second of
+    wire and import), ``ceiling_gbs`` the link's best rate so far (0: not measured)."""
 
     export_ms: float
     wire_ms: float
@@ -78,6 +78,7 @@ class TransferDetails:
     checksum: str
     messages: int
     kv_bytes_retried: int
+    wire_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,13 +63,14 @@ class PeerLink:
 class TransferProof(msgspec.Struct, frozen=True):
     """The receiver's measurements of one hand-off.
 
-    ``kv_bytes`` are verified and in the pool; ``kv_bytes_retried`` were received and dropped (failed checksum, or
-    duplicate). Times are durations on the receiver's clock, except ``export_ms``:
+    ``kv_bytes`` are verified and in the pool; they took ``wire_bytes`` on the link, fewer if they were coded
+    (`transfer.codec`). ``kv_bytes_retried`` were received and dropped (failed checksum, or duplicate). Times are
+    durations on the receiver's clock, except ``export_ms``:
 
-    - ``export_ms``: the sender read and hashed the blocks, and copied them from its device to the host;
+    - ``export_ms``: the sender read, coded and hashed the blocks, and copied them from its device to the host;
     - ``wire_ms``: bytes were on their way: from the moment the sender began to send a message until it was in place,
       without ``import_ms``; time that messages share counts once;
-    - ``import_ms``: the receiver hashed the blocks, and copied them to its device;
+    - ``import_ms``: the receiver hashed and decoded the blocks, and copied them to its device;
     - ``span_ms``: from when the first message was sent to the last verified block, including waits for the prefill;
     - ``request_to_ready_ms``: from the allocation of the blocks to the last verified block.
 
@@ -91,13 +92,14 @@ class TransferProof(msgspec.Struct, frozen=True):
     span_ms: float
     request_to_ready_ms: float
     ceiling_gbs: float
+    wire_bytes: int
 
     @property
     def gbs(self) -> float:
-        """The rate over ``wire_ms + import_ms``, in 10^9 bytes per second; 0 if nothing was sent. The receiver's module
-        `kv_transfer.link_rate` defines it."""
+        """The rate of ``wire_bytes`` over ``wire_ms + import_ms``, in 10^9 bytes per second; 0 if nothing was sent. The
+        receiver's module `kv_transfer.link_rate` defines it."""
         busy_ms = self.wire_ms + self.import_ms
-        return self.kv_bytes / busy_ms / 1e6 if busy_ms else 0.0
+        return self.wire_bytes / busy_ms / 1e6 if busy_ms else 0.0
 
 
 class PrefixFetch(msgspec.Struct, frozen=True):

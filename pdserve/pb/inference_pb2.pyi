@@ -425,6 +425,7 @@ class Transfer(google.protobuf.message.Message):
     GBS_FIELD_NUMBER: builtins.int
     CEILING_GBS_FIELD_NUMBER: builtins.int
     ROOM_WAIT_MS_FIELD_NUMBER: builtins.int
+    WIRE_BYTES_FIELD_NUMBER: builtins.int
     transport: builtins.str
     kv_bytes: builtins.int
     """counted by the receiver, verified"""
@@ -448,6 +449,8 @@ class Transfer(google.protobuf.message.Message):
     """the best rate of the link so far, this transfer included; 0: not measured"""
     room_wait_ms: builtins.float
     """of exposed_ms: token 1 was there, and decode had no room for the blocks yet"""
+    wire_bytes: builtins.int
+    """that kv_bytes took on the link: fewer if they were coded"""
     def __init__(
         self,
         *,
@@ -469,8 +472,9 @@ class Transfer(google.protobuf.message.Message):
         gbs: builtins.float = ...,
         ceiling_gbs: builtins.float = ...,
         room_wait_ms: builtins.float = ...,
+        wire_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "blocks_sent", b"blocks_sent", "blocks_skipped", b"blocks_skipped", "ceiling_gbs", b"ceiling_gbs", "checksum", b"checksum", "export_ms", b"export_ms", "exposed_ms", b"exposed_ms", "gbs", b"gbs", "import_ms", b"import_ms", "kv_bytes", b"kv_bytes", "kv_bytes_expected", b"kv_bytes_expected", "kv_bytes_retried", b"kv_bytes_retried", "messages", b"messages", "request_to_ready_ms", b"request_to_ready_ms", "room_wait_ms", b"room_wait_ms", "span_ms", b"span_ms", "transport", b"transport", "wire_ms", b"wire_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "blocks_sent", b"blocks_sent", "blocks_skipped", b"blocks_skipped", "ceiling_gbs", b"ceiling_gbs", "checksum", b"checksum", "export_ms", b"export_ms", "exposed_ms", b"exposed_ms", "gbs", b"gbs", "import_ms", b"import_ms", "kv_bytes", b"kv_bytes", "kv_bytes_expected", b"kv_bytes_expected", "kv_bytes_retried", b"kv_bytes_retried", "messages", b"messages", "request_to_ready_ms", b"request_to_ready_ms", "room_wait_ms", b"room_wait_ms", "span_ms", b"span_ms", "transport", b"transport", "wire_bytes", b"wire_bytes", "wire_ms", b"wire_ms"]) -> None: ...
 
 global___Transfer = Transfer
 

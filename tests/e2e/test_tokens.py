@@ -119,6 +119,26 @@ def test_guesses_change_no_token(model: Path, client: Client, mode: str) -> None
         client.generate(PROMPT, speculation=True, repetition_penalty=1.2)
 
 
+def test_coded_kv(model: Path) -> None:
+    """Fewer bytes on the link, and the same tokens whichever way."""
+    settings = {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "engine": {"block_size": BLOCK, "num_blocks": NUM_BLOCKS},
+        "transfer": {"transport": "tcp", "codec": "lossless"},
+    }
+    with local_cluster(settings) as cluster:
+        with Client(cluster.target) as client:
+            prompt = prompt_of(5 * BLOCK + 3, 1)
+            apart, together = (
+                client.generate(prompt, max_tokens=TOKENS, mode=mode).result() for mode in ("pd", "colocated")
+            )
+            (link,) = next(worker.links for worker in client.status().workers if worker.links)
+        cluster.wait_idle()
+    assert apart.token_ids == together.token_ids
+    assert apart.kv_bytes == apart.kv_bytes_expected > apart.transfer.wire_bytes > 0.6 * apart.kv_bytes
+    assert link.reason.endswith(", lossless coding")
+
+
 def test_a_kv_cache_in_fp8(model: Path) -> None:
     """A quarter of the bytes of float32, and the same tokens whichever way."""
     shape = SHAPES[model.name]

@@ -19,7 +19,7 @@ from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.clock import Clock, MonotonicClock
-from pdserve.core.config import TransferConfig
+from pdserve.core.config import CodecName, TransferConfig
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
@@ -207,6 +207,8 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             eos_token_ids: tuple[int, ...] = (),
             sender_eos_token_ids: tuple[int, ...] | None = None,
             shape: Shape | None = None,
+            codec: CodecName = "none",
+            sender_codec: CodecName | None = None,
         ) -> Ends:
             clock = EndsClock()
             source = source or HostPool(sender_layout or layout, num_blocks)
@@ -217,7 +219,13 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             stack.push_async_callback(sending.aclose)
             stack.push_async_callback(receiving.aclose)
             receiver = receiver_of(
-                target, receiving, checksum=checksum, clock=clock, lease_s=lease_s, eos_token_ids=eos_token_ids
+                target,
+                receiving,
+                checksum=checksum,
+                clock=clock,
+                lease_s=lease_s,
+                eos_token_ids=eos_token_ids,
+                codec=codec,
             )
             sender = sender_of(
                 source,
@@ -228,6 +236,7 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
                 clock=clock,
                 lease_s=lease_s,
                 connect_timeout_s=5.0,
+                codec=sender_codec or codec,
                 eos_token_ids=eos_token_ids if sender_eos_token_ids is None else sender_eos_token_ids,
             )
             endpoints = await receiver.start("127.0.0.1")

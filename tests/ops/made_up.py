@@ -68,6 +68,7 @@ def made_up(
             checksum="xxh3-64 verified" if blocks else "",
             messages=2 if blocks else 0,
             kv_bytes_retried=0,
+            wire_bytes=blocks * 16 * 16_384,
         ),
         ttft_ms=ttft_ms,
         ttft_decode_ms=ttft_decode_ms,

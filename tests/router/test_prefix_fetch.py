@@ -154,7 +154,7 @@ def fetched(outcome: PrefixFetch) -> Any:
 
 
 def proof_of(num_bytes: int) -> TransferProof:
-    return TransferProof("loopback", num_bytes, 0, 10, 0, 1, "off", 0.1, 0.1, 0.1, 0.2, 0.3, 0.0)
+    return TransferProof("loopback", num_bytes, 0, 10, 0, 1, "off", 0.1, 0.1, 0.1, 0.2, 0.3, 0.0, num_bytes)
 
 
 @pytest.fixture
