@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.installed-dev
 SOURCES := pdserve contract runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway simulator ops experiments tests scripts
 
-.PHONY: help install demo docs reference test lint types floors unit test-cluster soak simulate bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips validate-plan proto tiny clean
+.PHONY: help install demo docs reference test lint types floors unit test-cluster soak simulate bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips bench-codec validate-plan proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -102,6 +102,9 @@ bench-strangers: $(DEVELOPING)  ## what 1,000 connections of strangers cost requ
 
 bench-served: $(DEVELOPING)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (12 to 15 minutes)
 	$(BIN)/python -m experiments.benchmarks.served --vllm "$(VLLM)"
+
+bench-codec: $(DEVELOPING)  ## what coding KV on slow links saves, and what it costs (about 5 minutes)
+	$(BIN)/python -m experiments.benchmarks.codec
 
 validate-plan: $(DEVELOPING)  ## what `pdserve plan` predicts beside what a service does (about 15 minutes)
 	$(BIN)/python -m experiments.benchmarks.plan

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,8 +20,13 @@ from runtime.threads import in_thread
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 PIECE_BYTES = 2**20
 """Copies are hashed in pieces of this size, while a piece is in the processor's cache."""
+
+_INLINE_BYTES = 128 * 2**10
+"""So much at most is coded in the event loop, which takes some 0.2 ms."""
 
 _SPIN_S, _POLL_S = 1e-3, 1e-3
 """How long the end of copies is asked for in every turn of the event loop, and how often after that. A timer of the
@@ -81,6 +86,11 @@ def _copy(data: memoryview, into: Sequence[memoryview]) -> None:
         start += part.nbytes
 
 
+async def _aside(name: str, num_bytes: int, work: Callable[[], T]) -> T:
+    """What ``work`` on so many bytes gives: in a thread of its own, unless that takes longer to start."""
+    return await in_thread(name, work) if num_bytes > _INLINE_BYTES else work()
+
+
 async def settled(memory: Memory) -> None:
     """Wait until the copies begun so far from and to a device have ended. Does not block the event loop."""
     if isinstance(memory, DeviceMemory):
@@ -90,8 +100,8 @@ async def settled(memory: Memory) -> None:
 
 
 async def coded_payload(codec: Codec, payload: Payload) -> Payload:
-    """``payload``, whose bytes are on the host, coded by another thread; itself, if that does not make it smaller."""
-    coded = await in_thread("kv-code", lambda: codec.encode(payload.parts))
+    """``payload``, whose bytes are on the host, coded; itself, if that does not make it smaller."""
+    coded = await _aside("kv-code", payload.size, lambda: codec.encode(payload.parts))
     return Payload(None, (), [coded]) if coded.nbytes < payload.size else payload
 
 
@@ -158,7 +168,7 @@ class Fetch:
         if self._codec is not None and not self.cancelled:
             codec, coded, size = self._codec, self._staged, sum(region.size for region in self.regions)
             assert coded is not None, "what is coded is staged"
-            self._staged = await in_thread("kv-decode", lambda: codec.decode(coded, size))
+            self._staged = await _aside("kv-decode", size, lambda: codec.decode(coded, size))
             if isinstance(self._memory, HostMemory) and not self.cancelled:
                 _copy(self._staged, [self._memory.view(region) for region in self.regions])
         if isinstance(self._memory, DeviceMemory) and not self.cancelled:

@@ -64,6 +64,13 @@ FIGURES = {
         added_ttft_mean_ms / mean lo hi n
         """
     ),
+    "codec": rows(
+        """
+        alone / lossless int8 / encode_gbs decode_gbs ratio
+        served / * / ttft_decode_ms exposed_ms wire_mb ratio same_tokens logprob_error
+        prompt_tokens
+        """
+    ),
     "dispatch": rows(
         """
         idle / pairs colocated_ttft_ms added_ttft_ms added_ttft_decode_ms cpu_ms_per_token
@@ -106,11 +113,12 @@ FIGURES = {
     "plan": rows(
         """
         steps_error blocks_equal
-        median_error worst_error / ttft itl tokens_per_s
+        median_error worst_error / ttft ttft_p99 itl itl_p99 tokens_per_s
         loads / * / requests failed ttft_ms ttft_simulated_ms ttft_error ttft_p99_ms ttft_p99_simulated_ms
         loads / * / ttft_p99_error itl_ms itl_simulated_ms itl_error itl_p99_ms itl_p99_simulated_ms itl_p99_error
         loads / * / tokens_per_s tokens_per_s_simulated tokens_per_s_error blocks blocks_simulated
-        loads / * / prompts_took decodes_took
+        loads / *pd / prefill_steps_error decode_steps_error
+        loads / *colocated / both_steps_error
         """
     ),
     "router": rows(
