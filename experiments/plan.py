@@ -57,6 +57,7 @@ _VOCAB = 32_000
 _CHANGES = (
     Change("links carry half as much", link=0.5),
     Change("links carry twice as much", link=2.0),
+    Change("KV is coded between hosts (transfer.codec: lossless)", coded=True),
     Change("prompts are twice as long", prompts=2.0),
     Change("prompts are half as long", prompts=0.5),
     Change("outputs are twice as long", outputs=2.0),

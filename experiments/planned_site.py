@@ -30,6 +30,9 @@ _MOST_CANDIDATES = 32
 _MOST_DEGREE = 4096
 _CHUNKS = (512,)
 """Token budgets of colocated workers that are tried beside the usual one."""
+_CODED, _CODING_BYTES_PER_S = 4 / 3, 0.5e9
+"""How many bytes of KV in bfloat16 become one without loss, and how many per second a worker codes (`make bench-codec`,
+2 virtual cores of a Xeon, 2026-11-28)."""
 _GPU_OVERHEADS = Overheads(0.002, 0.001, 0.001, 0.001, 0.001, 0.0)
 """Assumed where no profile says what a service adds."""
 
@@ -112,7 +115,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Change:
     """One thing that is different: factors on what links carry, on the lengths of prompts and outputs, and on the
-    limits of the SLO."""
+    limits of the SLO; or that KV is ``coded`` without loss on links between hosts."""
 
     name: str = ""
     link: float = 1.0
@@ -120,6 +123,7 @@ class Change:
     outputs: float = 1.0
     ttft: float = 1.0
     itl: float = 1.0
+    coded: bool = False
 
     def slo(self, slo: SLO) -> SLO:
         """The limits with this change."""
@@ -253,12 +257,15 @@ class Site:
             assert profiled is not None, "one of the two is a profile"
             within = msgspec.structs.replace(profiled.link, bytes_per_s=profiled.link.bytes_per_s * change.link)
             between = within
+        wan = _wan(self.options.wan, change.link)
+        if change.coded:
+            between, wan = _coded(between), None if wan is None else _coded(wan)
         return PlannedService(
             workers,
             self.layout,
             within,
             between,
-            _wan(self.options.wan, change.link),
+            wan,
             profiled.overheads if profiled is not None else _GPU_OVERHEADS,
             self.config.router.model_copy(update={"prefix_fetch": "off"}),
             self.config.transfer.layer_groups if self.config.transfer.overlap == "layer" else 0,
@@ -318,6 +325,12 @@ def _wan(text: str | None, factor: float) -> LinkClass | None:
     if not 0 < rate < math.inf or not 0 <= latency_s < math.inf:
         raise InvalidRequest(f"--wan: {text!r} is not GBIT:RTT_MS; write, for example, 100:20")
     return LinkClass(rate * factor, latency_s)
+
+
+def _coded(link: LinkClass) -> LinkClass:
+    """A link as KV has it that is coded."""
+    most = min(link.most_bytes_per_s, _CODING_BYTES_PER_S)
+    return LinkClass(link.bytes_per_s * _CODED, link.latency_s, most)
 
 
 def _shares_prefixes(options: WorkloadOptions) -> bool:

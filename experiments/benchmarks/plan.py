@@ -24,6 +24,7 @@ import numpy as np
 import typer
 
 from experiments.benchmarks.frame import Quick, in_turns, note, run, service
+from experiments.benchmarks.published import prefill_as_a_service
 from experiments.experiment import Cell
 from experiments.load import Load, run_load
 from experiments.plan import Planner
@@ -116,6 +117,7 @@ def plan(
         "blocks_equal": all(each["blocks"] == each["blocks_simulated"] for each in figures.values()),
         "median_error": {name: statistics.median(values) for name, values in errors.items()},
         "worst_error": {name: max(values) for name, values in errors.items()},
+        "published": prefill_as_a_service(200 if quick else 3000),
         "loads": figures,
     }
 

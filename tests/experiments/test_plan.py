@@ -148,11 +148,22 @@ def test_a_run_that_writes_a_configuration(tmp_path: Path) -> None:
     ]
     rows = {row["name"]: row for row in summary["candidates"]}
     assert all(row["rate"] > 0 for row in rows.values())
-    assert len(summary["changes"]) == 8
+    assert len(summary["changes"]) == 9
     written = PdserveConfig.load(target, {})
     assert (written.cluster.prefill, written.cluster.decode) == ((1, 1) if summary["best"] == "1P1D" else (0, 2))
     assert yaml.safe_load(target.read_text())["model"]["path"] == "dummy:8b"
     assert (path / "plan.png").stat().st_size > 10_000
+
+
+def test_coded_kv_is_smaller_between_hosts() -> None:
+    plan = planned(wan="8:20", devices=4)
+    pair = plan.site.candidates()[-1]
+    plain, coded = (plan.site.service(pair, change) for change in (Change(), Change("coded", coded=True)))
+    assert plain.shared is not None
+    assert coded.shared is not None
+    assert coded.shared.bytes_per_s / plain.shared.bytes_per_s == pytest.approx(4 / 3)
+    assert coded.shared.most_bytes_per_s < plain.shared.most_bytes_per_s, "a worker codes so fast at most"
+    assert coded.within == plain.within
 
 
 def test_a_thin_link_makes_disaggregation_lose() -> None:

@@ -117,6 +117,8 @@ FIGURES = {
         loads / * / requests failed ttft_ms ttft_simulated_ms ttft_error ttft_p99_ms ttft_p99_simulated_ms
         loads / * / ttft_p99_error itl_ms itl_simulated_ms itl_error itl_p99_ms itl_p99_simulated_ms itl_p99_error
         loads / * / tokens_per_s tokens_per_s_simulated tokens_per_s_error blocks blocks_simulated
+        published / prompts rate published_rate rate_error closed_rate closed_rate_error
+        published / long_share published_long_share egress_gbit published_egress_gbit
         loads / *pd / prefill_steps_error decode_steps_error
         loads / *colocated / both_steps_error
         """
