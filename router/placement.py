@@ -237,7 +237,7 @@ def _place_pair(needs: Needs, view: ClusterView) -> Placed | Wait:
     good = {worker_id for worker_id, worker in roomy.items() if not _is_to_avoid(worker, needs)}
     useful = [worker for worker in able if not worker.linked.keys().isdisjoint(good)] or able
     prefill, why_prefill = _choose(useful, needs, view, Role.PREFILL, prefer=needs.prefer)
-    peers = [roomy[worker_id] for worker_id in prefill.linked if worker_id in roomy]
+    peers = [worker for worker_id, worker in roomy.items() if worker_id in prefill.linked]
     decode, why_decode = _choose(peers, needs, view, Role.DECODE, source=prefill)
     return Placed(
         prefill.worker_id,

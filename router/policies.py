@@ -188,6 +188,10 @@ _IGNORE_PREFIXES = frozenset({"round_robin", "random", "least_tokens", "power_of
 """Prefixes are looked up for all others, plug-ins among them."""
 
 
+_COMPARE_SOME = frozenset({"random", "least_tokens", "power_of_two", "prefix_affinity", "kv_aware", "slo"})
+"""All others must see every worker, plug-ins among them."""
+
+
 def policy(name: str) -> Policy:
     """The policy of a name, which may be that of a plug-in. ConfigError if that cannot be loaded."""
     found: Policy = POLICIES.get(name) or plugins.load(plugins.POLICIES, name, Callable)
@@ -197,6 +201,12 @@ def policy(name: str) -> Policy:
 def uses_prefixes(name: str) -> bool:
     """Whether the policy may read `Needs.cached`."""
     return name not in _IGNORE_PREFIXES
+
+
+def compares_all(name: str) -> bool:
+    """Whether the policy must see every worker that can take a request: a part of them, drawn anew for each request,
+    would not do."""
+    return name not in _COMPARE_SOME
 
 
 def least(choice: Choice, costs: Sequence[float]) -> Chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
 from collections import Counter
@@ -10,6 +11,8 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+import xxhash
 
 from contract.control import WorkerHandle
 from pdserve.core.clock import Clock
@@ -22,13 +25,17 @@ from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.breaker import Breaker, BreakerState
 from router.cost_model import CostModel
 from router.placement import Placed, unavailable
-from router.policies import policy, uses_prefixes
+from router.policies import compares_all, policy, uses_prefixes
 from router.prefix_fetch import PAUSE_S, Fetch
 from router.prefix_index import PrefixIndex, Prompt
 from router.registered_worker import RegisteredWorker, Share
 from router.view import ClusterView, Needs
 
 log = logging.getLogger(__name__)
+
+SAMPLE = 32
+"""Limit: workers of each role among which one is chosen for a request, where there are more; all others only if none of
+these can take it."""
 
 _NO_LINKS: Links = MappingProxyType({})
 
@@ -69,7 +76,9 @@ class WorkerRegistry:
         wanted = config.prefix_fetch != "off" or any(map(uses_prefixes, policies))
         self.prefixes = PrefixIndex() if wanted else None
         """What the workers have in their prefix caches, if a policy needs to know, or workers fetch prefixes."""
+        self._samples = not any(map(compares_all, policies))
         self._workers: dict[str, RegisteredWorker] = {}
+        self._of_role: dict[Role, list[RegisteredWorker]] = {role: [] for role in Role}  # those that are not lost
         self._members: frozenset[str] = frozenset()
         self._lives: dict[str, str] = {}  # the last life of each worker id, including forgotten workers
         self._superseded: set[str] = set()
@@ -128,6 +137,7 @@ class WorkerRegistry:
         if blocks is not None and self.prefixes is not None:
             self.prefixes.apply(worker_id, worker.info.epoch, blocks)
         if worker.beat(load, links, info, self._clock.now()):
+            self._note_roles()
             self._came()
         else:
             self.notify_load()
@@ -296,6 +306,11 @@ class WorkerRegistry:
         self._live = frozenset([worker.info.worker_epoch for worker in self._workers.values() if not worker.lost])
         for worker in self._workers.values():
             worker.cached_view = None
+        self._note_roles()
+
+    def _note_roles(self) -> None:
+        for role, workers in self._of_role.items():
+            workers[:] = [worker for worker in self._workers.values() if worker.role is role and not worker.lost]
 
     def ready(self, role: Role | None = None) -> list[RegisteredWorker]:
         """Ready workers of one role, or of all."""
@@ -324,6 +339,25 @@ class WorkerRegistry:
             self._gateways,
             self.cost_model.costs,
         )
+
+    def sample(self, needs: Needs) -> ClusterView | None:
+        """A part of `view` in which a request may be placed: `SAMPLE` workers of each role, drawn by its ticket, and
+        those that it has a reason for. So its placement does not take longer the more workers there are, and finds one
+        nearly as good. None if there are few, or a policy compares all."""
+        if not self._samples or len(self._workers) <= len(Role) * SAMPLE:
+            return None
+        self._note_late()
+        number, chosen = xxhash.xxh3_64_intdigest(needs.ticket.to_bytes(8, "little")), dict[str, RegisteredWorker]()
+        for workers in self._of_role.values():
+            start = number % len(workers) if len(workers) > SAMPLE else 0
+            drawn = workers[start : start + SAMPLE]
+            for worker in drawn + workers[: SAMPLE - len(drawn)]:
+                chosen[worker.worker_id] = worker
+        for worker_id in (needs.prefer, *heapq.nlargest(SAMPLE, needs.cached, key=needs.cached.__getitem__)):
+            if (known := self._workers.get(worker_id)) is not None:
+                chosen[worker_id] = known
+        views = [worker.cached_view or worker.view(self._live) for worker in chosen.values()]
+        return ClusterView(tuple(views), self._config, self._gateways, self.cost_model.costs)
 
     def _note_late(self) -> None:
         """Note which heartbeats are overdue, if one may have become so since the last time."""

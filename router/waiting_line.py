@@ -174,6 +174,9 @@ class WaitingLine:
         """Where the request can go now."""
         if waiting.prompt is not None and (cached := waiting.prompt.cached()) is not waiting.needs.cached:
             waiting.needs = msgspec.structs.replace(waiting.needs, cached=cached)
+        part = self._registry.sample(waiting.needs)
+        if part is not None and isinstance(decision := place(waiting.needs, part), Placed):
+            return decision
         return place(waiting.needs, self._registry.view())
 
     def _assign(self, waiting: Waiting, placed: Placed) -> Assignment:
