@@ -302,8 +302,8 @@ def _about(kind: DeviceKind | Profiled) -> dict[str, str]:
     if isinstance(kind, Profiled):
         return {
             "text": f"{kind.device}, as profiled in {kind.path}",
-            "caveat": f"Steps were predicted with a median error of {kind.error:.1%} when they were profiled. Services "
-            "had a TTFT up to 1.6 times and gaps up to 1.4 times as long as simulated ones (docs/planning.md).",
+            "caveat": f"Steps were predicted with a median error of {kind.error:.1%} when they were profiled. In a "
+            "service whose engines share their cores with the rest they took up to twice as long (docs/planning.md).",
         }
     return {
         "text": f"{kind.name}: {kind.flops / 1e12:g} TFLOP/s, {kind.bandwidth / 1e12:g} TB/s, {kind.memory / 1e9:g} GB "

@@ -6,7 +6,7 @@ exponent is sent, and of each number, in 4 bits, by how much its own is smaller.
 same after decoding.
 
 ``int8``: the numbers of a head become integers from -127 to 127, with one scale for each head and token. So 16 bits
-become 8.25 at a head of 64 numbers, and values differ by at most 0.4 % of the head's largest.
+become 8.25 at a head of 64 numbers, and values differ by at most 0.8 % of the head's largest.
 """
 
 from __future__ import annotations

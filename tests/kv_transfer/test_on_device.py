@@ -113,6 +113,24 @@ async def test_blocks_and_layers_go_from_device_to_device(
     assert ends.receiver.refused == {}
 
 
+async def test_a_device_s_blocks_are_coded_on_the_host(make_ends: MakeEnds) -> None:
+    source, target = DevicePool("p", 8), DevicePool("d", 8)
+    sending, receiving = pair("tcp", source, target)
+    ends = await make_ends(
+        layout=LAYOUT, source=source, target=target, sending=sending, receiving=receiving, codec="int8"
+    )
+    numbers = torch.randn(len(source.data) // 4, generator=torch.Generator().manual_seed(1))
+    source.whole[: len(source.data)] = numbers.view(torch.uint8)
+    ends.start("r", [4, 3], send=[5, 6])
+    proof = (await ends.both("r")).proof
+    assert (proof.kv_bytes, proof.wire_bytes) == (2 * LAYOUT.block_bytes, 2 * LAYOUT.block_bytes * (8 + 2) // 32)
+    found, sent = (
+        torch.frombuffer(bytearray(pool.bytes_of(blocks)), dtype=torch.float32)
+        for pool, blocks in ((target, [4, 3]), (source, [5, 6]))
+    )
+    assert 0 < (found - sent).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("kind", ["torch_dist", "cuda_ipc", "nixl"])
 async def test_messages_between_devices_fill_the_link(
     make_ends: MakeEnds, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
