@@ -115,7 +115,7 @@ class Open(Message, frozen=True):
 
 class Blocks(Message, frozen=True):
     """The payload is ``num_layers`` layers, from ``first_layer``, of ``num_blocks`` blocks for the slots from
-    ``first_slot``, block by block. With a codec, a payload that has another size than these is coded. ``export_us`` is
+    ``first_slot``, block by block. With a codec, a payload that is smaller than these is coded. ``export_us`` is
     the time in microseconds that the sender has spent on reading, coding and hashing since the hand-off began. ``last``
     marks the last message, which may have a ``trailer``."""
 

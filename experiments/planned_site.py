@@ -258,7 +258,7 @@ class Site:
             within = msgspec.structs.replace(profiled.link, bytes_per_s=profiled.link.bytes_per_s * change.link)
             between = within
         wan = _wan(self.options.wan, change.link)
-        if change.coded:
+        if change.coded and self.layout.dtype == "bfloat16":
             between, wan = _coded(between), None if wan is None else _coded(wan)
         return PlannedService(
             workers,
@@ -328,7 +328,7 @@ def _wan(text: str | None, factor: float) -> LinkClass | None:
 
 
 def _coded(link: LinkClass) -> LinkClass:
-    """A link as KV has it that is coded."""
+    """The link, counted in bytes of KV before they are coded."""
     most = min(link.most_bytes_per_s, _CODING_BYTES_PER_S)
     return LinkClass(link.bytes_per_s * _CODED, link.latency_s, most)
 

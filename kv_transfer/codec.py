@@ -14,15 +14,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from pdserve.core.config import CodecName
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout
-
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _PAGE = 1024
 """Numbers with a common largest exponent."""
@@ -55,15 +52,15 @@ class Lossless(Codec):
     def encode(self, parts: Sequence[memoryview]) -> memoryview:
         """See `Codec`."""
         numbers = _joined(parts).view(np.uint16)
-        sizes = _Sizes.of(len(numbers))
-        coded = np.empty(sizes.total, np.uint8)
-        largest, packed, others = np.split(coded, sizes.ends)
+        *ends, size = _ends(len(numbers))
+        coded = np.empty(size, np.uint8)
+        largest, packed, others = np.split(coded, ends)
         far = []
         for start in range(0, len(numbers), _CHUNK):
             part = numbers[start : start + _CHUNK]
             turned = ((part << 1) | (part >> 15)).view(np.uint8)  # the exponent is a byte then
             others[start : start + len(part)] = turned[0::2]
-            exponents = np.zeros(sizes.padded(len(part)), np.uint8)
+            exponents = np.zeros(_padded(len(part)), np.uint8)
             exponents[: len(part)] = turned[1::2]
             pages = exponents.reshape(-1, _PAGE)
             highest = np.maximum(pages.max(axis=1), _FAR)
@@ -77,15 +74,14 @@ class Lossless(Codec):
 
     def decode(self, coded: memoryview, size: int) -> memoryview:
         """See `Codec`."""
-        data, sizes = np.frombuffer(coded, dtype=np.uint8), _Sizes.of(size // 2)
-        if len(data) < sizes.total:
+        data, ends = np.frombuffer(coded, dtype=np.uint8), _ends(size // 2)
+        if len(data) < ends[-1]:
             raise ValueError(f"{len(data)} coded bytes for {size // 2} numbers")
-        largest, packed, others = np.split(data[: sizes.total], sizes.ends)
-        far, used = data[sizes.total :], 0
-        numbers = np.empty(size // 2, np.uint16)
+        largest, packed, others, far = np.split(data, ends)
+        numbers, used = np.empty(size // 2, np.uint16), 0
         for start in range(0, len(numbers), _CHUNK):
             part = numbers[start : start + _CHUNK]
-            padded = sizes.padded(len(part))
+            padded = _padded(len(part))
             pairs = packed[start // 2 :][: padded // 2].astype(np.uint16)
             codes = ((pairs | (pairs << 4)) & 0x0F0F).view(np.uint8)
             highest = largest[start // _PAGE :][: padded // _PAGE]
@@ -106,23 +102,16 @@ class Lossless(Codec):
         raise ValueError(f"{len(far)} exponents beside the others, which are not as many as the others tell")
 
 
-class _Sizes(NamedTuple):
-    """Of what is coded without loss: where the parts of fixed size end."""
+def _padded(count: int) -> int:
+    """So many numbers, in whole pages."""
+    return -(-count // _PAGE) * _PAGE
 
-    ends: tuple[int, int]
-    total: int
 
-    @classmethod
-    def of(cls, count: int) -> _Sizes:
-        """For so many numbers."""
-        num_pages = -(-count // _PAGE)
-        end = num_pages + num_pages * _PAGE // 2
-        return cls((num_pages, end), end + count)
-
-    @staticmethod
-    def padded(count: int) -> int:
-        """So many numbers, in whole pages."""
-        return -(-count // _PAGE) * _PAGE
+def _ends(count: int) -> tuple[int, int, int]:
+    """Where the three parts of fixed size of so many numbers end."""
+    padded = _padded(count)
+    end = padded // _PAGE + padded // 2
+    return padded // _PAGE, end, end + count
 
 
 class Int8(Codec):
@@ -194,6 +183,6 @@ def codec_of(name: CodecName, layout: KVLayout) -> Codec | None:
     return None
 
 
-def _joined(parts: Sequence[memoryview]) -> Bytes:
+def _joined(parts: Sequence[memoryview]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [np.empty(0, np.uint8)])

@@ -211,7 +211,7 @@ def _check(hello: Header, ours: Hello) -> Hello:
     if hello.checksums != ours.checksums:
         here, there = ("on" if each else "off" for each in (ours.checksums, hello.checksums))
         raise Refusal(Reason.LAYOUT, f"transfer.checksum differs: {here} here, {there} at the peer")
-    if hello.codec == "int8" != ours.codec:
+    if hello.codec == "int8" and ours.codec != "int8":
         raise Refusal(Reason.LAYOUT, f"transfer.codec: int8 at the peer, {ours.codec} here; it must be the same")
     try:
         codec_of(hello.codec, ours.layout)

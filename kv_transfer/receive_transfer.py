@@ -15,7 +15,7 @@ from contract.kv import Announce, Blocks, Header, Probe, Probed, Rated, Reason, 
 from contract.message import encode
 from kv_transfer.base import KVLink
 from kv_transfer.codec import Codec
-from kv_transfer.fetch import Fetch
+from kv_transfer.fetch import Coded, Fetch
 from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
 from kv_transfer.transfer import Transfer
@@ -79,6 +79,10 @@ class ReceiveLink:
             self._answered_s = self._clock.now()
         self._told = self._ceiling
         await self.say(Probed(round(train.busy_s * 1e6), self._told))
+
+    def coded(self, size: int, num_bytes: int) -> Coded | None:
+        """How a payload of ``size`` bytes is coded that is for ``num_bytes`` of blocks; None if it is not."""
+        return Coded(self.codec, size) if self.codec is not None and 0 < size < num_bytes else None
 
     def raise_ceiling(self, gbs: float) -> None:
         """Note the rate of a run, which raises the ceiling if it is higher."""
@@ -184,7 +188,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             raise Refusal(Reason.OUT_OF_BOUNDS, f"{name} fills {bounds}")
         layers = range(header.first_layer, end_layer)
         num_bytes = header.num_blocks * layout.layer_bytes(layers)
-        is_coded = self.source is not None and self.source.codec is not None and 0 < size < num_bytes
+        is_coded = self.source is not None and self.source.coded(size, num_bytes) is not None
         if (size != num_bytes and not is_coded) or not (header.num_blocks or header.last):
             what = f"{header.num_layers} layers of {header.num_blocks} blocks, {layout.layer_bytes(layers)} bytes each"
             raise Refusal(Reason.WRONG_SIZE, f"{name} has {size} bytes for {what}")

@@ -30,7 +30,6 @@ from contract.kv import (
 )
 from kv_transfer.base import KVLink, KVTransport, Message, Tasks
 from kv_transfer.codec import codec_of
-from kv_transfer.fetch import Coded
 from kv_transfer.handshake import check_block_size, dismiss, greet, parse, sorted_eos
 from kv_transfer.pending_peers import INTRODUCTION_S
 from kv_transfer.pool import Pool
@@ -281,8 +280,7 @@ class KVReceiver:
         begun_s = transfer.begin(link.sender_clock.departure_s(header.sent_us))
         try:
             regions = self._pool.regions(blocks, layers)
-            is_coded = link.codec is not None and size < sum(region.size for region in regions)
-            coded = Coded(link.codec, size) if link.codec is not None and is_coded else None
+            coded = link.coded(size, sum(region.size for region in regions))
             fetch = transfer.fetch = link.link.fetch(
                 regions, hashed=link.checksums, coded=coded, on_progress=transfer.lease.renew
             )

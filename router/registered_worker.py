@@ -62,7 +62,6 @@ class RegisteredWorker:
     linked: Mapping[WorkerEpoch, PeerLink] = field(default_factory=dict)
     failed: Mapping[WorkerEpoch, PdserveError] = field(default_factory=dict)
     cached_view: WorkerView | None = field(default=None, init=False)
-    _reported: Links = field(default_factory=dict, init=False)  # with which the last heartbeat came
     _live: frozenset[WorkerEpoch] | None = field(default=None, init=False)  # what `_peers` was made for
     _peers: Mapping[str, float] = field(default_factory=dict, init=False)
 
@@ -153,11 +152,9 @@ class RegisteredWorker:
         self.held_at_beat = self.held_blocks
         if info is not None:
             self.info = info
-        if links is not self._reported:
-            self._reported = links
-            self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
-            self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
-            self._live = None
+        self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
+        self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
+        self._live = None
         return self.is_ready != was_ready or self.role is not role or self.linked.keys() != linked.keys()
 
 

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -332,22 +332,22 @@ class WorkerRegistry:
         """The current state of all workers for `router.placement.place`. Only the values of workers that have changed
         are made anew."""
         self._note_late()
+        return self._view_of(self._workers.values())
+
+    def _view_of(self, workers: Iterable[RegisteredWorker]) -> ClusterView:
         live = self._live
-        return ClusterView(
-            tuple([worker.cached_view or worker.view(live) for worker in self._workers.values()]),
-            self._config,
-            self._gateways,
-            self.cost_model.costs,
-        )
+        views = tuple([worker.cached_view or worker.view(live) for worker in workers])
+        return ClusterView(views, self._config, self._gateways, self.cost_model.costs)
 
     def sample(self, needs: Needs) -> ClusterView | None:
-        """A part of `view` in which a request may be placed: `SAMPLE` workers of each role, drawn by its ticket, and
-        those that it has a reason for. So its placement does not take longer the more workers there are, and finds one
-        nearly as good. None if there are few, or a policy compares all."""
+        """A part of `view` in which a request may be placed, so that placement does not take longer the more workers
+        there are: `SAMPLE` workers of each role, drawn by its ticket, that of its last attempt, and those that have its
+        prefix cached. None if there are few workers, or a policy compares all."""
         if not self._samples or len(self._workers) <= len(Role) * SAMPLE:
             return None
         self._note_late()
-        number, chosen = xxhash.xxh3_64_intdigest(needs.ticket.to_bytes(8, "little")), dict[str, RegisteredWorker]()
+        number = xxhash.xxh3_64_intdigest(needs.ticket.to_bytes(8, "little"))
+        chosen: dict[str, RegisteredWorker] = {}
         for workers in self._of_role.values():
             start = number % len(workers) if len(workers) > SAMPLE else 0
             drawn = workers[start : start + SAMPLE]
@@ -356,8 +356,7 @@ class WorkerRegistry:
         for worker_id in (needs.prefer, *heapq.nlargest(SAMPLE, needs.cached, key=needs.cached.__getitem__)):
             if (known := self._workers.get(worker_id)) is not None:
                 chosen[worker_id] = known
-        views = [worker.cached_view or worker.view(self._live) for worker in chosen.values()]
-        return ClusterView(tuple(views), self._config, self._gateways, self.cost_model.costs)
+        return self._view_of(chosen.values())
 
     def _note_late(self) -> None:
         """Note which heartbeats are overdue, if one may have become so since the last time."""

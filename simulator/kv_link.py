@@ -213,8 +213,7 @@ class WorldLink(KVLink):
 
     def fetch(self, into: Sequence[Region], **options: Any) -> Fetch:
         """See `KVLink`."""
-        options |= {"on_device": self.on_device}
-        return WorldFetch(self._wires, self.memory, into, self._move, **options)
+        return WorldFetch(self._wires, self.memory, into, self._move, on_device=self.on_device, **options)
 
     async def _move(self, fetch: Fetch) -> None:
         if (sent := self._payload) is None:

@@ -78,9 +78,7 @@ async def _measure(length: int, prompts: int, client: AsyncClient) -> dict[str, 
     for number in range(-2, prompts):
         prompt = random_tokens(f"codec/{number}", length, vocab_size)
         apart, together = [
-            await client.generate(
-                prompt, max_tokens=TOKENS, mode=mode, ignore_eos=True, logprobs=0, salt=f"{mode}"
-            ).result()
+            await client.generate(prompt, max_tokens=TOKENS, mode=mode, ignore_eos=True, logprobs=0, salt=mode).result()
             for mode in ("pd", "colocated")
         ]
         if number < 0:

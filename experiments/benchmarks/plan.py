@@ -5,8 +5,8 @@ load is simulated with the same requests at the same times, from a profile of th
 measured first).
 
 A shared machine is not equally fast at all times, and its speed says nothing about a plan. So a load has two errors:
-``steps`` is by how much the profile is too fast or too slow for the steps of the load, by the mean duration that the
-workers report; the other figures are those of a simulation whose steps have that mean."""
+``ROLE_steps_error`` is that of the profile, by the mean duration of the load's steps, which the workers report; the
+other errors are those of a simulation whose steps have that mean."""
 
 from __future__ import annotations
 
