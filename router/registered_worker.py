@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from contract.control import WorkerHandle
@@ -62,8 +63,7 @@ class RegisteredWorker:
     linked: Mapping[WorkerEpoch, PeerLink] = field(default_factory=dict)
     failed: Mapping[WorkerEpoch, PdserveError] = field(default_factory=dict)
     cached_view: WorkerView | None = field(default=None, init=False)
-    _live: frozenset[WorkerEpoch] | None = field(default=None, init=False)  # what `_peers` was made for
-    _peers: Mapping[str, float] = field(default_factory=dict, init=False)
+    _peers: Mapping[str, float] | None = field(default=None, init=False)
 
     def __setattr__(self, name: str, value: object) -> None:
         _set(self, name, value)
@@ -99,11 +99,10 @@ class RegisteredWorker:
 
     def view(self, live: frozenset[WorkerEpoch]) -> WorkerView:
         """Return its values for `router.placement`. Only links to ``live`` incarnations count."""
-        info, load = self.info, self.load
-        if self._live is not live:
+        info, load, peers = self.info, self.load, self._peers
+        if peers is None:
             peers = {key[0]: link.ceiling_gbs for key, link in self.linked.items() if key in live}
             _set(self, "_peers", peers)
-            _set(self, "_live", live)
         view = WorkerView(
             worker_id=info.worker_id,
             role=info.role,
@@ -123,7 +122,7 @@ class RegisteredWorker:
             live=not self.lost,
             ready=self.is_ready,
             late=self.late,
-            linked=self._peers,
+            linked=peers,
             link_errors=tuple([why for key, why in self.failed.items() if key in live]) if self.failed else (),
             last_used=self.last_used,
             decoding=self.decoding,
@@ -136,6 +135,11 @@ class RegisteredWorker:
         )
         _set(self, "cached_view", view)
         return view
+
+    def peers_changed(self, changed: AbstractSet[WorkerEpoch]) -> None:
+        """Note that these incarnations have come or are lost."""
+        if not (self.linked.keys().isdisjoint(changed) and self.failed.keys().isdisjoint(changed)):
+            self._peers = None
 
     @property
     def decoding_here(self) -> int:
@@ -154,7 +158,7 @@ class RegisteredWorker:
             self.info = info
         self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
         self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
-        self._live = None
+        self._peers = None
         return self.is_ready != was_ready or self.role is not role or self.linked.keys() != linked.keys()
 
 

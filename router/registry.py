@@ -303,9 +303,11 @@ class WorkerRegistry:
         return tuple(worker.linked[key] for key in sorted(worker.linked.keys() & self._live))
 
     def _note_live(self) -> None:
+        before = self._live
         self._live = frozenset([worker.info.worker_epoch for worker in self._workers.values() if not worker.lost])
+        changed = before ^ self._live
         for worker in self._workers.values():
-            worker.cached_view = None
+            worker.peers_changed(changed)
         self._note_roles()
 
     def _note_roles(self) -> None:

@@ -96,6 +96,10 @@ class Flow:
 
 def share(changed: Flow) -> None:
     """Divide the pipes anew among all flows that are connected with ``changed`` by pipes that they share."""
+    if not any(other is not changed for pipe in changed.pipes for other in pipe.flows):
+        if changed.is_busy:
+            changed.set_rate(min(changed.most_bytes_per_s, *(pipe.bytes_per_s for pipe in changed.pipes)))
+        return
     pipes, flows = _connected(changed.pipes)
     left = {pipe: pipe.bytes_per_s for pipe in pipes}
     open_flows = dict.fromkeys(pipes, 0)

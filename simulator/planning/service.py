@@ -180,6 +180,7 @@ class _Simulation:
         seed: int,
     ) -> None:
         self.service, self._mode, self._requests = service, mode, requests
+        self.block_bytes, self.num_layers = service.layout.block_bytes, service.layout.num_layers
         chance = random.Random(f"planning/{seed}")
         self._errors: list[BaseException] = []
         self.world = World(chance, self._on_error, 0.0)
@@ -400,7 +401,7 @@ class _HandOff:
 
     def __init__(self, simulation: _Simulation, request: Request, prefill: _Worker, decode: _Worker) -> None:
         self._simulation, self._request, self._prefill, self._decode = simulation, request, prefill, decode
-        self._layout = simulation.service.layout
+        self._block_bytes, self._num_layers = simulation.block_bytes, simulation.num_layers
         pipes, self._link = simulation.pipes.between(prefill.plan, decode.plan)
         self._flow = Flow(simulation.loop, pipes, self._drained, self._link.most_bytes_per_s)
         self._announced = False
@@ -426,13 +427,13 @@ class _HandOff:
 
     def progressed(self, progress: Progress) -> None:
         """Prefill has computed KV."""
-        layout, size = self._layout, self._layout.block_size
+        layout = self._simulation.service.layout
         total, tokens = self._request.num_tokens, progress.num_computed_tokens
-        blocks = layout.blocks_for(tokens) if tokens >= total else tokens // size
-        ready = float(blocks * layout.block_bytes)
+        blocks = layout.blocks_for(tokens) if tokens >= total else tokens // layout.block_size
+        ready = float(blocks * self._block_bytes)
         if progress.num_layers:  # the blocks before this step are there as a whole
             whole = self._whole_bytes
-            ready = whole + (ready - whole) * progress.num_layers / layout.num_layers
+            ready = whole + (ready - whole) * progress.num_layers / self._num_layers
         else:
             self._whole_bytes = ready
             if tokens >= total:
@@ -444,7 +445,7 @@ class _HandOff:
         """Send what is ready."""
         if not self._announced:
             return
-        ready = self._ready_bytes - self._skipped * self._layout.block_bytes
+        ready = self._ready_bytes - self._skipped * self._block_bytes
         if ready > self._sent_bytes:
             num_bytes, self._sent_bytes = ready - self._sent_bytes, ready
             self._flow.add(num_bytes)
