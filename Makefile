@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.installed-dev
 SOURCES := pdserve contract runtime checkpoints engine kv_transfer worker router prefill_worker decode_worker gateway simulator ops experiments tests scripts
 
-.PHONY: help install demo docs reference test lint types floors unit test-cluster soak simulate bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips bench-codec validate-plan proto tiny clean
+.PHONY: help install demo docs reference test lint types floors unit test-cluster soak simulate bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips bench-codec validate-plan validate-choices proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -108,6 +108,9 @@ bench-codec: $(DEVELOPING)  ## what coding KV on slow links saves, and what it c
 
 validate-plan: $(DEVELOPING)  ## what `pdserve plan` predicts beside what a service does (about 15 minutes)
 	$(BIN)/python -m experiments.benchmarks.plan
+
+validate-choices: $(DEVELOPING)  ## whether the deployment that `pdserve plan` prefers is the best one when measured (root; about 45 minutes)
+	$(BIN)/python -m experiments.benchmarks.choices
 
 docs: $(DEVELOPING)  ## the documentation as a site with search in out/site (`python -m http.server -d out/site` serves it)
 	$(BIN)/python -m scripts.docs_site

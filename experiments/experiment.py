@@ -202,8 +202,8 @@ class Bench:
         step: int = 1,
         **options: Any,
     ) -> Load:
-        """Once the service is idle, send a load (`run_load`, with its ``options``), and write a row per request,
-        which is ``step`` steps of the cell."""
+        """Once the service is idle, send a load (`run_load`, with its ``options``), and write a row per request. Each
+        request, also one that was due too late to be sent, is ``step`` steps of the cell."""
         await self.settle(client, kind or arm, settle_s)
         begun_s = self.elapsed_s
 
@@ -221,7 +221,9 @@ class Bench:
             )
             self.advance(step)
 
-        return await run_load(client, conversations, schedule, on_done=record, **options)
+        load = await run_load(client, conversations, schedule, on_done=record, **options)
+        self.advance(step * load.unsent)
+        return load
 
     def run(self, measuring: Callable[[Bench], Any]) -> None:
         """Run the coroutine function ``measuring``."""

@@ -350,11 +350,15 @@ class SLO:
 
     def met_by(self, row: RequestRow) -> bool:
         """Whether a request succeeded and met every limit."""
+        return self.factor_for(row) <= 1.0
+
+    def factor_for(self, row: RequestRow) -> float:
+        """By what the limits have to be multiplied for a request to just meet them; infinite if it failed."""
+        if row.error is not None:
+            return math.inf
         itl = float(np.percentile(row.itl_ms, 99)) if row.itl_ms else None
         values = {"itl": itl, **{key: getattr(row, f"{key}_ms") for key in KEYS if key != "itl"}}
-        return row.error is None and all(
-            (value := values[key]) is None or value <= limit for key, limit in self.limits_ms.items()
-        )
+        return max((values[key] or 0.0) / limit for key, limit in self.limits_ms.items())
 
 
 def slo_text(limits_ms: Mapping[str, float]) -> str:

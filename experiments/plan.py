@@ -145,19 +145,22 @@ class Planner(Experiment):
     def _alone(self, candidate: Candidate, change: Change) -> list[RequestResult]:
         """Requests that are alone on a service."""
         conversations = workload_of(self.options).conversations(_ALONE, self.options.seed, _VOCAB)
-        runs = [self._run(candidate, change, [(each, 0.0)]) for each in itertools.islice(conversations, _ALONE)]
+        runs = [self.simulate(candidate, change, [(each, 0.0)]) for each in itertools.islice(conversations, _ALONE)]
         return [result for run in runs for result in run.requests]
 
     def _alone_within(self, candidate: Candidate, change: Change, slo: SLO) -> bool:
         """Whether there is a rate that is low enough."""
-        rows = [_row_of(result, number) for number, result in enumerate(self._alone(candidate, change))]
+        rows = [row_of(result, number) for number, result in enumerate(self._alone(candidate, change))]
         return statistics.fmean(slo.met_by(row) for row in rows) >= ATTAINMENT
 
     def _simulate(self, candidate: Candidate, change: Change, times: Iterator[float], count: int) -> ServiceRun:
         conversations = workload_of(self.options).conversations(count, self.options.seed, _VOCAB)
-        return self._run(candidate, change, zip(conversations, times, strict=False))
+        return self.simulate(candidate, change, zip(conversations, times, strict=False))
 
-    def _run(self, candidate: Candidate, change: Change, arrivals: Iterable[tuple[Conversation, float]]) -> ServiceRun:
+    def simulate(
+        self, candidate: Candidate, change: Change, arrivals: Iterable[tuple[Conversation, float]]
+    ) -> ServiceRun:
+        """Serve conversations, each with the second at which it begins, on a candidate with a change."""
         requests = (_planned(conversation, at_s, change) for conversation, at_s in arrivals)
         mode: WaitMode = Mode.PD if candidate.mode == PD else Mode.COLOCATED
         return run_service(self.site.service(candidate, change), mode, requests, self.options.seed)
@@ -288,7 +291,7 @@ def _planned(conversation: Conversation, at_s: float, change: Change) -> Planned
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _row_of(result: RequestResult, index: int) -> RequestRow:
+def row_of(result: RequestResult, index: int) -> RequestRow:
     """A simulated request as a row of a run."""
     known = not result.error
     return RequestRow(
@@ -309,7 +312,7 @@ def _row_of(result: RequestResult, index: int) -> RequestRow:
 
 def _point(rate: float, run: ServiceRun, slo: SLO) -> Figures:
     """How a load went."""
-    rows = [_row_of(result, number) for number, result in enumerate(run.requests)]
+    rows = [row_of(result, number) for number, result in enumerate(run.requests)]
     served = [row for row in rows if row.error is None]
     missed = {
         key: statistics.fmean(not SLO({key: limit}).met_by(row) for row in rows) for key, limit in slo.limits_ms.items()

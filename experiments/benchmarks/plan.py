@@ -90,7 +90,7 @@ def plan(
 ) -> dict[str, Any]:
     """Measure, and simulate."""
     with tempfile.TemporaryDirectory(prefix="pdserve-plan-") as folder:
-        path = profile or _profile(Path(folder), "tiny" if quick else "dummy:135m", quick)
+        path = profile or measured_profile(Path(folder), "tiny" if quick else "dummy:135m", quick)
         profiled = Profiled.read(path)
         options = PlannerOptions.choose(
             {"model": profiled.model, "device": str(path), "devices": 2, "splits": ("1P1D",)}
@@ -122,7 +122,8 @@ def plan(
     }
 
 
-def _profile(folder: Path, model: str, quick: bool) -> Path:
+def measured_profile(folder: Path, model: str, quick: bool) -> Path:
+    """The folder of a new profile of this machine."""
     experiment = Profile(Profile.options_type.choose({"model": model}, quick))
     made = new_folder(experiment, folder)
     run_experiment(experiment, made, _Notes())

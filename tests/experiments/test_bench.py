@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,6 +71,10 @@ def test_which_objectives_a_request_meets() -> None:
     assert SLO.parse("ttft=200,ttft_decode=200,e2e=200").met_by(row)
     assert not any(SLO.parse(text).met_by(row) for text in ("ttft=1", "itl=3.5", "e2e=5"))
     assert SLO.parse("itl=1,ttft_decode=1").met_by(short)
+    assert row.ttft_ms is not None
+    assert SLO.parse(f"ttft={4 * row.ttft_ms},e2e=1e9").factor_for(row) == pytest.approx(0.25)
+    failed = RequestRow.of(None, CapacityExceeded("full"), cell="", arm="", repeat=0, index=0)
+    assert SLO.parse("ttft=200").factor_for(failed) == math.inf
 
 
 def test_the_report_counts() -> None:

@@ -23,6 +23,7 @@ import pytest
 
 from experiments.benchmarks.bare_grpc import bare_server
 from experiments.child_process import ChildFailed
+from experiments.hosts import missing
 
 ROOT = Path(__file__).resolve().parents[3]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -62,6 +63,13 @@ FIGURES = {
         ttft_p50_ms gateway_cpu_us_per_token / grpc http
         added_ttft_p50_ms cpu_ratio requests tokens
         added_ttft_mean_ms / mean lo hi n
+        """
+    ),
+    "choices": rows(
+        """
+        right of
+        settings / * / loss
+        settings / * / factor factor_simulated / *
         """
     ),
     "codec": rows(
@@ -298,6 +306,8 @@ def test_a_benchmark_without_services_runs(tmp_path: Path, target: str) -> None:
 @pytest.mark.ray
 @pytest.mark.cluster
 def test_a_benchmark_of_services_runs(tmp_path: Path, target: str) -> None:
+    if target == "choices" and (problem := missing()):
+        pytest.skip(problem)
     done = check(target, tmp_path)
     if target == "served":
         assert "vLLM is not measured: no --vllm was given" in done.stderr
