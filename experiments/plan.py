@@ -64,6 +64,10 @@ _CHANGES = (
     Change("the limit of TTFT is half as long", ttft=0.5),
     Change("the limit of gaps is half as long", itl=0.5),
     Change("the limit of gaps is twice as long", itl=2.0),
+    Change("a prefill worker takes twice as long", slow=Role.PREFILL),
+    Change("a decode worker takes twice as long", slow=Role.DECODE),
+    Change("a prefill worker is lost", lost=Role.PREFILL),
+    Change("a decode worker is lost", lost=Role.DECODE),
 )
 
 
@@ -160,10 +164,13 @@ class Planner(Experiment):
     def simulate(
         self, candidate: Candidate, change: Change, arrivals: Iterable[tuple[Conversation, float]]
     ) -> ServiceRun:
-        """Serve conversations, each with the second at which it begins, on a candidate with a change."""
+        """Serve conversations, each with the second at which it begins, on a candidate with a change. Without a worker
+        of one role, those of the other serve alone."""
         requests = (_planned(conversation, at_s, change) for conversation, at_s in arrivals)
-        mode: WaitMode = Mode.PD if candidate.mode == PD else Mode.COLOCATED
-        return run_service(self.site.service(candidate, change), mode, requests, self.options.seed)
+        service = self.site.service(candidate, change)
+        in_pairs = len({worker.role for worker in service.workers}) == len(Role)
+        mode: WaitMode = Mode.PD if in_pairs else Mode.COLOCATED
+        return run_service(service, mode, requests, self.options.seed)
 
     def _search(
         self, candidate: Candidate, change: Change, slo: SLO, advance: Callable[[int], None], near: float = 0.0
@@ -267,7 +274,7 @@ class Planner(Experiment):
             blocks.append(_change_table(summary["changes"]))
         caveats = [
             *(each["caveat"] for each in summary["devices"]),
-            "Every request is served to its last token; workers do not fail.",
+            "Every request is served to its last token; no worker fails meanwhile.",
             "Layers with a sliding window count as if they saw all tokens.",
             max((max(row["tensor_parallel"]) for row in rows), default=1) > 1
             and "On GPUs pdserve serves a model on one device per worker (docs/engine.md).",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role
 from simulator.planning.devices import USABLE_MEMORY, DeviceKind, device_kind
 from simulator.planning.service import LinkClass, Overheads, PlannedService, PlannedWorker
-from simulator.planning.step_time import StepTime
+from simulator.planning.step_time import Scaled, StepTime
 
 _MOST_CANDIDATES = 32
 _MOST_DEGREE = 4096
@@ -33,6 +33,7 @@ _CHUNKS = (512,)
 _CODED, _CODING_BYTES_PER_S = 4 / 3, 0.5e9
 """How many bytes of KV in bfloat16 become one without loss, and how many per second a worker codes (`make bench-codec`,
 2 virtual cores of a Xeon, 2026-11-28)."""
+_SLOW = 2.0
 _GPU_OVERHEADS = Overheads(0.002, 0.001, 0.001, 0.001, 0.001, 0.0)
 """Assumed where no profile says what a service adds."""
 
@@ -115,7 +116,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Change:
     """One thing that is different: factors on what links carry, on the lengths of prompts and outputs, and on the
-    limits of the SLO; or that KV is ``coded`` without loss on links between hosts."""
+    limits of the SLO; that KV is ``coded`` without loss on links between hosts; that one worker of a role is ``slow``
+    (each step takes twice as long), or ``lost``. Colocated workers are of both roles."""
 
     name: str = ""
     link: float = 1.0
@@ -124,6 +126,8 @@ class Change:
     ttft: float = 1.0
     itl: float = 1.0
     coded: bool = False
+    slow: Role | None = None
+    lost: Role | None = None
 
     def slo(self, slo: SLO) -> SLO:
         """The limits with this change."""
@@ -243,11 +247,19 @@ class Site:
         per_host, place = self.options.per_host, 0
         workers = []
         counts = {Role.PREFILL: candidate.prefill, Role.DECODE: candidate.decode}
+        slow, lost = (
+            Role.DECODE if role is not None and candidate.mode == COLOCATED else role
+            for role in (change.slow, change.lost)
+        )
         for role, degree in zip(Role, candidate.tensor_parallel, strict=True):
             for number in range(counts[role]):
-                host = f"host{place // per_host}"
-                workers.append(self._worker(candidate, role, degree, f"{role}-{number}", host))
+                worker = self._worker(candidate, role, degree, f"{role}-{number}", f"host{place // per_host}")
                 place += degree
+                if number == 0 and role is lost:
+                    continue
+                if number == 0 and role is slow:
+                    worker = replace(worker, steps=Scaled(worker.steps, _SLOW))
+                workers.append(worker)
         source, target = self.kinds
         profiled = next((kind for kind in self.kinds if isinstance(kind, Profiled)), None)
         if isinstance(source, DeviceKind) and isinstance(target, DeviceKind):

@@ -4,7 +4,9 @@ The steps of an engine alone are measured (`experiments.engine_alone`): random s
 together, since kernels are fastest at some sizes and a service meets them all. `MeasuredSteps` is fitted to most of
 them, and judged by the others. What a request spends beside engines comes from the breakdowns of an idle service with a
 prefill and a decode worker, and the time between two steps from one with the tiny model, whose steps hardly take any
-time themselves."""
+time themselves.
+
+A running service, and one with engines that are not pdserve's, is measured by requests (`experiments.served_steps`)."""
 
 from __future__ import annotations
 
@@ -13,20 +15,23 @@ import os
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import msgspec
 from pydantic import Field
 
+from checkpoints.source import resolve_model
+from experiments.deployment import Deployment, Service
 from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
 from experiments.engine_alone.steps import StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options, option
-from experiments.modes import COLOCATED, PD
+from experiments.modes import COLOCATED, PD, Split
 from experiments.report.drawing import Mark, Panel, Picture, Rule, TableBlock, table
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, RequestRow, RunData, RunFolder, faults
+from experiments.served_steps import measure_served, served_cases
 from experiments.workloads.conversation import random_tokens
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -43,16 +48,22 @@ _HELD_OUT = 3
 _LONGEST, _LARGEST = 1500, 32
 """Of contexts and of batches."""
 _OUTPUT = 12
+_LEAST_S = 1e-4
 _WARM = 2
 
 
 class ProfileOptions(Options):
-    """Options of `Profile`."""
+    """Options of `Profile`. ``model`` is what a running service serves, too."""
+
+    of_service = frozenset({"device"})
 
     steps: int = option(66, ge=36, description="steps of different sizes to measure", quick=36)
     repeats: int = option(3, ge=1, description="how often each is measured", quick=1)
     requests: int = option(8, ge=3, description="requests of each length and mode to an idle service", quick=3)
     device: Literal["cpu", "cuda"] = Field("cpu", description="one core, or the first GPU")
+    step_tokens: int = Field(
+        2048, ge=16, description="most tokens of a step of engines that do not tell it (--target, and other engines)"
+    )
 
 
 class Profile(Experiment):
@@ -62,11 +73,27 @@ class Profile(Experiment):
     question = "How long do steps of this machine take, and what does a service add to them?"
     options_type = ProfileOptions
     options: ProfileOptions
+    _engine, _model = "pdserve", ""
+
+    def deployment(self, report: Callable[[str], None], **service: Unpack[Service]) -> Deployment:
+        """Services of the engine and the model that its configuration names."""
+        deployment = super().deployment(report, **service)
+        if not deployment.attached:
+            config = deployment.configuration({})
+            self._engine, self._model = config.worker.engine, config.model.path
+        return deployment
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
-        """The engine alone, then a service of the tiny model, then one of the model."""
+        """The engine alone, then a service of the tiny model, then one of the model. For a running service, or another
+        engine, the steps of a service, then requests one at a time."""
+        sent = self.options.requests
         if attached is not None:
-            raise InvalidRequest("--target: profile measures an engine of its own on this machine; leave it out")
+            self._check(attached)
+        if attached is not None or self._engine != "pdserve":
+            return [
+                Cell(STEPS, {}, {}, self.options.steps),
+                Cell(SERVED, {}, {}, len(_LENGTHS) * self.options.requests),
+            ]
         pair = {"cluster.prefill": 1, "cluster.decode": 1, "cluster.device": self.options.device}
         sent = self.options.requests
         return [
@@ -74,6 +101,18 @@ class Profile(Experiment):
             Cell(BETWEEN, {}, {**pair, "model.path": "tiny"}, sent),
             Cell(SERVED, {}, {**pair, "model.path": self.options.model}, 2 * len(_LENGTHS) * sent),
         ]
+
+    def _check(self, status: ServiceStatus) -> None:
+        """Raise InvalidRequest if a service cannot be profiled by requests."""
+        if (split := Split.of(status).name) != "1P1D":
+            raise InvalidRequest(f"target: profile a service of one prefill and one decode worker, and not {split}")
+        model = self._model or self.options.model
+        shape = resolve_model(model, served=False).shape
+        if shape.vocab_size != status.vocab_size:
+            raise InvalidRequest(
+                f"--model: {model} has a vocabulary of {shape.vocab_size}, and what the service serves one of "
+                f"{status.vocab_size}; name the same model"
+            )
 
     def _task(self) -> Task:
         options = self.options
@@ -89,18 +128,22 @@ class Profile(Experiment):
 
     async def measure(self, bench: Bench) -> None:
         """Keep the seconds of each case, or the rows of requests to an idle service."""
+        by_requests = bench.attached or self._engine != "pdserve"
         if bench.cell.name == STEPS:
-            await self._measure_steps(bench)
+            await (self._measure_served_steps if by_requests else self._measure_steps)(bench)
             return
         if bench.cell.name == BETWEEN:
             bench.facts["alone_s"] = await self._decode_alone_s()
         async with AsyncClient(bench.target) as client:
             status = await client.status()
-            lengths = (_LENGTHS[0],) if bench.cell.name == BETWEEN else _LENGTHS
+            lengths: Sequence[int] = _LENGTHS
+            modes = (PD,) if by_requests else (COLOCATED, PD)
+            if bench.cell.name == BETWEEN:
+                lengths, modes = _LENGTHS[:1], (COLOCATED,)
             room = min(status.context_length, status.pool_tokens) - _OUTPUT
             for length in lengths:
                 tokens = min(length, room)
-                for mode in (COLOCATED,) if bench.cell.name == BETWEEN else (COLOCATED, PD):
+                for mode in modes:
                     for index in range(-_WARM, self.options.requests):
                         prompt = random_tokens(f"profile/{mode}/{length}/{index}", tokens, status.vocab_size)
                         if index < 0:  # warms up
@@ -131,6 +174,22 @@ class Profile(Experiment):
         await measure_alone(task, take)
         return statistics.median(times)
 
+    async def _measure_served_steps(self, bench: Bench) -> None:
+        """By requests to a running service."""
+        options, steps = self.options, []
+        async with AsyncClient(bench.target) as client:
+            status = await client.status()
+            self._check(status)
+            room = min(status.context_length, status.pool_tokens)
+            for number, case in enumerate(served_cases(options.steps, options.seed, room)):
+                name = f"profile/{options.seed}/{number}"
+                found = await measure_served(client, case, options.repeats, name, status.vocab_size)
+                steps.append({**msgspec.structs.asdict(found.case), "times_s": found.times_s})
+                bench.advance(1)
+            devices = ", ".join(sorted({worker.device for worker in status.workers}))
+        bench.facts |= {"steps": steps, "device": devices, "dtype": status.dtype}
+        bench.facts |= {"chunk": options.step_tokens, "by_requests": True, "model": self._model or options.model}
+
     async def _measure_steps(self, bench: Bench) -> None:
         task = self._task()
         times: list[list[float]] = [[] for _ in task.cases]
@@ -152,19 +211,23 @@ class Profile(Experiment):
         steps, and ``bias``, their mean; ``cases``, all steps with the predicted ``predicted_ms`` and the measured
         ``measured_ms``. ``overheads``: seconds beside engines (`Overheads`). ``link``: what a link of a host carries
         (`LinkClass`). ``model``, ``device``, ``dtype``, ``chunk`` (tokens of a step), ``block_size``, ``pool_tokens``
-        of a worker. ``requests``: how many there were. What was not measured is null."""
+        of a worker. ``requests``: how many there were. ``by_requests``: the steps were measured by requests to a
+        service, and have the time between two steps in them. What was not measured is null."""
         facts = {cell.cell: cell.facts for cell in run.cells}
-        found: Figures = {"experiment": self.name, "model": self.options.model, "steps": None, "cases": []}
+        found: Figures = {"experiment": self.name, "steps": None, "cases": []}
+        found["model"] = run.fact("model", self.options.model)
         found |= {key: run.fact(key) for key in ("device", "dtype", "chunk", "block_size", "pool_tokens")}
         found |= {"overheads": None, "link": None, "failed": faults(SERVED, run.rows_of(SERVED))}
+        found["by_requests"] = bool(run.fact("by_requests"))
         found["requests"] = sum(row.error is None for row in run.rows)
         if STEPS in facts:
             found |= _fitted(facts[STEPS]["steps"])
-        if SERVED in facts and BETWEEN in facts and found["steps"] is not None:
-            found["overheads"] = msgspec.to_builtins(_overheads(run, facts[BETWEEN]))
+        if SERVED in facts and (BETWEEN in facts or found["by_requests"]) and found["steps"] is not None:
+            found["overheads"] = msgspec.to_builtins(_overheads(run, facts.get(BETWEEN)))
             rates = [float(link["ceiling_gbs"]) for link in facts[SERVED].get("links", ()) if link.get("ceiling_gbs")]
-            if rates:
-                found["link"] = {"bytes_per_s": 1e9 * statistics.median(rates), "latency_s": 0.0}
+            rate = 1e9 * statistics.median(rates) if rates else _handoff_rate(run)
+            if rate:
+                found["link"] = {"bytes_per_s": rate, "latency_s": 0.0}
         return found
 
     def report(self, run: RunData, summary: Figures) -> Report:
@@ -175,11 +238,18 @@ class Profile(Experiment):
         if overheads := summary["overheads"]:
             rows = [{"what": what, "ms": 1e3 * overheads[key]} for key, what in _OVERHEAD_TEXTS.items()]
             blocks.append(table("Beside the engines", rows, ("what", "ms | ms:.2f"), "Medians of an idle service."))
-        method = (
-            f"{self.options.steps} steps of random sizes, {self.options.repeats} times each after a warm-up, order "
-            f"reversed with each repeat; one of {_HELD_OUT} judges the fit"
-        )
+        how = "after a warm-up, order reversed with each repeat"
         caveats = ["The profile holds for this model, dtype and machine, at the speed that it had at that time."]
+        if summary["by_requests"]:
+            how = "by requests to a running service"
+            caveats.append(
+                "No step with parts of prompts and decodes was measured: that they take the sum is assumed. What the "
+                "engine does for a request beside steps counts as part of the prompt's step."
+            )
+        method = (
+            f"{self.options.steps} steps of random sizes, {self.options.repeats} times each {how}; one of {_HELD_OUT} "
+            "judges the fit"
+        )
         return Report(
             "Profile", self.question, _answer(summary), setup_of(run, method), blocks, caveats, summary["failed"]
         )
@@ -245,20 +315,40 @@ def _fitted(steps: Sequence[Mapping[str, Any]]) -> Figures:
     return {"steps": {**final, "knots": list(KNOTS), "error": judged.error(held), "bias": bias}, "cases": rows}
 
 
-def _overheads(run: RunData, between: Mapping[str, Any]) -> Overheads:
+_HAND_OFF = ("kv_exposed", "decode_queue", "leg_gap", "decode_leg")
+"""Stages of a hand-off. Those of engines that are not pdserve's are the last two, the last with a decode step."""
+
+
+def _handoff_rate(run: RunData) -> float:
+    """Bytes per second of hand-offs, by their times for the shortest and the longest prompts; 0 if they are not known.
+    For links whose rate the service does not measure."""
+    sizes: dict[int, list[float]] = defaultdict(list)
+    for row in run.rows_of(SERVED):
+        if row.error is None and row.arm == PD:
+            stages_ms = row.stages_ms.get(Figure.TTFT_DECODE, {})
+            sizes[row.kv_bytes_expected].append(sum(stages_ms.get(name, 0.0) for name in _HAND_OFF) / 1e3)
+    if len(sizes) < 2:
+        return 0.0
+    least, most = min(sizes), max(sizes)
+    longer_s = statistics.median(sizes[most]) - statistics.median(sizes[least])
+    return (most - least) / max(longer_s, _LEAST_S)
+
+
+def _overheads(run: RunData, between: Mapping[str, Any] | None) -> Overheads:
     """From the breakdowns of requests to an idle service. What lies between two processes counts as half before and
-    half after."""
+    half after. Without ``between``, the time between two steps is part of them."""
     rows = [row for row in run.rows_of(SERVED) if row.error is None]
     stages = _medians_s(rows, Figure.TTFT)
     handed = _medians_s([row for row in rows if (row.arm, row.kind) == (PD, str(_LENGTHS[0]))], Figure.TTFT_DECODE)
-    alone_s, gaps = float(between["alone_s"]), [gap for row in run.rows_of(BETWEEN) for gap in row.itl_ms]
+    gaps = [] if between is None else [gap for row in run.rows_of(BETWEEN) for gap in row.itl_ms]
+    alone_s = 0.0 if between is None else float(between["alone_s"])
     network_s, dispatch_s = stages["network"], stages["dispatch"]
     return Overheads(
         arrive_s=network_s / 2 + stages["gateway"] + stages["route"],
         dispatch_s=dispatch_s / 2 + stages["prefill_queue"],
         answer_s=dispatch_s / 2 + network_s / 2,
         announce_s=dispatch_s / 2,
-        handoff_s=handed["kv_exposed"] + handed["decode_queue"],
+        handoff_s=sum(handed[name] for name in _HAND_OFF),
         between_s=max(0.0, statistics.median(gaps) / 1e3 - alone_s) if gaps else 0.0,
     )
 
@@ -285,11 +375,13 @@ def _answer(summary: Figures) -> str:
     if overheads is None:
         return told
     around = sum(overheads[key] for key in ("arrive_s", "dispatch_s", "answer_s"))
-    return (
+    told = (
         f"{told} By the medians of {counted(summary['requests'], 'request')}, a service adds {1e3 * around:.1f} ms to "
-        f"the time to first token, {1e3 * overheads['handoff_s']:.1f} ms to a hand-off of one block, and "
-        f"{1e3 * overheads['between_s']:.2f} ms between two steps."
+        f"the time to first token and {1e3 * overheads['handoff_s']:.1f} ms to a hand-off of one block"
     )
+    if summary["by_requests"]:
+        return f"{told}."
+    return f"{told}, and there are {1e3 * overheads['between_s']:.2f} ms between two steps."
 
 
 def _picture(cases: Sequence[Figures]) -> Picture:

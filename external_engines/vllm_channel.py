@@ -9,7 +9,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from contract.engine import Abort, Computed, FrameReader, KVEvent, KVReady, Rejected, Release, Reserved, encode_frame
@@ -28,14 +29,15 @@ class Scheduler(Message, frozen=True):
 
 
 class Caches(Message, frozen=True):
-    """The first message of the connector where the model runs: the KV cache that gets memory. A block has
-    ``layer_bytes`` of each layer."""
+    """The first message of a connector where the model runs: the KV cache that gets memory. A block has
+    ``layer_bytes`` of each layer, in which each of ``ranks`` processes has its heads."""
 
     num_blocks: int
     num_layers: int
     layer_bytes: int
     block_size: int
     dtype: str
+    ranks: int
 
 
 class Idle(Message, frozen=True):
@@ -56,11 +58,13 @@ _Said: TypeAlias = Idle | Scheduled | Rejected | Reserved | Computed
 
 
 class VLLMChannel:
-    """The two connections to one server, created by `accept`: vLLM has a connector in its scheduler, and another one in
-    the process that runs the model."""
+    """The connections to one server, created by `accept`: vLLM has a connector in its scheduler, and another one in
+    each process that runs the model."""
 
-    def __init__(self, scheduler: socket.socket, runner: socket.socket, caches: Caches, memory: HostMemory) -> None:
-        self._scheduler, self._runner = scheduler, runner
+    def __init__(
+        self, scheduler: socket.socket, runners: Sequence[socket.socket], caches: Caches, memory: HostMemory
+    ) -> None:
+        self._scheduler, self._runners = scheduler, runners
         self.caches = caches
         self.memory = memory
         """The memory of the KV cache."""
@@ -68,30 +72,32 @@ class VLLMChannel:
 
     @classmethod
     async def accept(cls, listener: socket.socket) -> VLLMChannel:
-        """Wait for both connectors at the non-blocking ``listener``, and give the KV cache its memory. LaunchError if
+        """Wait for all connectors at the non-blocking ``listener``, and give the KV cache its memory. LaunchError if
         one of them ends before."""
-        found: dict[type, tuple[socket.socket, Any]] = {}
-        try:
-            while len(found) < 2:
+        scheduler: socket.socket | None = None
+        runners: list[socket.socket] = []
+        shared: tuple[Caches, HostMemory] | None = None
+        with contextlib.ExitStack() as stack:
+            while scheduler is None or shared is None or len(runners) < shared[0].ranks:
                 connection, first = await _accept(listener)
-                found[type(first)] = connection, first
-                if isinstance(first, Caches):
-                    memory = _memory(first)
-                    socket.send_fds(connection, [b"m"], [memory.fd])
-        except BaseException:
-            for connection, _ in found.values():
-                connection.close()
-            raise
-        runner, caches = found[Caches]
-        return cls(found[Scheduler][0], runner, caches, memory)
+                stack.enter_context(connection)
+                if isinstance(first, Scheduler):
+                    scheduler = connection
+                    continue
+                if shared is None:
+                    shared = first, stack.enter_context(contextlib.closing(_memory(first)))
+                socket.send_fds(connection, [b"m"], [shared[1].fd])
+                runners.append(connection)
+            stack.pop_all()
+        return cls(scheduler, runners, *shared)
 
     def tell(self, command: KVReady | Release | Abort) -> None:
         """Tell the connectors that nothing accesses the blocks of a request any more, from any thread. The scheduler's
-        is told first, because it has to know token 1 before the runner's reports that the KV has come. TimeoutError if
+        is told first, because it has to know token 1 before a runner's reports that the KV has come. TimeoutError if
         the server reads nothing for `SEND_S`; it can be used no longer. Ignored after its end."""
         frame = encode_frame(command)
         with self._sending:
-            for connection in (self._scheduler, self._runner):
+            for connection in (self._scheduler, *self._runners):
                 try:
                     _send(connection, frame)
                 except TimeoutError:
@@ -101,22 +107,26 @@ class VLLMChannel:
 
     def kv_events(self, others: Callable[[Any], object]) -> VLLMKVEvents:
         """The events about blocks. ``others`` gets the other messages, on the loop that follows the events."""
-        return VLLMKVEvents(_reader(self._scheduler), _reader(self._runner), others)
+        return VLLMKVEvents(_reader(self._scheduler), [_reader(runner) for runner in self._runners], others)
 
     def close(self) -> None:
         """Close the connections and the memory."""
         with self._sending:
-            self._scheduler.close()
-            self._runner.close()
+            for connection in (self._scheduler, *self._runners):
+                connection.close()
         self.memory.close()
 
 
 class VLLMKVEvents:
     """The events about blocks among what the connectors say, in the order in which they say it
-    (`contract.engine.KVEventReader`)."""
+    (`contract.engine.KVEventReader`). Processes that share a model tell the same, each of its heads; it counts once
+    all have told it."""
 
-    def __init__(self, scheduler: EventReader[Any], runner: EventReader[Any], others: Callable[[Any], object]) -> None:
-        self._scheduler, self._runner, self._others = scheduler, runner, others
+    def __init__(
+        self, scheduler: EventReader[Any], runners: Sequence[EventReader[Any]], others: Callable[[Any], object]
+    ) -> None:
+        self._scheduler, self._runners, self._others = scheduler, runners, others
+        self._told = [0] * len(runners)
 
     def follow(self, on_event: Callable[[KVEvent], None]) -> None:
         """See `KVEventReader`."""
@@ -125,17 +135,24 @@ class VLLMKVEvents:
             if not isinstance(message, Computed):
                 self._others(message)
             if isinstance(message, Reserved | Computed):
-                # The scheduler has told token 1 after the runner told that the prompt is computed.
-                self._runner.catch_up()
+                # The scheduler has told token 1 after the runners told that the prompt is computed.
+                for runner in self._runners:
+                    runner.catch_up()
                 on_event(message)
 
+        def take_from(rank: int, event: KVEvent) -> None:
+            self._told[rank] += 1
+            if min(self._told) == self._told[rank]:
+                on_event(event)
+
         self._scheduler.follow(take)
-        self._runner.follow(on_event)
+        for rank, runner in enumerate(self._runners):
+            runner.follow(partial(take_from, rank))
 
     def close(self) -> None:
         """See `KVEventReader`."""
-        self._scheduler.close()
-        self._runner.close()
+        for reader in (self._scheduler, *self._runners):
+            reader.close()
 
 
 async def _accept(listener: socket.socket) -> tuple[socket.socket, Any]:

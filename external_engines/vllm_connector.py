@@ -2,9 +2,12 @@
 tells the worker which blocks requests have and when they are computed. The worker moves the bytes.
 
 vLLM loads this file by ``kv_connector_module_path`` in a virtual environment without pdserve, so it imports nothing of
-it. It speaks `contract.engine`'s messages over a Unix socket (`_SOCKET`). A request says by ``kv_transfer_params`` what
-it is: ``{"pdserve": "push" | "receive" | "local", "attempt": ATTEMPT_ID}``. With ``"goes_on": true``, the last token of
-a prompt that is received stands for token 1, which comes with the KV. Tested with vLLM 0.32 on CPUs."""
+it. It speaks `contract.engine`'s messages over a Unix socket (`_SOCKET`). The ranks of a model that is split by tensor
+parallelism share the memory: each has its heads of a block, in the order of the heads.
+
+A request says by ``kv_transfer_params`` what it is: ``{"pdserve": "push" | "receive" | "local", "attempt":
+ATTEMPT_ID}``. With ``"goes_on": true``, the last token of a prompt that is received stands for token 1, which comes
+with the KV. Tested with vLLM 0.32 on CPUs."""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.engine import FinishReason
 
 if TYPE_CHECKING:
@@ -42,7 +46,7 @@ _NAME = "pdserve's connector"
 
 class _Worker:
     """A connection to the worker, and what it has said. Each connector has one; vLLM makes one in its scheduler and one
-    where the model runs, which are two processes."""
+    in each process that runs the model."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -137,8 +141,11 @@ class PdserveConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if (size := vllm_config.parallel_config.world_size) != 1:
-            raise ValueError(f"{_NAME} is for one device per server, not for {size}")
+        parallel = vllm_config.parallel_config
+        self._ranks = parallel.tensor_parallel_size
+        if parallel.world_size * parallel.data_parallel_size != self._ranks:
+            raise ValueError(f"{_NAME} is for models that are split by tensor parallelism alone")
+        self._rank_heads = vllm_config.model_config.get_num_kv_heads(parallel)
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError(f"{_NAME} is for models whose layers all cache alike")
         self._block_size = vllm_config.cache_config.block_size
@@ -163,17 +170,21 @@ class PdserveConnector(KVConnectorBase_V1):
     # --- where the model runs ----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Put the caches into the worker's memory: one block of all layers after the other."""
+        """Put the caches into the worker's memory: one block of all layers, with the heads of all ranks, after the
+        other."""
         names = sorted(kv_caches, key=_layer_number)
-        first = kv_caches[names[0]]
-        num_blocks, layer_numbers = first.shape[0], first[0].numel()
+        first, rank = kv_caches[names[0]], get_tensor_model_parallel_rank()
+        num_blocks, rank_numbers = first.shape[0], first[0].numel()
+        layer_numbers = rank_numbers * self._ranks
+        if self._ranks > 1 and first.shape[1] != self._rank_heads:
+            raise ValueError(f"{_NAME}: the ranks cannot share blocks, whose heads do not come first: {first.shape}")
         for name in names:
             cache = kv_caches[name]
             if cache.device.type != "cpu" or cache.shape != first.shape or not cache[0].is_contiguous():
                 raise ValueError(f"{_NAME} cannot lend the cache of {name}: {cache.shape} on {cache.device}")
         layer_bytes = layer_numbers * first.element_size()
         dtype = str(first.dtype).removeprefix("torch.")
-        self._worker.tell("Caches", num_blocks, len(names), layer_bytes, self._block_size, dtype)
+        self._worker.tell("Caches", num_blocks, len(names), layer_bytes, self._block_size, dtype, self._ranks)
         descriptor = self._worker.memory()
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         os.close(descriptor)
@@ -182,7 +193,8 @@ class PdserveConnector(KVConnectorBase_V1):
         for index, name in enumerate(names):
             cache = kv_caches[name]
             bound = self._layers[name].kv_cache
-            cache.set_(storage, index * layer_numbers, cache.shape, (len(names) * layer_numbers, *inner))
+            offset = index * layer_numbers + rank * rank_numbers
+            cache.set_(storage, offset, cache.shape, (len(names) * layer_numbers, *inner))
             if bound.shape != cache.shape:
                 raise ValueError(f"{_NAME}: {name} has blocks of another size than the scheduler; set --block-size")
             self._layers[name].bind_kv_cache(cache)

@@ -199,7 +199,7 @@ class VLLMEngine:
         path = self._folder / "connector"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(path))
-            listener.listen(2)
+            listener.listen()
             listener.setblocking(False)
             launch = vllm_server.launch_connected(spec, source, self._folder, path)
             self._process = process = await ServerProcess.start(launch.command, launch.environment, spec.cores)

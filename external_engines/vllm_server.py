@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
@@ -76,5 +77,19 @@ def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
 
 def environment_of(spec: WorkerSpec, variables: Mapping[str, str]) -> Mapping[str, str]:
     """The environment of the server, with ``variables``."""
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, spec.cores))} if spec.cores else {}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": _cores_of_ranks(spec)} if spec.cores else {}
     return environment(spec, {**cores, **variables})
+
+
+def _cores_of_ranks(spec: WorkerSpec) -> str:
+    """The worker's cores, divided among the ranks of ``--tensor-parallel-size``; each rank has all if there are too
+    few."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1)
+    try:
+        ranks = parser.parse_known_args(list(spec.config.worker.arguments))[0].tensor_parallel_size
+    except argparse.ArgumentError:  # vLLM says what is wrong
+        ranks = 1
+    each = len(spec.cores) // max(1, ranks)
+    parts = [spec.cores[rank * each : (rank + 1) * each] or spec.cores for rank in range(ranks)]
+    return "|".join(",".join(map(str, part)) for part in parts)

@@ -38,7 +38,7 @@ from pdserve.core.config import PdserveConfig, RouterConfig
 from pdserve.core.request import Mode
 from router.view import WaitMode
 from simulator.planning.service import PlannedRequests, PlannedService, PlannedTurn, ServiceRun, run_service
-from simulator.planning.step_time import StepShape, StepTime
+from simulator.planning.step_time import Scaled
 
 MODES: tuple[WaitMode, ...] = (Mode.PD, Mode.COLOCATED)
 WORKLOADS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
@@ -70,18 +70,6 @@ class Steps:
     def mean_s(self) -> float:
         """Of one."""
         return self.busy_s / self.number
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """Steps take ``factor`` times as long as profiled."""
-
-    steps: StepTime
-    factor: float
-
-    def seconds(self, step: StepShape) -> float:
-        """See `StepTime`."""
-        return self.factor * self.steps.seconds(step)
 
 
 def plan(

@@ -64,6 +64,18 @@ class StepTime(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Steps take ``factor`` times as long as predicted."""
+
+    steps: StepTime
+    factor: float
+
+    def seconds(self, step: StepShape) -> float:
+        """See `StepTime`."""
+        return self.factor * self.steps.seconds(step)
+
+
 class MeasuredSteps(msgspec.Struct, frozen=True):
     """Fitted to measured steps. ``at_rows`` has the seconds of a step with each number of rows of `KNOTS`, without
     attention; the others are seconds per unit."""

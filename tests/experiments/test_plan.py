@@ -14,6 +14,8 @@ from experiments.planned_site import Candidate, Change, PlannerOptions
 from experiments.run_folder import FinishedCell, RunData
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.worker import Role
+from simulator.planning.step_time import StepShape
 from tests.experiments.quiet import judged, measured
 
 SMALL = {
@@ -148,7 +150,7 @@ def test_a_run_that_writes_a_configuration(tmp_path: Path) -> None:
     ]
     rows = {row["name"]: row for row in summary["candidates"]}
     assert all(row["rate"] > 0 for row in rows.values())
-    assert len(summary["changes"]) == 9
+    assert len(summary["changes"]) == 13
     written = PdserveConfig.load(target, {})
     assert (written.cluster.prefill, written.cluster.decode) == ((1, 1) if summary["best"] == "1P1D" else (0, 2))
     assert yaml.safe_load(target.read_text())["model"]["path"] == "dummy:8b"
@@ -164,6 +166,33 @@ def test_coded_kv_is_smaller_between_hosts() -> None:
     assert coded.shared.bytes_per_s / plain.shared.bytes_per_s == pytest.approx(4 / 3)
     assert coded.shared.most_bytes_per_s < plain.shared.most_bytes_per_s, "a worker codes so fast at most"
     assert coded.within == plain.within
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_worker_that_is_slow_or_lost(role: Role) -> None:
+    plan = planned(devices=4)
+    for pair in plan.site.candidates():
+        of = Role.DECODE if pair.mode == "colocated" else role
+        plain, slow, lost = (
+            plan.site.service(pair, change).workers
+            for change in (Change(), Change("slow", slow=role), Change("lost", lost=role))
+        )
+        others = [worker for worker in plain if worker.worker_id != f"{of}-0"]
+        assert list(lost) == others
+        assert [worker for worker in slow if worker.worker_id != f"{of}-0"] == others
+        step = StepShape.plain(1, 64, 0)
+        (one,), (its,) = ([w.steps for w in workers if w.worker_id == f"{of}-0"] for workers in (plain, slow))
+        assert its.seconds(step) == 2.0 * one.seconds(step)
+
+
+def test_the_other_role_serves_alone_without_workers_of_one() -> None:
+    plan, slo = planned(splits="1P1D", slo="ttft=1000,itl=1000"), SLO({"ttft": 1000.0, "itl": 1000.0})
+    pair = plan.site.candidates()[-1]
+    whole, *halves = (
+        plan._search(pair, change, slo, lambda steps: None)["rate"]
+        for change in (Change(), *(Change("lost", lost=role) for role in Role))
+    )
+    assert all(0.0 < half < whole for half in halves)
 
 
 def test_a_thin_link_makes_disaggregation_lose() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,10 +13,13 @@ from experiments.plan import Planner
 from experiments.planned_site import Change, PlannerOptions
 from experiments.profile import Profile, Profiled, ProfileOptions, draw_cases
 from experiments.run_folder import FinishedCell, RequestRow, RunData
+from experiments.served_steps import served_cases
+from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest
 from simulator.planning.step_time import MeasuredSteps, StepShape
 from tests.experiments.quiet import judged, measured
+from tests.local_cluster import LocalCluster
 
 PLANTED = MeasuredSteps((0.01, 0.011, 0.012, 0.02, 0.04, 0.1, 0.4), 1e-4, 1e-7, 1e-6)
 
@@ -69,10 +72,56 @@ def test_cases_are_of_all_kinds() -> None:
     assert all(isinstance(case, StepCase) for case in cases)
 
 
-def test_a_service_of_its_own() -> None:
-    status: Any = object()
-    with pytest.raises(InvalidRequest, match="--target"):
+def test_figures_of_a_service_of_other_engines() -> None:
+    """Whose links have no measured rate, and whose stages are those that one sees from outside."""
+    rows = []
+    for tokens, leg_ms in ((64, 20.0), (1024, 36.0)):
+        ttft = {"network": 2.0, "gateway": 1.0, "route": 0.5, "prefill_leg": 50.0}
+        decode = {**ttft, "leg_gap": 1.0, "decode_leg": leg_ms, "first_decode": 10.0}
+        stages = {"ttft": ttft, "ttft_decode": decode}
+        rows.append(
+            RequestRow(cell="served", arm="pd", repeat=0, index=0, kind=str(tokens), stages_ms=stages,
+                       kv_bytes_expected=tokens * 1000)
+        )  # fmt: skip
+    steps = steps_cell()
+    steps.facts["by_requests"] = True
+    served = FinishedCell("served", {}, 1.0, {"links": [], "block_size": 64, "pool_tokens": 640})
+    summary, report = judged(Profile, RunData("profile", {}, {}, (steps, served), tuple(rows)))
+    assert summary["link"]["bytes_per_s"] == pytest.approx(960_000 / 0.016)
+    assert summary["overheads"] == pytest.approx(
+        {"arrive_s": 0.0025, "dispatch_s": 0.0, "answer_s": 0.001, "announce_s": 0.0, "handoff_s": 0.021,
+         "between_s": 0.0}
+    )  # fmt: skip
+    assert "21.0 ms to a hand-off of one block." in report.answer
+    assert any("No step with parts of prompts and decodes was measured" in each for each in report.caveats if each)
+
+
+def test_cases_for_a_running_service_fit_it() -> None:
+    for room in (200, 1000, 100_000):
+        cases = list(served_cases(40, 2, room))
+        assert {case.kind for case in cases} == {"prompt", "decode"}
+        assert all(case.batch * (case.context + case.tokens) <= room for case in cases)
+
+
+def test_what_of_a_running_service_is_refused(tcp_service: LocalCluster) -> None:
+    with Client(tcp_service.target) as client:
+        status = client.status()
+    with pytest.raises(InvalidRequest, match="--model: dummy:135m has a vocabulary of"):
         Profile(ProfileOptions.choose({})).cells(status)
+    more = replace(status, workers=(*status.workers, status.workers[0]))
+    with pytest.raises(InvalidRequest, match="one prefill and one decode worker, and not 2P1D"):
+        Profile(ProfileOptions.choose({"model": "tiny"})).cells(more)
+
+
+def test_a_running_service_is_measured_by_requests(tmp_path: Path, tcp_service: LocalCluster) -> None:
+    given = {"model": "tiny", "steps": 36, "repeats": 1, "requests": 3, "step_tokens": 256}
+    summary, path, _ = measured(Profile(ProfileOptions.choose(given)), tmp_path, tcp_service.target)
+    assert summary["by_requests"]
+    assert {case["kind"] for case in summary["cases"]} == {"prompt", "decode"}
+    assert all(case["measured_ms"] > 0 for case in summary["cases"])
+    profiled = Profiled.read(path)
+    assert (profiled.chunk, profiled.model, profiled.overheads.between_s) == (256, "tiny", 0.0)
+    assert profiled.device == "cpu"
 
 
 @pytest.mark.timeout(240)

@@ -1,5 +1,6 @@
 """A recorded vLLM server with pdserve's real connector: its scheduler and its runner call the connector as those of
-vLLM 0.32 do. What a layer caches of a token is the token, so wrong KV gives wrong tokens."""
+vLLM 0.32 do, here one runner for each rank. What a layer caches of a token is the token, so wrong KV gives wrong
+tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import importlib
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -65,7 +67,9 @@ def connector_class(name: str, module: str) -> Any:
     base.__dict__.update(KVConnectorBase_V1=Base, KVConnectorRole=Role, KVConnectorMetadata=object)
     engine = ModuleType("vllm.v1.engine")
     engine.__dict__["FinishReason"] = FinishReason
-    for each in (base, engine):
+    state = ModuleType("vllm.distributed.parallel_state")
+    state.__dict__["get_tensor_model_parallel_rank"] = lambda: _Rank.current
+    for each in (base, engine, state):
         parts = each.__name__.split(".")
         for end in range(1, len(parts)):
             sys.modules.setdefault(".".join(parts[:end]), ModuleType(parts[end - 1]))
@@ -121,31 +125,56 @@ class _Layer:
         self.kv_cache = cache
 
 
+class _Rank:
+    """A process that runs a part of the model, with its connector."""
+
+    current = 0
+
+    def __init__(self, kind: Any, everything: SimpleNamespace, groups: SimpleNamespace, number: int) -> None:
+        _Rank.current = number
+        parallel = everything.parallel_config
+        self.layers = {f"model.layers.{number}.attn": _Layer() for number in range(NUM_LAYERS)}
+        everything.compilation_config = SimpleNamespace(static_forward_context=self.layers)
+        self.connector = kind(everything, Role.WORKER, groups)
+        heads, block_size = HEADS // parallel.tensor_parallel_size, everything.cache_config.block_size
+        for layer in self.layers.values():
+            layer.bind_kv_cache(torch.zeros(NUM_BLOCKS, heads, block_size, 2 * HEAD_DIM, dtype=torch.float32))
+        self.connector.register_kv_caches({name: layer.kv_cache for name, layer in self.layers.items()})
+
+    def compute(self, scheduled: Mapping[Sequence, int], block_size: int) -> None:
+        """A step of so many tokens of each request."""
+        for name, layer in self.layers.items():
+            for sequence, count in scheduled.items():
+                for position in range(sequence.computed, sequence.computed + count):
+                    block, slot = divmod(position, block_size)
+                    layer.kv_cache[sequence.block_ids[block], :, slot] = float(sequence.tokens[position])
+            if scheduled:
+                self.connector.save_kv_layer(name, layer.kv_cache, None)
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+
+
 class ConnectedVLLM(RecordedVLLM):
     """See above. ``preempts``: the next prompt that is pushed loses its blocks after its first step."""
 
     preempts = False
 
-    def begin(self, config: dict[str, Any]) -> None:
+    def begin(self, config: dict[str, Any], ranks: int) -> None:
         """Start the engine, with what the option --kv-transfer-config says."""
         extra = SimpleNamespace(get_from_extra_config=config["kv_connector_extra_config"].get)
-        self._layers = {f"model.layers.{number}.attn": _Layer() for number in range(NUM_LAYERS)}
         everything = SimpleNamespace(
-            parallel_config=SimpleNamespace(world_size=1),
+            parallel_config=SimpleNamespace(world_size=ranks, tensor_parallel_size=ranks, data_parallel_size=1),
+            model_config=SimpleNamespace(get_num_kv_heads=lambda parallel: HEADS // parallel.tensor_parallel_size),
             cache_config=SimpleNamespace(block_size=self.block_size),
-            compilation_config=SimpleNamespace(static_forward_context=self._layers),
+            compilation_config=SimpleNamespace(static_forward_context={}),
             kv_transfer_config=extra,
         )
         kind = connector_class(config["kv_connector"], config["kv_connector_module_path"])
         groups = SimpleNamespace(kv_cache_groups=[None])
-        self._runner = kind(everything, Role.WORKER, groups)
-        caches = {}
-        for name, layer in self._layers.items():
-            cache = torch.zeros(NUM_BLOCKS, HEADS, self.block_size, 2 * HEAD_DIM, dtype=torch.float32)
-            layer.bind_kv_cache(cache)
-            caches[name] = cache
-        self._runner.register_kv_caches(caches)
+        self._ranks = [_Rank(kind, everything, groups, number) for number in range(ranks)]
+        self._layers = [layer for rank in self._ranks for layer in rank.layers.values()]
         self._scheduler = kind(everything, Role.SCHEDULER, groups)
+        self._reported: dict[str, int] = {}
         self._free = list(range(1, NUM_BLOCKS))
         self._arrived: queue.Queue[Sequence | str] = queue.Queue()
         self._sequences: dict[str, Sequence] = {}
@@ -229,20 +258,17 @@ class ConnectedVLLM(RecordedVLLM):
             preempted_req_ids=preempted or None,
         )
         metadata = self._scheduler.build_connector_meta(output)
-        self._runner.bind_connector_metadata(metadata)
-        for name, layer in self._layers.items():
-            for request_id, count in scheduled.items():
-                sequence = self._sequences[request_id]
-                for position in range(sequence.computed, sequence.computed + count):
-                    block, slot = divmod(position, self.block_size)
-                    layer.kv_cache[sequence.block_ids[block], :, slot] = float(sequence.tokens[position])
-            if scheduled:
-                self._runner.save_kv_layer(name, layer.kv_cache, None)
-        self._runner.start_load_kv(None)
-        self._runner.wait_for_save()
-        sent, received = self._runner.get_finished(set())
-        wrong = self._runner.get_block_ids_with_load_errors()
-        self._runner.clear_connector_metadata()
+        sent, received, wrong = set[str](), set[str](), set[int]()
+        parts = {self._sequences[request_id]: count for request_id, count in scheduled.items()}
+        for number, rank in enumerate(self._ranks):
+            if number and parts:
+                time.sleep(0.005)  # what one rank has computed, another has not
+            rank.connector.bind_connector_metadata(metadata)
+            rank.compute(parts, self.block_size)
+            for all_done, done in zip((sent, received), rank.connector.get_finished(set()), strict=True):
+                all_done |= {request_id for request_id in done if self._all_report(request_id)}
+            wrong |= rank.connector.get_block_ids_with_load_errors()
+            rank.connector.clear_connector_metadata()
         for request_id, count in scheduled.items():
             self._computed(self._sequences[request_id], count)
         self._scheduler.update_connector_output(SimpleNamespace(finished_recving=received))
@@ -259,6 +285,14 @@ class ConnectedVLLM(RecordedVLLM):
         for request_id in sent:
             self._free += self._held.pop(request_id).block_ids
 
+    def _all_report(self, request_id: str) -> bool:
+        """Whether a rank is the last one to report the end of a transfer."""
+        self._reported[request_id] = self._reported.get(request_id, 0) + 1
+        if self._reported[request_id] < len(self._ranks):
+            return False
+        del self._reported[request_id]
+        return True
+
     def _admit(self, sequence: Sequence) -> bool:
         count = -(-(sequence.num_prompt_tokens + sequence.max_tokens) // self.block_size)
         if count > len(self._free):
@@ -274,7 +308,7 @@ class ConnectedVLLM(RecordedVLLM):
         sequence.awaits_kv = bool(waits and external)
         sequence.computed = len(cached) * self.block_size
         for block_id, prefix in zip(sequence.block_ids, cached, strict=False):
-            for each, values in zip(self._layers.values(), self._prefixes[prefix], strict=True):
+            for each, values in zip(self._layers, self._prefixes[prefix], strict=True):
                 each.kv_cache[block_id] = values
         return True
 
@@ -295,14 +329,14 @@ class ConnectedVLLM(RecordedVLLM):
     def _cached(self, sequence: Sequence, position: int) -> int:
         """The token whose KV is cached; -1 if layers or heads differ."""
         block, slot = divmod(position, self.block_size)
-        values = torch.stack([each.kv_cache[sequence.block_ids[block], :, slot] for each in self._layers.values()])
+        values = torch.stack([each.kv_cache[sequence.block_ids[block], :, slot] for each in self._layers])
         return int(values.flatten()[0]) if bool((values == values.flatten()[0]).all()) else -1
 
     def _finish(self, sequence: Sequence, reason: FinishReason, *, held: bool = True) -> None:
         del self._sequences[sequence.request_id]
         for number in range(sequence.computed // self.block_size if reason is FinishReason.LENGTH else 0):
             block_id = sequence.block_ids[number]
-            values = [each.kv_cache[block_id].clone() for each in self._layers.values()]
+            values = [each.kv_cache[block_id].clone() for each in self._layers]
             self._prefixes[tuple(sequence.tokens[: (number + 1) * self.block_size])] = values
         sequence.finished = reason
         delayed, _ = self._scheduler.request_finished(sequence, sequence.block_ids)

@@ -91,6 +91,7 @@ def vllm(folder: str) -> None:
         parser.add_argument(option, required=True)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--fails", action="store_true")
     parser.add_argument("--preempts", action="store_true")
     arguments = parser.parse_args()
@@ -103,7 +104,7 @@ def vllm(folder: str) -> None:
     if config["kv_connector"] == "PdserveConnector":
         connected = ConnectedVLLM(name, block_size=arguments.block_size, start_s=time.time())
         connected.preempts = arguments.preempts
-        connected.begin(config)
+        connected.begin(config, arguments.tensor_parallel_size)
         uvicorn.run(connected.app(), uds=arguments.uds, log_level="error", lifespan="off")
         return
     server = RecordedVLLM(name, block_size=arguments.block_size, start_s=time.time())

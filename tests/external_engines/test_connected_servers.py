@@ -42,7 +42,7 @@ async def service(
 ) -> AsyncIterator[Service[Worker]]:
     """``prefill`` are further settings of the prefill worker."""
     try:
-        configs = connected(folder, **settings, **(prefill or {})), connected(folder, **settings)
+        configs = connected(folder, **{**settings, **(prefill or {})}), connected(folder, **settings)
         async with (
             started_service(*configs) as (gateway, workers),
             AsyncClient(f"127.0.0.1:{gateway.port}") as client,
@@ -76,6 +76,20 @@ async def test_a_hand_off_by_our_transports(tmp_path: Path, transport: str, over
             assert list((await ask(served, prompt)).token_ids) == greedy(prompt, 8)
         assert list((await ask(served, LONG, "colocated")).token_ids) == greedy(LONG, 8)
         assert list((await ask(served, LONG, max_tokens=1)).token_ids) == greedy(LONG, 1)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
+async def test_ranks_share_blocks(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Of prefill and of decode. Also a hand-off between unequal numbers of ranks moves blocks as they are."""
+    prefill, decode = ({"worker.arguments": ["--tensor-parallel-size", str(each)]} for each in ranks)
+    async with service(tmp_path, prefill, **decode) as served:
+        await served.ready()
+        for prompt in (LONG, LONG[:96], LONG):
+            result = await ask(served, prompt)
+            assert list(result.token_ids) == greedy(prompt, 8)
+            assert result.kv_bytes == result.kv_bytes_expected
+        results = await asyncio.gather(*(ask(served, LONG[number:]) for number in range(8)))
+        assert [list(result.token_ids) for result in results] == [greedy(LONG[number:], 8) for number in range(8)]
 
 
 async def test_prompts_that_decode_has_cached(tmp_path: Path) -> None:

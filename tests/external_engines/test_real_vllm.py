@@ -102,20 +102,23 @@ async def test_a_hand_off_gives_the_tokens_and_the_bytes_that_it_should(servers:
         await gateway.stop(0.0)
 
 
-@pytest.mark.parametrize("connector", ["nixl", "pdserve"])
-async def test_servers_that_the_workers_start(tmp_path: Path, connector: str) -> None:
-    """The same, with each server started by its worker."""
+@pytest.mark.parametrize(("connector", "ranks"), [("nixl", (1, 1)), ("pdserve", (1, 1)), ("pdserve", (2, 1))])
+async def test_servers_that_the_workers_start(tmp_path: Path, connector: str, ranks: tuple[int, int]) -> None:
+    """The same, with each server started by its worker. ``ranks`` are those of prefill and of decode."""
     arguments = ["--enforce-eager", "--max-model-len", "1024", "--block-size", "64", "--no-enable-prefix-caching"]
-    config = config_of(
-        tmp_path,
-        **{
-            "worker.command": f"{VLLM}/bin/vllm",
-            "worker.arguments": arguments,
-            "worker.connector": connector,
-            "model.dtype": "float32",
-        },
-    )
-    async with started_service(config, config) as (gateway, _):
+    configs = [
+        config_of(
+            tmp_path,
+            **{
+                "worker.command": f"{VLLM}/bin/vllm",
+                "worker.arguments": [*arguments, "--tensor-parallel-size", str(each)],
+                "worker.connector": connector,
+                "model.dtype": "float32",
+            },
+        )
+        for each in ranks
+    ]
+    async with started_service(*configs) as (gateway, _):
         await gateway.wait_serving(START_S)
         await check(gateway, all_proven=connector == "pdserve")
 

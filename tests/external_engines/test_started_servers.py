@@ -20,6 +20,7 @@ import external_engines.server as server_module
 import external_engines.started as started_module
 from checkpoints.source import resolve_model
 from external_engines.started import StartedServer
+from external_engines.vllm_server import environment_of
 from gateway.gateway import Gateway
 from ops.launch.preparation import prepare
 from ops.launch.worker import make_worker
@@ -166,6 +167,21 @@ async def test_what_a_server_is_started_with(tmp_path: Path) -> None:
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == str(core)
     assert info.kv_endpoints[0].address == f"127.0.0.1:{environment['VLLM_NIXL_SIDE_CHANNEL_PORT']}"
     assert not Path(str(given["uds"])).parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "binding"),
+    [
+        (["--enforce-eager"], "4,5,6,7"),
+        (["-tp", "2"], "4,5|6,7"),
+        (["--seed", "1", "--tensor-parallel-size=4"], "4|5|6|7"),
+        (["-tp", "8"], "|".join(["4,5,6,7"] * 8)),
+        (["-tp", "two"], "4,5,6,7"),
+    ],
+)
+def test_ranks_divide_the_cores(tmp_path: Path, arguments: list[str], binding: str) -> None:
+    spec = spec_of(config_of(tmp_path, **{"worker.arguments": arguments}), Role.PREFILL, "127.0.0.1:1", (4, 5, 6, 7))
+    assert environment_of(spec, {})["VLLM_CPU_OMP_THREADS_BIND"] == binding
 
 
 async def test_servers_that_differ_are_no_pair(tmp_path: Path) -> None:

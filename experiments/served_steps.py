@@ -1,0 +1,109 @@
+"""Steps of the engines of a running service, of whatever kind, measured by requests of mode ``pd`` alone: prompts by
+the time that prefill has them, and decode steps by the gaps between tokens of requests that decode together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from experiments.engine_alone.steps import StepCase
+from experiments.workloads.conversation import random_tokens
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.generation import Generation
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import Mode
+from pdserve.core.timeline import Figure
+
+_LARGEST_PROMPT, _LARGEST_BATCH = 512, 32
+_MOST_CONTEXT, _LEAST_CONTEXT = 8192, 16
+"""Tokens of all contexts of a batch together, and of one."""
+_OUTPUTS, _MOST_OUTPUTS = 32, 512
+"""The outputs of a batch are doubled until its requests decode together for `_LEAST_GAPS` gaps."""
+_LEAST_GAPS = 4
+
+
+class ServedStep(NamedTuple):
+    """A measured step: its size, and the seconds that it took each time."""
+
+    case: StepCase
+    times_s: Sequence[float]
+
+
+def served_cases(count: int, seed: int, room: int) -> Iterator[StepCase]:
+    """``count`` steps of random sizes, prompts and decodes in turn, for a service with ``room`` tokens of KV."""
+    draw = random.Random(f"served/{seed}")
+
+    def size(most: int, least: int = 1) -> int:
+        return round(2 ** draw.uniform(math.log2(least), math.log2(most)))
+
+    for number in range(count):
+        if number % 2 == 0:
+            yield StepCase(1, size(min(_LARGEST_PROMPT, room // 2), 8))
+            continue
+        batch = size(max(1, min(_LARGEST_BATCH, room // (2 * (_LEAST_CONTEXT + _OUTPUTS)))))
+        most = min(_MOST_CONTEXT, room // 2) // batch - _OUTPUTS
+        yield StepCase(batch, 1, size(max(most, _LEAST_CONTEXT), _LEAST_CONTEXT))
+
+
+async def measure_served(client: AsyncClient, case: StepCase, repeats: int, name: str, vocab_size: int) -> ServedStep:
+    """Measure a step ``repeats`` times. The context of decode steps becomes that in their midst. InvalidRequest if the
+    service never decodes so many requests together."""
+    times_s = []
+    for repeat in range(repeats):
+        if case.tokens > 1:
+            (done,) = await _together(client, [random_tokens(f"{name}/{repeat}", case.tokens, vocab_size)], 2)
+            stages_ms = done.generation.breakdowns[Figure.TTFT].stages_ms
+            times_s.append((stages_ms.get("prefill") or stages_ms["prefill_leg"]) / 1e3)
+            continue
+        prompts = [random_tokens(f"{name}/{repeat}/{each}", case.context, vocab_size) for each in range(case.batch)]
+        gaps, middle = await _gaps(client, prompts)
+        times_s.append(statistics.median(gaps))
+        measured = msgspec.structs.replace(case, context=case.context + middle)
+    return ServedStep(case if case.tokens > 1 else measured, times_s)
+
+
+class _Answered(NamedTuple):
+    generation: Generation
+    times_s: Sequence[float]
+    """When its tokens came, by one clock."""
+
+
+async def _together(client: AsyncClient, prompts: Sequence[Sequence[int]], outputs: int) -> list[_Answered]:
+    async def one(prompt: Sequence[int]) -> _Answered:
+        sent_s = time.monotonic()
+        done = await client.generate(prompt, max_tokens=outputs, mode=Mode.PD, ignore_eos=True).result()
+        arrived_ms = itertools.accumulate(done.itl_ms, initial=done.ttft_ms)
+        return _Answered(done, [sent_s + each / 1e3 for each in arrived_ms])
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+async def _gaps(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> tuple[list[float], int]:
+    """The gaps between tokens, in seconds, while all requests decode, and how many tokens they have had on average."""
+    outputs = _OUTPUTS
+    while True:
+        answers = await _together(client, prompts, outputs)
+        begin_s = max(each.times_s[1] for each in answers)
+        end_s = min(each.times_s[-1] for each in answers)
+        found = [
+            (after - before, place)
+            for each in answers
+            for place, (before, after) in enumerate(itertools.pairwise(each.times_s))
+            if begin_s <= before and after <= end_s
+        ]
+        if len(found) >= _LEAST_GAPS * len(prompts):
+            return [gap for gap, _ in found], round(statistics.fmean(place for _, place in found))
+        outputs *= 2
+        if outputs > _MOST_OUTPUTS:
+            raise InvalidRequest(
+                f"--target: the service does not decode {len(prompts)} requests together; profile one that takes more "
+                "at a time, or is idle"
+            )
