@@ -108,7 +108,8 @@ def test_what_of_a_running_service_is_refused(tcp_service: LocalCluster) -> None
         status = client.status()
     with pytest.raises(InvalidRequest, match="--model: dummy:135m has a vocabulary of"):
         Profile(ProfileOptions.choose({})).cells(status)
-    more = replace(status, workers=(*status.workers, status.workers[0]))
+    prefill = next(worker for worker in status.workers if worker.role == "prefill")
+    more = replace(status, workers=(*status.workers, prefill))
     with pytest.raises(InvalidRequest, match="one prefill and one decode worker, and not 2P1D"):
         Profile(ProfileOptions.choose({"model": "tiny"})).cells(more)
 
