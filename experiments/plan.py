@@ -47,7 +47,7 @@ _SEARCHES = 5
 """Rates that are simulated between one that is sustained and its double, which is not: the result is within 2 %."""
 _MOST_REQUESTS = 1200
 """Of a simulated load."""
-_ALIKE = 0.03
+ALIKE = 0.03
 """Rates that differ by less are called equal."""
 _LONGER = 3.0
 _PERCENT = 90.0
@@ -261,7 +261,7 @@ class Planner(Experiment):
         method = (
             f"simulated services with the real router and scheduler, at least {self.options.requests} requests per "
             f"rate (Poisson arrivals); the rate at which {ATTAINMENT:.0%} of the requests meet the SLO, within "
-            f"{_ALIKE:.0%}"
+            f"{ALIKE:.0%}"
         )
         devices = "; ".join(each["text"] for each in summary["devices"])
         source = "twice an idle service" if self.options.slo == "auto" else "as given"
@@ -403,12 +403,12 @@ def _answer(summary: Figures) -> str:
         return f"{summary['best']} serves {_rate(rows[summary['best']])} within {limits}, by simulation."
     ratio = pair["per_cost"] / alone["per_cost"] if alone["per_cost"] else math.inf
     within = f"within {slo_text(summary['slo_ms'])}, by simulation"
-    if ratio > 1 + _ALIKE:
+    if ratio > 1 + ALIKE:
         many = "which colocated workers do not serve at all"
         if not math.isinf(ratio):
             many = f"{ratio:.2f} times as many per cost as {alone['name']} ({_rate(alone)}, bound by {alone['binds']})"
         text = f"Disaggregate: {pair['name']} serves {_rate(pair)} {within}, {many}."
-    elif ratio < 1 - _ALIKE:
+    elif ratio < 1 - ALIKE:
         text = (
             f"Do not disaggregate: {alone['name']} serves {_rate(alone)} {within}, and the best split, {pair['name']}, "
             f"{ratio:.2f} times as many per cost ({_rate(pair)}, bound by {pair['binds']})."
@@ -428,7 +428,7 @@ def _rate(row: Figures) -> str:
 
 
 def _sign_of(ratio: float) -> int:
-    return 0 if abs(ratio - 1) <= _ALIKE else 1 if ratio > 1 else -1
+    return 0 if abs(ratio - 1) <= ALIKE else 1 if ratio > 1 else -1
 
 
 def _sign(row: Figures) -> int:
@@ -484,6 +484,6 @@ def _change_table(rows: Sequence[Figures]) -> TableBlock:
     shown = [{**row, "better": names[_sign(row)]} for row in rows]
     columns = ("if | change", f"disaggregated | {PD}:.3g", f"colocated | {COLOCATED}:.3g", "better")
     caption = (
-        f"Requests/s per cost of the best candidate of each kind, with one thing changed. Neither: within {_ALIKE:.0%}."
+        f"Requests/s per cost of the best candidate of each kind, with one thing changed. Neither: within {ALIKE:.0%}."
     )
     return table("What would change the answer", shown, columns, caption)
