@@ -64,8 +64,8 @@ async def measure_served(client: AsyncClient, case: StepCase, repeats: int, name
             times_s.append((stages_ms.get("prefill") or stages_ms["prefill_leg"]) / 1e3)
             continue
         prompts = [random_tokens(f"{name}/{repeat}/{each}", case.context, vocab_size) for each in range(case.batch)]
-        gaps, middle = await _gaps(client, prompts)
-        times_s.append(statistics.median(gaps))
+        seconds, middle = await _decode_s(client, prompts)
+        times_s.append(seconds)
         measured = msgspec.structs.replace(case, context=case.context + middle)
     return ServedStep(case if case.tokens > 1 else measured, times_s)
 
@@ -86,21 +86,21 @@ async def _together(client: AsyncClient, prompts: Sequence[Sequence[int]], outpu
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-async def _gaps(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> tuple[list[float], int]:
-    """The gaps between tokens, in seconds, while all requests decode, and how many tokens they have had on average."""
+async def _decode_s(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """Seconds between two tokens while all requests decode, and how many tokens they have had on average. Servers may
+    send several tokens at a time, so it is the mean of each request's gaps, and the median over the requests."""
     outputs = _OUTPUTS
     while True:
         answers = await _together(client, prompts, outputs)
         begin_s = max(each.times_s[1] for each in answers)
         end_s = min(each.times_s[-1] for each in answers)
-        found = [
-            (after - before, place)
-            for each in answers
-            for place, (before, after) in enumerate(itertools.pairwise(each.times_s))
-            if begin_s <= before and after <= end_s
-        ]
-        if len(found) >= _LEAST_GAPS * len(prompts):
-            return [gap for gap, _ in found], round(statistics.fmean(place for _, place in found))
+        inside = [[place for place, at_s in enumerate(each.times_s) if begin_s <= at_s <= end_s] for each in answers]
+        if min(map(len, inside)) > _LEAST_GAPS:
+            means = [
+                (each.times_s[places[-1]] - each.times_s[places[0]]) / (len(places) - 1)
+                for each, places in zip(answers, inside, strict=True)
+            ]
+            return statistics.median(means), round(statistics.fmean(itertools.chain(*inside)))
         outputs *= 2
         if outputs > _MOST_OUTPUTS:
             raise InvalidRequest(
