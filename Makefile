@@ -109,7 +109,7 @@ bench-codec: $(DEVELOPING)  ## what coding KV on slow links saves, and what it c
 validate-plan: $(DEVELOPING)  ## what `pdserve plan` predicts beside what a service does (about 15 minutes)
 	$(BIN)/python -m experiments.benchmarks.plan
 
-validate-choices: $(DEVELOPING)  ## whether the deployment that `pdserve plan` prefers is the best one when measured (root; about 45 minutes)
+validate-choices: $(DEVELOPING)  ## whether the deployment that `pdserve plan` prefers is the best one when measured (root; about 40 minutes)
 	$(BIN)/python -m experiments.benchmarks.choices
 
 docs: $(DEVELOPING)  ## the documentation as a site with search in out/site (`python -m http.server -d out/site` serves it)

@@ -31,7 +31,7 @@ from experiments.modes import COLOCATED, PD, Split
 from experiments.report.drawing import Mark, Panel, Picture, Rule, TableBlock, table
 from experiments.report.page import Report, setup_of
 from experiments.run_folder import Figures, RequestRow, RunData, RunFolder, faults
-from experiments.served_steps import measure_served, served_cases
+from experiments.served_steps import measure_served, served_cases, unshared_salt
 from experiments.workloads.conversation import random_tokens
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -90,12 +90,8 @@ class Profile(Experiment):
         if attached is not None:
             self._check(attached)
         if attached is not None or self._engine != "pdserve":
-            return [
-                Cell(STEPS, {}, {}, self.options.steps),
-                Cell(SERVED, {}, {}, len(_LENGTHS) * self.options.requests),
-            ]
+            return [Cell(STEPS, {}, {}, self.options.steps), Cell(SERVED, {}, {}, len(_LENGTHS) * sent)]
         pair = {"cluster.prefill": 1, "cluster.decode": 1, "cluster.device": self.options.device}
-        sent = self.options.requests
         return [
             Cell(STEPS, {}, None, self._task().measurements),
             Cell(BETWEEN, {}, {**pair, "model.path": "tiny"}, sent),
@@ -146,19 +142,11 @@ class Profile(Experiment):
                 for mode in modes:
                     for index in range(-_WARM, self.options.requests):
                         prompt = random_tokens(f"profile/{mode}/{length}/{index}", tokens, status.vocab_size)
+                        sent: Mapping[str, Any] = {"max_tokens": _OUTPUT, "mode": Mode(mode), "salt": unshared_salt()}
                         if index < 0:  # warms up
-                            await client.generate(prompt, max_tokens=_OUTPUT, mode=Mode(mode), ignore_eos=True).result()
+                            await client.generate(prompt, ignore_eos=True, **sent).result()
                             continue
-                        await bench.send(
-                            client,
-                            prompt,
-                            arm=mode,
-                            repeat=0,
-                            index=index,
-                            kind=str(length),
-                            max_tokens=_OUTPUT,
-                            mode=Mode(mode),
-                        )
+                        await bench.send(client, prompt, arm=mode, repeat=0, index=index, kind=str(length), **sent)
                         bench.advance(1)
         bench.facts |= {"block_size": status.block_size, "pool_tokens": status.pool_tokens}
 

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import math
 import random
+import secrets
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,11 @@ class ServedStep(NamedTuple):
 
     case: StepCase
     times_s: Sequence[float]
+
+
+def unshared_salt() -> str:
+    """A salt for a prompt of which nothing may be cached, also not if a service is profiled again."""
+    return secrets.token_hex(8)
 
 
 def served_cases(count: int, seed: int, room: int) -> Iterator[StepCase]:
@@ -79,7 +85,8 @@ class _Answered(NamedTuple):
 async def _together(client: AsyncClient, prompts: Sequence[Sequence[int]], outputs: int) -> list[_Answered]:
     async def one(prompt: Sequence[int]) -> _Answered:
         sent_s = time.monotonic()
-        done = await client.generate(prompt, max_tokens=outputs, mode=Mode.PD, ignore_eos=True).result()
+        salt = unshared_salt()
+        done = await client.generate(prompt, max_tokens=outputs, mode=Mode.PD, ignore_eos=True, salt=salt).result()
         arrived_ms = itertools.accumulate(done.itl_ms, initial=done.ttft_ms)
         return _Answered(done, [sent_s + each / 1e3 for each in arrived_ms])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,7 +117,10 @@ def test_what_of_a_running_service_is_refused(tcp_service: LocalCluster) -> None
 
 def test_a_running_service_is_measured_by_requests(tmp_path: Path, tcp_service: LocalCluster) -> None:
     given = {"model": "tiny", "steps": 36, "repeats": 1, "requests": 3, "step_tokens": 256}
-    summary, path, _ = measured(Profile(ProfileOptions.choose(given)), tmp_path, tcp_service.target)
+    for _ in range(2):  # the second time nothing is cached either
+        summary, path, _ = measured(Profile(ProfileOptions.choose(given)), tmp_path, tcp_service.target)
+        rows = [json.loads(line) for line in (path / "requests.jsonl").read_text().splitlines()]
+        assert {row["prefill_cached_tokens"] for row in rows} == {0}
     assert summary["by_requests"]
     assert {case["kind"] for case in summary["cases"]} == {"prompt", "decode"}
     assert all(case["measured_ms"] > 0 for case in summary["cases"])

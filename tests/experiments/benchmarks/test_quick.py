@@ -283,10 +283,6 @@ def fits(path: Keys, pattern: Keys) -> bool:
 # --- the targets -----------------------------------------------------------------------------------------------------
 
 
-WITHOUT_SERVICES = ("engine", "gateways", "router", "sampling")
-"""Targets that start no Ray."""
-
-
 def test_every_target_is_run_here() -> None:
     targets = re.findall(r"^(?:bench|validate)-(\w+):", MAKEFILE, re.MULTILINE)
     assert len(targets) > 10
@@ -294,18 +290,12 @@ def test_every_target_is_run_here() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", WITHOUT_SERVICES)
-def test_a_benchmark_without_services_runs(tmp_path: Path, target: str) -> None:
-    if target == "router" and len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("it needs a second core, and this process may use one only")
-    check(target, tmp_path)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", sorted(FIGURES.keys() - {*WITHOUT_SERVICES}))
+@pytest.mark.parametrize("target", sorted(FIGURES))
 @pytest.mark.ray
 @pytest.mark.cluster
-def test_a_benchmark_of_services_runs(tmp_path: Path, target: str) -> None:
+def test_a_benchmark_runs(tmp_path: Path, target: str) -> None:
+    if target == "router" and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("it needs a second core, and this process may use one only")
     if target == "choices" and (problem := missing()):
         pytest.skip(problem)
     done = check(target, tmp_path)
