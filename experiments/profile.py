@@ -229,7 +229,7 @@ class Profile(Experiment):
         how = "after a warm-up, order reversed with each repeat"
         caveats = ["The profile holds for this model, dtype and machine, at the speed that it had at that time."]
         if summary["by_requests"]:
-            how = "by requests to a running service"
+            how = "by requests to a running service, after a warm-up"
             caveats.append(
                 "No step with parts of prompts and decodes was measured: that they take the sum is assumed. What the "
                 "engine does for a request beside steps counts as part of the prompt's step."

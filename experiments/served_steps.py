@@ -60,20 +60,22 @@ def served_cases(count: int, seed: int, room: int) -> Iterator[StepCase]:
 
 
 async def measure_served(client: AsyncClient, case: StepCase, repeats: int, name: str, vocab_size: int) -> ServedStep:
-    """Measure a step ``repeats`` times. The context of decode steps becomes that in their midst. InvalidRequest if the
-    service never decodes so many requests together."""
-    times_s = []
-    for repeat in range(repeats):
+    """Measure a step ``repeats`` times, after a warm-up. The context of decode steps becomes that in their midst.
+    InvalidRequest if the service never decodes so many requests together."""
+    times_s, context = [], case.context
+    for repeat in range(-1, repeats):
+        seed = f"{name}/{repeat}"
         if case.tokens > 1:
-            (done,) = await _together(client, [random_tokens(f"{name}/{repeat}", case.tokens, vocab_size)], 2)
+            (done,) = await _together(client, [random_tokens(seed, case.tokens, vocab_size)], 2)
             stages_ms = done.generation.breakdowns[Figure.TTFT].stages_ms
-            times_s.append((stages_ms.get("prefill") or stages_ms["prefill_leg"]) / 1e3)
-            continue
-        prompts = [random_tokens(f"{name}/{repeat}/{each}", case.context, vocab_size) for each in range(case.batch)]
-        seconds, middle = await _decode_s(client, prompts)
-        times_s.append(seconds)
-        measured = msgspec.structs.replace(case, context=case.context + middle)
-    return ServedStep(case if case.tokens > 1 else measured, times_s)
+            seconds = (stages_ms.get("prefill") or stages_ms["prefill_leg"]) / 1e3
+        else:
+            prompts = [random_tokens(f"{seed}/{each}", case.context, vocab_size) for each in range(case.batch)]
+            seconds, middle = await _decode_s(client, prompts)
+            context = case.context + middle
+        if repeat >= 0:
+            times_s.append(seconds)
+    return ServedStep(msgspec.structs.replace(case, context=context), times_s)
 
 
 class _Answered(NamedTuple):

@@ -86,6 +86,7 @@ async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
         TorchDistTransport(pool.gpu, SECRET, backend="nccl", timeout_s=10.0) for pool in (source, target)
     )
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving, message_bytes=1)
+    await ends.connect()  # a hand-off does not wait long for a link, which takes seconds on a busy machine
     for name, shift in (("first", 1), ("second", 57)):
         ids = [(number * 7 + shift) % 256 for number in range(200)]
         ends.start(name, ids)
