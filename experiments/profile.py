@@ -10,7 +10,6 @@ A running service, and one with engines that are not pdserve's, is measured by r
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import statistics
@@ -25,7 +24,7 @@ from pydantic import Field
 from checkpoints.source import resolve_model
 from experiments.deployment import Deployment, Service
 from experiments.engine_alone.program import Rates, Sample, Task, measure_alone
-from experiments.engine_alone.steps import StepCase
+from experiments.engine_alone.steps import StepCase, drawn_size
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import COLOCATED, PD, Split
 from experiments.report.drawing import Mark, Panel, Picture, Rule, TableBlock, table
@@ -49,6 +48,7 @@ _LONGEST, _LARGEST = 1500, 32
 """Of contexts and of batches."""
 _OUTPUT = 12
 _LEAST_S = 1e-4
+"""Hand-offs of long prompts take at least so much longer than short ones: less cannot be told from none."""
 _WARM = 2
 
 
@@ -259,18 +259,15 @@ def draw_cases(count: int, seed: int) -> tuple[StepCase, ...]:
     """Steps of random sizes: a part of a prompt, requests that decode, and both together, in turn."""
     draw = random.Random(f"profile/{seed}")
 
-    def size(most: int, least: int = 1) -> int:
-        return round(2 ** draw.uniform(math.log2(least), math.log2(most)))
-
     cases = []
     for number in range(count):
         context = draw.randrange(1, _LONGEST)
         if number % 3 == 0:
-            cases.append(StepCase(1, size(512, 8), context * draw.randrange(2)))
+            cases.append(StepCase(1, drawn_size(draw, 512, 8), context * draw.randrange(2)))
         elif number % 3 == 1:
-            cases.append(StepCase(size(_LARGEST), 1, context))
+            cases.append(StepCase(drawn_size(draw, _LARGEST), 1, context))
         else:
-            cases.append(StepCase(1, size(448, 8), context, size(_LARGEST)))
+            cases.append(StepCase(1, drawn_size(draw, 448, 8), context, drawn_size(draw, _LARGEST)))
     return tuple(cases)
 
 

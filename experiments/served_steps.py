@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import random
 import secrets
 import statistics
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from experiments.engine_alone.steps import StepCase
+from experiments.engine_alone.steps import StepCase, drawn_size
 from experiments.workloads.conversation import random_tokens
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
@@ -47,21 +46,19 @@ def served_cases(count: int, seed: int, room: int) -> Iterator[StepCase]:
     """``count`` steps of random sizes, prompts and decodes in turn, for a service with ``room`` tokens of KV."""
     draw = random.Random(f"served/{seed}")
 
-    def size(most: int, least: int = 1) -> int:
-        return round(2 ** draw.uniform(math.log2(least), math.log2(most)))
-
     for number in range(count):
         if number % 2 == 0:
-            yield StepCase(1, size(min(_LARGEST_PROMPT, room // 2), 8))
+            yield StepCase(1, drawn_size(draw, min(_LARGEST_PROMPT, room // 2), 8))
             continue
-        batch = size(max(1, min(_LARGEST_BATCH, room // (2 * (_LEAST_CONTEXT + _OUTPUTS)))))
+        batch = drawn_size(draw, max(1, min(_LARGEST_BATCH, room // (2 * (_LEAST_CONTEXT + _OUTPUTS)))))
         most = min(_MOST_CONTEXT, room // 2) // batch - _OUTPUTS
-        yield StepCase(batch, 1, size(max(most, _LEAST_CONTEXT), _LEAST_CONTEXT))
+        yield StepCase(batch, 1, drawn_size(draw, max(most, _LEAST_CONTEXT), _LEAST_CONTEXT))
 
 
 async def measure_served(client: AsyncClient, case: StepCase, repeats: int, name: str, vocab_size: int) -> ServedStep:
-    """Measure a step ``repeats`` times, after a warm-up. The context of decode steps becomes that in their midst.
-    InvalidRequest if the service never decodes so many requests together."""
+    """Measure a step ``repeats`` times, after a warm-up; ``name`` seeds its prompts. For decode steps, the
+    context of the returned case is the mean one. InvalidRequest if the service never decodes so many requests
+    together."""
     times_s, context = [], case.context
     for repeat in range(-1, repeats):
         seed = f"{name}/{repeat}"
@@ -113,6 +110,6 @@ async def _decode_s(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> tu
         outputs *= 2
         if outputs > _MOST_OUTPUTS:
             raise InvalidRequest(
-                f"--target: the service does not decode {len(prompts)} requests together; profile one that takes more "
+                f"target: the service does not decode {len(prompts)} requests together; profile one that takes more "
                 "at a time, or is idle"
             )

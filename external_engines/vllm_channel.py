@@ -119,14 +119,14 @@ class VLLMChannel:
 
 class VLLMKVEvents:
     """The events about blocks among what the connectors say, in the order in which they say it
-    (`contract.engine.KVEventReader`). Processes that share a model tell the same, each of its heads; it counts once
-    all have told it."""
+    (`contract.engine.KVEventReader`). The ranks of a model send the same events, each for its own heads; an event
+    counts once all have sent it."""
 
     def __init__(
         self, scheduler: EventReader[Any], runners: Sequence[EventReader[Any]], others: Callable[[Any], object]
     ) -> None:
         self._scheduler, self._runners, self._others = scheduler, runners, others
-        self._told = [0] * len(runners)
+        self._received = [0] * len(runners)
 
     def follow(self, on_event: Callable[[KVEvent], None]) -> None:
         """See `KVEventReader`."""
@@ -141,8 +141,8 @@ class VLLMKVEvents:
                 on_event(message)
 
         def take_from(rank: int, event: KVEvent) -> None:
-            self._told[rank] += 1
-            if min(self._told) == self._told[rank]:
+            self._received[rank] += 1
+            if min(self._received) == self._received[rank]:
                 on_event(event)
 
         self._scheduler.follow(take)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Literal
 
 import msgspec
@@ -38,6 +40,11 @@ class StepCase(msgspec.Struct, frozen=True):
     def pairs(self) -> float:
         """Pairs of a computed token of them and one that it attends to."""
         return self.rows * (self.context + (self.tokens + 1) / 2)
+
+
+def drawn_size(draw: random.Random, most: int, least: int = 1) -> int:
+    """A size from ``least`` to ``most``, whose logarithm is uniform: small and large ones are equally likely."""
+    return round(2 ** draw.uniform(math.log2(least), math.log2(most)))
 
 
 OFF, AUTO, ALWAYS = "off", "auto", "always"
