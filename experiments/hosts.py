@@ -24,7 +24,7 @@ import psutil
 
 from experiments.child_process import ChildProcess, program
 from experiments.deployment import Deployment, Service
-from ops.launch.ports import free_port
+from ops.launch.ports import free_ports
 from ops.launch.state import target_here
 from pdserve.client.sync_client import Client
 from pdserve.client.target import Target
@@ -197,7 +197,7 @@ class NamespaceDeployment(Deployment):
     def _start(self, settings: Mapping[str, Any]) -> Target:
         hosts = self._hosts = self._hosts or TwoHosts()
         hosts.rate(None)
-        port, registry = free_port("127.0.0.1", 0), f"{hosts.gateway}:{free_port(hosts.gateway, 0)}"
+        port, registry = free_ports("127.0.0.1"), f"{hosts.gateway}:{free_ports(hosts.gateway)}"
         config = PdserveConfig.load(
             self._config,
             {

@@ -32,7 +32,7 @@ from experiments.run_folder import RequestRow
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from gateway.token_file import digest_of
-from ops.launch.ports import free_port
+from ops.launch.ports import free_ports
 from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client, Generation
 from pdserve.client.status import ServiceStatus
@@ -215,7 +215,7 @@ def service(
     """A service on this host with these settings (dotted keys). ``tokens`` are those that it accepts, with the limits
     of each."""
     chosen = {"gateway.port": 0, **settings}
-    http_port = free_port("127.0.0.1", 0) if http else 0
+    http_port = free_ports("127.0.0.1") if http else 0
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
         if tokens:
             path = Path(folder) / "tokens.yaml"

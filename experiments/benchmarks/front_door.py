@@ -115,7 +115,7 @@ def _gateway(core: int, workers: int, step_ms: float = STEP_MS, settings: Mappin
 def _gateways_over(count: int, workers: int, step_ms: float, settings: Mapping[str, Any]) -> Iterator[list[Server]]:
     """So many gateways over the same stub workers, which are ready. SystemExit, with the end of their logs, if they do
     not come up."""
-    secret, port, registry_port = ServiceSecret.new(), *(free_ports("127.0.0.1", 0, count) for _ in range(2))
+    secret, port, registry_port = ServiceSecret.new(), *(free_ports("127.0.0.1", count=count) for _ in range(2))
     overrides = {"model.path": "tiny", "gateway.host": "127.0.0.1", "gateway.port": port, "gateway.replicas": count}
     config = PdserveConfig.load(None, {**settings, **overrides})
     registries = [f"127.0.0.1:{registry_port + number}" for number in range(count)]

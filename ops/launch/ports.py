@@ -6,6 +6,7 @@ import contextlib
 import errno
 import secrets
 import socket
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -54,29 +55,23 @@ _HINTS = {
 }
 
 
-def free_port(host: str, port: int, key: str = "gateway.port") -> int:
-    """``port`` if it is free, or for 0 a free port. ``host`` is a name or an address (IPv4 or IPv6). LaunchError, which
-    names the configuration's ``key`` and whose the port is, if it is taken."""
+def _free_port(host: str, family: socket.AddressFamily, address: str, port: int, key: str) -> int:
+    """``port`` of ``host``'s ``address`` if it is free, or for 0 one that the system chooses."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+            probe.bind((address, port))
             probe.listen(1)
             bound: int = probe.getsockname()[1]
             return bound
     except OSError as error:
-        where = join_address(host, port)
-        if isinstance(error, socket.gaierror):
-            raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
         hint = f"choose another{_HINTS.get(key, '')}"
         owner = ""
         if error.errno == errno.EADDRINUSE:
             if (service := ServiceState.using(port)) is not None:
                 raise service.in_the_way(key, port, hint) from None
             owner = f" by {_users_of(port)}"
+        where = join_address(host, port)
         raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}{owner}; {hint}") from None
 
 
@@ -99,14 +94,22 @@ def _proposed() -> int:
     return _FIRST_PROPOSED + secrets.randbelow(count) if count >= _LEAST_PROPOSED else 0
 
 
-def free_ports(host: str, port: int, count: int, key: str = "gateway.port") -> int:
+def free_ports(host: str, port: int = 0, count: int = 1, key: str = "gateway.port") -> int:
     """The first of ``count`` ports in a row that are free: ``port``, or for 0 one that no outgoing connection can take
-    until it is used. Errors are those of `free_port`."""
+    until it is used. ``host`` is a name or an address (IPv4 or IPv6). LaunchError, which names the configuration's
+    ``key`` and whose the port is, if one is taken."""
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise LaunchError(f"gateway.host: cannot listen on {host}: {error.strerror}; choose another") from None
+    free = partial(_free_port, host, family, str(address))
     for proposal in range(_PROPOSALS, 0, -1):
         try:
-            first = free_port(host, port or _proposed(), key)
+            first = free(port or _proposed(), key)
             for number in range(1, count):
-                free_port(host, first + number, key)
+                free(first + number, key)
         except (LaunchError, OverflowError):
             if port or proposal == 1:
                 raise

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, RAY_FOLDER_PREFIX
-from ops.launch.ports import free_port as free_port_for
+from ops.launch.ports import free_ports as free_ports_for
 from pdserve.core.errors import LaunchError
 from tests.e2e.conftest import NICER, RunningService
 from tests.local_cluster import ROOT
@@ -85,7 +85,7 @@ def test_its_ports_are_known_to_be_its_own(service: RunningService, monkeypatch:
         whose = rf"a service of yours \(process {service.state.pid}, ready; see `pdserve list`\) uses port {port}; "
         then = rf"choose another .*, or end it with `pdserve down --target localhost:{service.state.port}`$"
         with pytest.raises(LaunchError, match=rf"^{key}: {whose}{then}"):
-            free_port_for("127.0.0.1", port, key)
+            free_ports_for("127.0.0.1", port, key=key)
 
 
 def name_of(process: psutil.Process) -> str:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from ops.launch.ports import free_port
+from ops.launch.ports import free_ports
 from ops.launch.preparation import prepare
 from ops.launch.ray_head import RayHead
 from ops.launch.ray_session import RaySession
@@ -94,8 +94,8 @@ def test_a_ray_that_breaks_while_the_service_starts(monkeypatch: pytest.MonkeyPa
 def test_a_free_port_of_either_ip_version(host: str) -> None:
     if ":" in host and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this host has no IPv6")
-    port = free_port(host, 0)
-    assert free_port(host, port) == port
+    port = free_ports(host)
+    assert free_ports(host, port) == port
     family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
         0
     ]
@@ -104,9 +104,9 @@ def test_a_free_port_of_either_ip_version(host: str) -> None:
         taken.listen(1)
         mine = rf"in use by {re.escape(psutil.Process().name())} \(process {os.getpid()}\); choose another with --port$"
         with pytest.raises(LaunchError, match=r"^gateway\.port: cannot listen on .*" + mine):
-            free_port(host, port)
+            free_ports(host, port)
 
 
 def test_an_unknown_host_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"^gateway\.host: cannot listen on no\.such\.host\.invalid:0: "):
-        free_port("no.such.host.invalid", 0)
+    with pytest.raises(LaunchError, match=r"^gateway\.host: cannot listen on no\.such\.host\.invalid: "):
+        free_ports("no.such.host.invalid")
