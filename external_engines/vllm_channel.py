@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 from contract.engine import Abort, Computed, FrameReader, KVEvent, KVReady, Rejected, Release, Reserved, encode_frame
 from contract.message import Message
 from engine.process.client import EventReader
-from kv_transfer.memory import HostMemory
+from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.errors import LaunchError
 from pdserve.core.kv_layout import probe_area
+from runtime.threads import in_thread
 
 SEND_S = 5.0
 """Limit: a vLLM server that reads no commands of its worker. Then: it is killed, and the worker starts another one."""
@@ -29,15 +30,22 @@ class Scheduler(Message, frozen=True):
 
 
 class Caches(Message, frozen=True):
-    """The first message of a connector where the model runs: the KV cache that gets memory. A block has
-    ``layer_bytes`` of each layer, in which each of ``ranks`` processes has its heads."""
+    """The first message of a connector where the model runs: vLLM's KV cache."""
 
     num_blocks: int
     num_layers: int
     layer_bytes: int
+    """Of one layer in a block. Each of ``ranks`` processes has its heads there."""
     block_size: int
     dtype: str
     ranks: int
+    order: str
+    """Names the attention kernels, which choose the order of a layer's numbers in a block."""
+    num_spare: int
+    """The last blocks of a GPU's cache, which no request gets: see `kv_transfer.pool.Pool`'s probe area."""
+    handle: list[Any]
+    """Opens the memory of a cache on a GPU (`kv_transfer.memory.DeviceMemory.open`). Empty: it gets memory of the
+    host."""
 
 
 class Idle(Message, frozen=True):
@@ -62,7 +70,7 @@ class VLLMChannel:
     each process that runs the model."""
 
     def __init__(
-        self, scheduler: socket.socket, runners: Sequence[socket.socket], caches: Caches, memory: HostMemory
+        self, scheduler: socket.socket, runners: Sequence[socket.socket], caches: Caches, memory: Memory
     ) -> None:
         self._scheduler, self._runners = scheduler, runners
         self.caches = caches
@@ -72,11 +80,11 @@ class VLLMChannel:
 
     @classmethod
     async def accept(cls, listener: socket.socket) -> VLLMChannel:
-        """Wait for all connectors at the non-blocking ``listener``, and give the KV cache its memory. LaunchError if
-        one of them ends before."""
+        """Wait for all connectors at the non-blocking ``listener``, and share the memory of the KV cache. LaunchError
+        if one of them ends before, TransferRefused if a GPU's memory cannot be opened."""
         scheduler: socket.socket | None = None
         runners: list[socket.socket] = []
-        shared: tuple[Caches, HostMemory] | None = None
+        shared: tuple[Caches, Memory] | None = None
         with contextlib.ExitStack() as stack:
             while scheduler is None or shared is None or len(runners) < shared[0].ranks:
                 connection, first = await _accept(listener)
@@ -85,8 +93,10 @@ class VLLMChannel:
                     scheduler = connection
                     continue
                 if shared is None:
-                    shared = first, stack.enter_context(contextlib.closing(_memory(first)))
-                socket.send_fds(connection, [b"m"], [shared[1].fd])
+                    memory = await in_thread("vllm-memory", partial(_memory, first))
+                    shared = first, stack.enter_context(contextlib.closing(memory))
+                if isinstance(shared[1], HostMemory):
+                    socket.send_fds(connection, [b"m"], [shared[1].fd])
                 runners.append(connection)
             stack.pop_all()
         return cls(scheduler, runners, *shared)
@@ -135,9 +145,6 @@ class VLLMKVEvents:
             if not isinstance(message, Computed):
                 self._others(message)
             if isinstance(message, Reserved | Computed):
-                # The scheduler has told token 1 after the runners told that the prompt is computed.
-                for runner in self._runners:
-                    runner.catch_up()
                 on_event(message)
 
         def take_from(rank: int, event: KVEvent) -> None:
@@ -186,6 +193,8 @@ def _reader(connection: socket.socket) -> EventReader[Any]:
     return EventReader(os.dup(connection.fileno()), _Said)  # type: ignore[arg-type]  # a union
 
 
-def _memory(caches: Caches) -> HostMemory:
+def _memory(caches: Caches) -> Memory:
+    if caches.handle:
+        return DeviceMemory.open(caches.handle)
     area = probe_area(caches.num_blocks * caches.num_layers * caches.layer_bytes)
     return HostMemory.create(area.offset + area.size)

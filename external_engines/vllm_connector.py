@@ -1,18 +1,20 @@
-"""pdserve's KV connector, which runs inside vLLM: it puts vLLM's KV cache into memory that a pdserve worker maps, and
-tells the worker which blocks requests have and when they are computed. The worker moves the bytes.
+"""pdserve's KV connector, which runs inside vLLM: it shares vLLM's KV cache with a pdserve worker, and tells the worker
+which blocks requests have and when they are computed. The worker moves the bytes.
 
 vLLM loads this file by ``kv_connector_module_path`` in a virtual environment without pdserve, so it imports nothing of
-it. It speaks `contract.engine`'s messages over a Unix socket (`_SOCKET`). The ranks of a model that is split by tensor
-parallelism share the memory: each has its heads of a block, in the order of the heads.
+it. It speaks `contract.engine`'s messages over a Unix socket (`_SOCKET`). On CPUs, the cache is put into memory of the
+worker, which the ranks of a model that is split by tensor parallelism share: each has its heads of a block, in the
+order of the heads. On a GPU, the worker opens vLLM's memory by CUDA IPC.
 
 A request says by ``kv_transfer_params`` what it is: ``{"pdserve": "push" | "receive" | "local", "attempt":
 ATTEMPT_ID}``. With ``"goes_on": true``, the last token of a prompt that is received stands for token 1, which comes
-with the KV. Tested with vLLM 0.32 on CPUs."""
+with the KV. Tested with vLLM 0.32 on CPUs, and on GPUs over a stand-in."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import queue
 import socket
 import struct
 import threading
@@ -40,8 +42,31 @@ _SOCKET = "PDSERVE_CONNECTOR"
 _LENGTH = struct.Struct("<I")
 _IDLE_WAIT_S = 0.001
 _FIRST_TOKEN_S = 5.0  # the worker says it to the scheduler first, and then to the runner
+_LAYOUT = "BLHNC"  # vLLM's name: one block of all layers after the other, of each layer head by head
 _MOST_ENDED = 10_000  # more than a server ever has at a time: an attempt may end before vLLM knows it
 _NAME = "pdserve's connector"
+
+
+class _GpuProgress:
+    """Tells the worker what is computed, once the GPU has computed it."""
+
+    def __init__(self, worker: _Worker, device: torch.device) -> None:
+        self._worker, self._device = worker, device
+        self._begun: queue.SimpleQueue[tuple[torch.cuda.Event, tuple[Any, ...]]] = queue.SimpleQueue()
+        threading.Thread(target=self._follow, name="pdserve-gpu", daemon=True).start()
+
+    def tell(self, *message: Any) -> None:
+        """See `_Worker.tell`: when the GPU has done what it has been given so far."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._begun.put((event, message))
+
+    def _follow(self) -> None:
+        torch.cuda.set_device(self._device)
+        while True:
+            event, message = self._begun.get()
+            event.synchronize()
+            self._worker.tell(*message)
 
 
 class _Worker:
@@ -151,6 +176,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._block_size = vllm_config.cache_config.block_size
         self._layers = vllm_config.compilation_config.static_forward_context
         self._groups = int(self._kv_transfer_config.get_from_extra_config("layer_groups", 0))
+        self._num_spare = self._spare_blocks(kv_cache_config)
         self._worker = _Worker(os.environ[_SOCKET])
         # In the scheduler:
         self._pushes: dict[str, _Push] = {}  # by vLLM's ids, as all that follow
@@ -159,6 +185,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._is_idle = False
         self._going_on: dict[str, Request] = {}  # that get token 1 with their KV
         # Where the model runs:
+        self._progress: _Worker | _GpuProgress = self._worker
         self._index: dict[str, int] = {}
         self._told_layers: set[int] = set()
         self._waits: dict[str, _Wait] = {}
@@ -167,41 +194,95 @@ class PdserveConnector(KVConnectorBase_V1):
             self._worker.tell("Scheduler")
             self._worker.follow()
 
+    def _spare_blocks(self, config: KVCacheConfig) -> int:
+        """How many blocks at the end of a GPU's cache no request gets: with their memory, of at least ``probe_bytes``,
+        the worker measures links. On CPUs, 0: there the worker's memory has an area of its own."""
+        if not (probe_bytes := int(self._kv_transfer_config.get_from_extra_config("probe_bytes", 0))):
+            return 0
+        if self._ranks > 1:
+            raise ValueError(f"{_NAME} does not split models over GPUs; use worker.connector=nixl")
+        num_spare: int = -(-probe_bytes // (config.kv_cache_tensors[0].size // config.num_blocks))
+        if num_spare >= config.num_blocks:
+            raise ValueError(f"{_NAME} needs {num_spare} of {config.num_blocks} KV blocks for itself; set more of them")
+        return num_spare
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """See vLLM's base class. On CPUs, vLLM has one layout only, and `register_kv_caches` makes another one."""
+        return None if vllm_config.device_config.device_type == "cpu" else _LAYOUT
+
     # --- where the model runs ----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Put the caches into the worker's memory: one block of all layers, with the heads of all ranks, after the
-        other."""
+        """Share the caches with the worker: one block of all layers, with the heads of all ranks, after the other."""
         names = sorted(kv_caches, key=_layer_number)
-        first, rank = kv_caches[names[0]], get_tensor_model_parallel_rank()
-        num_blocks, rank_numbers = first.shape[0], first[0].numel()
+        self._index = {name: index for index, name in enumerate(names)}
+        if self._groups:
+            count = len(names)
+            self._told_layers = {count * (group + 1) // self._groups for group in range(self._groups)} - {0, count}
+        first = kv_caches[names[0]]
+        for name in names:
+            cache = kv_caches[name]
+            if cache.shape != first.shape or not cache[0].is_contiguous():
+                raise ValueError(f"{_NAME} cannot share the cache of {name}: {cache.shape}, strides {cache.stride()}")
+        if self._num_spare:
+            self._lend({name: kv_caches[name] for name in names})
+        else:
+            self._move({name: kv_caches[name] for name in names})
+
+    def _lend(self, caches: dict[str, torch.Tensor]) -> None:
+        """Let the worker open the memory of a GPU, where vLLM has put the caches as `_LAYOUT` says."""
+        first = next(iter(caches.values()))
+        storage, numbers = first.untyped_storage(), first[0].numel()
+        for index, (name, cache) in enumerate(caches.items()):
+            place = cache.untyped_storage().data_ptr(), cache.storage_offset(), cache.stride(0)
+            if place != (storage.data_ptr(), index * numbers, len(caches) * numbers):
+                raise ValueError(f"{_NAME} needs the KV cache layout {_LAYOUT}, and {name} lies elsewhere")
+        handle = list(storage._share_cuda_())  # type: ignore[no-untyped-call]
+        self._tell_caches(caches, numbers, handle)
+        self._worker.follow()
+        self._progress = _GpuProgress(self._worker, first.device)
+
+    def _move(self, caches: dict[str, torch.Tensor]) -> None:
+        """Put the caches into the worker's memory."""
+        first, rank = next(iter(caches.values())), get_tensor_model_parallel_rank()
+        if first.device.type != "cpu":
+            raise ValueError(f"{_NAME} was started for CPUs, and the KV cache is on {first.device}")
+        rank_numbers = first[0].numel()
         layer_numbers = rank_numbers * self._ranks
         if self._ranks > 1 and first.shape[1] != self._rank_heads:
             raise ValueError(f"{_NAME}: the ranks cannot share blocks, whose heads do not come first: {first.shape}")
-        for name in names:
-            cache = kv_caches[name]
-            if cache.device.type != "cpu" or cache.shape != first.shape or not cache[0].is_contiguous():
-                raise ValueError(f"{_NAME} cannot lend the cache of {name}: {cache.shape} on {cache.device}")
-        layer_bytes = layer_numbers * first.element_size()
-        dtype = str(first.dtype).removeprefix("torch.")
-        self._worker.tell("Caches", num_blocks, len(names), layer_bytes, self._block_size, dtype, self._ranks)
+        self._tell_caches(caches, layer_numbers, [])
         descriptor = self._worker.memory()
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         os.close(descriptor)
         storage = torch.frombuffer(memory, dtype=first.dtype).untyped_storage()
         inner = first[0].contiguous().stride()
-        for index, name in enumerate(names):
-            cache = kv_caches[name]
+        for index, (name, cache) in enumerate(caches.items()):
             bound = self._layers[name].kv_cache
             offset = index * layer_numbers + rank * rank_numbers
-            cache.set_(storage, offset, cache.shape, (len(names) * layer_numbers, *inner))
+            cache.set_(storage, offset, cache.shape, (len(caches) * layer_numbers, *inner))
             if bound.shape != cache.shape:
                 raise ValueError(f"{_NAME}: {name} has blocks of another size than the scheduler; set --block-size")
             self._layers[name].bind_kv_cache(cache)
-            self._index[name] = index
-        if self._groups:
-            count = len(names)
-            self._told_layers = {count * (group + 1) // self._groups for group in range(self._groups)} - {0, count}
+
+    def _tell_caches(self, caches: dict[str, torch.Tensor], layer_numbers: int, handle: list[Any]) -> None:
+        name, first = next(iter(caches.items()))
+        layer = self._layers[name]
+        # How attention orders the numbers of a layer in a block; kernels for CPUs differ by the instructions they use.
+        order = f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
+        self._worker.tell(
+            "Caches",
+            first.shape[0],
+            len(caches),
+            layer_numbers * first.element_size(),
+            self._block_size,
+            str(first.dtype).removeprefix("torch."),
+            self._ranks,
+            order,
+            self._num_spare,
+            handle,
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: the worker writes the blocks."""
@@ -223,7 +304,7 @@ class PdserveConnector(KVConnectorBase_V1):
         step = self._get_connector_metadata()
         assert isinstance(step, _Step)
         if step.pushes:
-            self._worker.tell("Computed", [[*push, num_layers] for push in step.pushes])
+            self._progress.tell("Computed", [[*push, num_layers] for push in step.pushes])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose blocks the worker does not access any more. Those of an aborted one are wrong: vLLM must
@@ -252,6 +333,11 @@ class PdserveConnector(KVConnectorBase_V1):
         return wrong
 
     # --- scheduler ---------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the spare blocks."""
+        if self._num_spare:
+            gpu_block_pool.touch(gpu_block_pool.blocks[-self._num_spare :])
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """All of a prompt that is received comes from elsewhere. vLLM computes its last token again, or token 1."""

@@ -46,7 +46,6 @@ from external_engines.vllm import VLLM
 from external_engines.vllm_channel import Caches, Idle, Scheduled, VLLMChannel, VLLMKVEvents
 from kv_transfer.pool import Pool
 from pdserve.core.errors import (
-    ConfigError,
     InvalidRequest,
     LaunchError,
     PdserveError,
@@ -90,7 +89,6 @@ class VLLMEngine:
         self._first_tokens: dict[str, int] = {}
         self._reserved: set[str] = set()
         self._is_idle = False
-        self._num_blocks = 0
 
     # --- EnginePort --------------------------------------------------------------------------------------------------
 
@@ -123,16 +121,16 @@ class VLLMEngine:
             await self.stop(0.0)
             raise
         caches = channel.caches
-        layout = _layout(caches, f"{model_hash} of vLLM {version}")
+        layout = _layout(caches, f"{model_hash} of vLLM {version} ({caches.order})")
         asked = spec.config.model.dtype
-        self._model, self._num_blocks = model["id"], caches.num_blocks
+        self._model = model["id"]
         self._spawn(self._follow_load(spec.config.router.heartbeat_s))
         shape = source.shape
         return Ready(
             layout=layout,
             dtype=source.shape.dtype if asked == "auto" else asked,
-            num_blocks=caches.num_blocks,
-            pool_handle={"kind": "memfd", "bytes": layout.block_bytes * caches.num_blocks},
+            num_blocks=caches.num_blocks - caches.num_spare,
+            pool_handle={},
             max_model_len=int(model["max_model_len"]),
             vocab_size=shape.vocab_size,
             device=spec.device,
@@ -379,10 +377,12 @@ class VLLMEngine:
 
     async def _follow_load(self, every_s: float) -> None:
         assert self._http is not None
+        assert self._channel is not None
+        caches = self._channel.caches
         last: Load | None = None
         while True:
             with contextlib.suppress(httpx2.HTTPError):
-                now, _, _ = await self._adapter.load(self._http, self._num_blocks)
+                now, _, _ = await self._adapter.load(self._http, caches.num_blocks)
                 load = Load(
                     now.free_blocks,
                     now.running,
@@ -401,9 +401,7 @@ class VLLMEngine:
 async def start_vllm(
     spec: WorkerSpec, joins_groups: bool, memory: PoolMemory
 ) -> tuple[VLLMEngine, Ready, Callable[[], Pool]]:
-    """See `worker.incarnation.StartEngine`."""
-    if spec.device != "cpu":
-        raise ConfigError(f"worker.connector: pdserve moves vLLM's KV on CPUs alone so far, not on {spec.device}")
+    """See `worker.incarnation.StartEngine`. On a GPU the pool is vLLM's own memory."""
     source = await in_thread("model", lambda: resolve_model(spec.config.model.path, served=False))
     engine = VLLMEngine(spec.worker_id)
     ready = await engine.start(spec, source, spec.config.cluster.start_limit_s(spec.device))

@@ -14,6 +14,7 @@ from external_engines.launch import Launch, Place, environment, folder_of, given
 from external_engines.vllm import VLLM
 from external_engines.vllm_mooncake import MooncakeVLLM
 from pdserve.core.config import EngineConfig
+from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES
 from worker.spec import WorkerSpec
 
 _CONNECTOR = "pdserve_connector"
@@ -48,7 +49,10 @@ def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
     if config.worker.connector == "pdserve":
         groups = config.transfer.layer_groups if config.transfer.overlap == "layer" else 0
         hand_off |= {"kv_connector": "PdserveConnector", "kv_connector_module_path": _CONNECTOR}
-        hand_off["kv_connector_extra_config"] = {"layer_groups": groups}
+        extra = {"layer_groups": groups}
+        if not on_cpu:
+            extra["probe_bytes"] = MAX_PROBE_AREA_BYTES
+        hand_off["kv_connector_extra_config"] = extra
     elif config.worker.connector == "mooncake":
         hand_off["kv_connector"] = "MooncakeConnector"
     else:

@@ -42,6 +42,7 @@ class PushHandoff(KVHandoff[None]):
         self._block_ids: list[int] = []
         self._num_queued = 0  # blocks passed to the sender
         self._layers_queued = 0  # layers of the next blocks, in the current step
+        self._all_queued = False
 
     def begin(self, ends: KVEnds) -> None:
         """Begin the transfer. Blocks wait in the sender for the peer's announcement."""
@@ -56,8 +57,11 @@ class PushHandoff(KVHandoff[None]):
             self._ends.command(Release(self.attempt_id))
 
     def on_event(self, event: Reserved | Progress) -> None:
-        """Queue the blocks that were computed since the last event."""
+        """Queue the blocks that were computed since the last event. The event with token 1 has all of them, and those
+        of single layers may come after it: another process of vLLM sends them."""
         assert isinstance(event, Progress), "only RECEIVE requests reserve blocks"
+        if self._all_queued:
+            return
         self._block_ids = event.block_ids or self._block_ids
         computed = event.num_computed_tokens
         full = self._num_blocks if computed >= self._num_tokens else computed // self._layout.block_size
@@ -66,6 +70,7 @@ class PushHandoff(KVHandoff[None]):
                 self._send(full, range(self._layers_queued, event.num_layers))
                 self._layers_queued = event.num_layers
         elif event.first_token is not None:
+            self._all_queued = True
             self._send(self._num_blocks, self._other_layers(), trailer=msgspec.msgpack.encode(event.first_token))
         elif self._early and full > self._num_queued:
             self._send(full, self._other_layers())

@@ -8,7 +8,6 @@ import fcntl
 import logging
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
@@ -256,13 +255,6 @@ class EventReader(Generic[M]):
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._on_readable)
         self._on_event, self._on_end = on_event, on_end
-
-    def catch_up(self) -> None:
-        """Pass on what has come meanwhile. On the loop of `follow`, after it."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        while self._fd >= 0 and poll.poll(0):
-            self._on_readable()
 
     def _on_readable(self) -> None:
         try:

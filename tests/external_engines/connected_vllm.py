@@ -1,6 +1,9 @@
 """A recorded vLLM server with pdserve's real connector: its scheduler and its runner call the connector as those of
 vLLM 0.32 do, here one runner for each rank. What a layer caches of a token is the token, so wrong KV gives wrong
-tokens."""
+tokens.
+
+If it is started for a GPU, the KV cache is a file that other processes map as `FileCuda`, and what the model computes
+is written to it later, by a thread (`_Gpu`)."""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ import asyncio
 import contextlib
 import enum
 import importlib
+import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,9 +29,11 @@ from fastapi.responses import StreamingResponse
 
 from tests.external_engines.recorded_vllm import RecordedVLLM, next_token
 from tests.external_engines.recorded_vllm import event as event_of
+from tests.strict_cuda import StrictCuda
 
 NUM_LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS = 5, 2, 32, 64
 STEP_TOKENS = 48
+GPU_STEP_S = 0.001  # of a layer
 HASH_TOKENS = 16
 
 
@@ -120,9 +128,75 @@ class Sequence:
         return self.finished
 
 
+class FileCuda(StrictCuda):
+    """The GPU of recorded servers, as a worker sees it."""
+
+    def open(self, handle: Any, index: int | None = None) -> torch.Tensor:
+        path = Path(handle[1])
+        self.init(handle[0])
+        return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+
+class _Gpu:
+    """Does what it is given, in order, on a thread of its own. Replaces those calls of torch that the connector makes
+    on a GPU."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._current = threading.local()
+        threading.Thread(target=self._run, daemon=True).start()
+        gpu = self
+
+        class Event:
+            def __init__(self, blocking: bool) -> None:
+                assert blocking, "waiting would take a core"
+                self._passed = threading.Event()
+
+            def record(self) -> None:
+                gpu.begin(self._passed.set)
+
+            def synchronize(self) -> None:
+                assert gpu._current.device == torch.device("cpu"), "CUDA would use another GPU"
+                self._passed.wait()
+
+        def set_device(device: torch.device) -> None:
+            gpu._current.device = device
+
+        torch.cuda.Event, torch.cuda.set_device = Event, set_device  # type: ignore[assignment,misc]
+        torch.UntypedStorage._share_cuda_ = self._share  # type: ignore[assignment,method-assign]
+
+    def _share(self) -> tuple[int, str]:
+        return 0, str(self._path)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """The memory of a KV cache."""
+        with self._path.open("wb") as file:
+            file.truncate(num_bytes)
+        return torch.from_file(str(self._path), shared=True, size=num_bytes // 4, dtype=torch.float32)
+
+    def begin(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self.begin(done.set)
+        done.wait()
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
 class _Layer:
+    def __init__(self, attention: str) -> None:
+        self._attention = attention
+
     def bind_kv_cache(self, cache: torch.Tensor) -> None:
         self.kv_cache = cache
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: self._attention)
 
 
 class _Rank:
@@ -130,57 +204,106 @@ class _Rank:
 
     current = 0
 
-    def __init__(self, kind: Any, everything: SimpleNamespace, groups: SimpleNamespace, number: int) -> None:
+    def __init__(
+        self,
+        kind: Any,
+        everything: SimpleNamespace,
+        config: SimpleNamespace,
+        number: int,
+        gpu: _Gpu | None,
+        attention: str,
+    ) -> None:
         _Rank.current = number
+        self._gpu = gpu
         parallel = everything.parallel_config
-        self.layers = {f"model.layers.{number}.attn": _Layer() for number in range(NUM_LAYERS)}
+        self.layers = {f"model.layers.{number}.attn": _Layer(attention) for number in range(NUM_LAYERS)}
         everything.compilation_config = SimpleNamespace(static_forward_context=self.layers)
-        self.connector = kind(everything, Role.WORKER, groups)
-        heads, block_size = HEADS // parallel.tensor_parallel_size, everything.cache_config.block_size
-        for layer in self.layers.values():
-            layer.bind_kv_cache(torch.zeros(NUM_BLOCKS, heads, block_size, 2 * HEAD_DIM, dtype=torch.float32))
+        self.connector = kind(everything, Role.WORKER, config)
+        shape = (
+            config.num_blocks,
+            HEADS // parallel.tensor_parallel_size,
+            everything.cache_config.block_size,
+            2 * HEAD_DIM,
+        )
+        whole = None if gpu is None else gpu.allocate(config.kv_cache_tensors[0].size).view(shape[0], NUM_LAYERS, -1)
+        for index, layer in enumerate(self.layers.values()):
+            if whole is None:
+                layer.bind_kv_cache(torch.zeros(shape, dtype=torch.float32))
+            else:
+                assert kind.get_required_kvcache_layout(everything) == "BLHNC"
+                layer.bind_kv_cache(whole[:, index].view(shape))
         self.connector.register_kv_caches({name: layer.kv_cache for name, layer in self.layers.items()})
 
     def compute(self, scheduled: Mapping[Sequence, int], block_size: int) -> None:
         """A step of so many tokens of each request."""
         for name, layer in self.layers.items():
-            for sequence, count in scheduled.items():
-                for position in range(sequence.computed, sequence.computed + count):
-                    block, slot = divmod(position, block_size)
-                    layer.kv_cache[sequence.block_ids[block], :, slot] = float(sequence.tokens[position])
+            work = partial(_write, layer.kv_cache, _values(scheduled, block_size))
+            work() if self._gpu is None else self._gpu.begin(work)
             if scheduled:
                 self.connector.save_kv_layer(name, layer.kv_cache, None)
         self.connector.start_load_kv(None)
         self.connector.wait_for_save()
 
 
+def _values(scheduled: Mapping[Sequence, int], block_size: int) -> list[tuple[int, int, float]]:
+    """What a layer caches in a step: block, slot, number."""
+    return [
+        (sequence.block_ids[position // block_size], position % block_size, float(sequence.tokens[position]))
+        for sequence, count in scheduled.items()
+        for position in range(sequence.computed, sequence.computed + count)
+    ]
+
+
+def _write(cache: torch.Tensor, values: list[tuple[int, int, float]]) -> None:
+    if values:
+        time.sleep(GPU_STEP_S)
+    for block_id, slot, value in values:
+        cache[block_id, :, slot] = value
+
+
 class ConnectedVLLM(RecordedVLLM):
-    """See above. ``preempts``: the next prompt that is pushed loses its blocks after its first step."""
+    """See above. ``preempts``: the next prompt that is pushed loses its blocks after its first step. ``attention``
+    names the kernels."""
 
     preempts = False
+    attention = "CPU_ATTN"
+    gpu: _Gpu | None = None
 
-    def begin(self, config: dict[str, Any], ranks: int) -> None:
-        """Start the engine, with what the option --kv-transfer-config says."""
+    def begin(self, config: dict[str, Any], ranks: int, folder: Path) -> None:
+        """Start the engine, with what the option --kv-transfer-config says. The memory of a GPU is in ``folder``."""
         extra = SimpleNamespace(get_from_extra_config=config["kv_connector_extra_config"].get)
+        block_bytes = NUM_LAYERS * HEADS * self.block_size * 2 * HEAD_DIM * 4
+        num_blocks = NUM_BLOCKS
+        if probe_bytes := config["kv_connector_extra_config"].get("probe_bytes", 0):
+            num_blocks += -(-probe_bytes // block_bytes)
+            self.gpu = _Gpu(folder / f"gpu-{os.getpid()}")
         everything = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=ranks, tensor_parallel_size=ranks, data_parallel_size=1),
             model_config=SimpleNamespace(get_num_kv_heads=lambda parallel: HEADS // parallel.tensor_parallel_size),
             cache_config=SimpleNamespace(block_size=self.block_size),
             compilation_config=SimpleNamespace(static_forward_context={}),
             kv_transfer_config=extra,
+            device_config=SimpleNamespace(device_type="cpu" if self.gpu is None else "cuda"),
         )
         kind = connector_class(config["kv_connector"], config["kv_connector_module_path"])
-        groups = SimpleNamespace(kv_cache_groups=[None])
-        self._ranks = [_Rank(kind, everything, groups, number) for number in range(ranks)]
+        tensors = [SimpleNamespace(size=num_blocks * block_bytes)]
+        caches = SimpleNamespace(kv_cache_groups=[None], num_blocks=num_blocks, kv_cache_tensors=tensors)
+        self._ranks = [_Rank(kind, everything, caches, number, self.gpu, self.attention) for number in range(ranks)]
         self._layers = [layer for rank in self._ranks for layer in rank.layers.values()]
-        self._scheduler = kind(everything, Role.SCHEDULER, groups)
+        self._scheduler = kind(everything, Role.SCHEDULER, caches)
         self._reported: dict[str, int] = {}
-        self._free = list(range(1, NUM_BLOCKS))
+        self._num_blocks, self._free = num_blocks, list(range(1, num_blocks))
+        self._scheduler.bind_gpu_block_pool(SimpleNamespace(blocks=list(range(num_blocks)), touch=self._touch))
         self._arrived: queue.Queue[Sequence | str] = queue.Queue()
         self._sequences: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
         self._prefixes: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._note_load()
         threading.Thread(target=self._run, daemon=True).start()
+
+    def _touch(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self._free.remove(block_id)
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> Response:
         loop, tokens = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | None]]()
@@ -218,7 +341,10 @@ class ConnectedVLLM(RecordedVLLM):
                     self._finish(sequence, FinishReason.ABORT)
             else:
                 self._step()
-            self.running, self.usage = len(self._sequences), 1.0 - (len(self._free) + 1) / NUM_BLOCKS
+            self._note_load()
+
+    def _note_load(self) -> None:
+        self.running, self.usage = len(self._sequences), 1.0 - (len(self._free) + 1) / self._num_blocks
 
     def _step(self) -> None:
         scheduled: dict[str, int] = {}
@@ -269,6 +395,8 @@ class ConnectedVLLM(RecordedVLLM):
                 all_done |= {request_id for request_id in done if self._all_report(request_id)}
             wrong |= rank.connector.get_block_ids_with_load_errors()
             rank.connector.clear_connector_metadata()
+        if self.gpu is not None:
+            self.gpu.synchronize()
         for request_id, count in scheduled.items():
             self._computed(self._sequences[request_id], count)
         self._scheduler.update_connector_output(SimpleNamespace(finished_recving=received))

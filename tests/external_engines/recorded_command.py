@@ -94,6 +94,7 @@ def vllm(folder: str) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--fails", action="store_true")
     parser.add_argument("--preempts", action="store_true")
+    parser.add_argument("--attention-backend", default="CPU_ATTN")
     arguments = parser.parse_args()
     if arguments.fails:
         sys.exit(3)
@@ -103,8 +104,8 @@ def vllm(folder: str) -> None:
     config = json.loads(arguments.kv_transfer_config)
     if config["kv_connector"] == "PdserveConnector":
         connected = ConnectedVLLM(name, block_size=arguments.block_size, start_s=time.time())
-        connected.preempts = arguments.preempts
-        connected.begin(config, arguments.tensor_parallel_size)
+        connected.preempts, connected.attention = arguments.preempts, arguments.attention_backend
+        connected.begin(config, arguments.tensor_parallel_size, Path(folder))
         uvicorn.run(connected.app(), uds=arguments.uds, log_level="error", lifespan="off")
         return
     server = RecordedVLLM(name, block_size=arguments.block_size, start_s=time.time())

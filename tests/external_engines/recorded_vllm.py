@@ -70,6 +70,7 @@ class RecordedVLLM:
 
     def app(self) -> FastAPI:
         app = FastAPI()
+        app.get("/health")(lambda: None)
         app.get("/version")(lambda: {"version": self.version})
         app.get("/v1/models")(self._models)
         app.get("/metrics")(self._metrics)

@@ -54,13 +54,15 @@ def config_of(folder: Path, **settings: object) -> PdserveConfig:
     return PdserveConfig.load(None, overrides)
 
 
-def spec_of(config: PdserveConfig, role: Role, registry: str, cores: tuple[int, ...] = ()) -> WorkerSpec:
+def spec_of(
+    config: PdserveConfig, role: Role, registry: str, cores: tuple[int, ...] = (), device: str = "cpu"
+) -> WorkerSpec:
     return WorkerSpec(
         worker_id=f"{role}-0",
         role=role,
         host="127.0.0.1",
         node="127.0.0.1",
-        device="cpu",
+        device=device,
         registry_addresses=(registry,),
         version="test",
         service="s",
@@ -70,8 +72,8 @@ def spec_of(config: PdserveConfig, role: Role, registry: str, cores: tuple[int, 
 
 
 @asynccontextmanager
-async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gateway, list[Any]]]:
-    """A gateway, and a prefill and a decode worker of these configurations, which start servers."""
+async def started_service(*configs: PdserveConfig, device: str = "cpu") -> AsyncIterator[tuple[Gateway, list[Any]]]:
+    """A gateway, and a prefill and a decode worker of these configurations, which start servers on ``device``."""
     config, cores = configs[0], sorted(os.sched_getaffinity(0))
     gateway = Gateway(
         config,
@@ -83,7 +85,7 @@ async def started_service(*configs: PdserveConfig) -> AsyncIterator[tuple[Gatewa
     await gateway.start()
     gateway.expect({"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, version=1)
     workers = [
-        make_worker(spec_of(each, role, gateway.registry_address, (cores[number % len(cores)],)), SECRET)
+        make_worker(spec_of(each, role, gateway.registry_address, (cores[number % len(cores)],), device), SECRET)
         for number, (role, each) in enumerate(zip(Role, configs, strict=True))
     ]
     running = [asyncio.create_task(worker.run()) for worker in workers]

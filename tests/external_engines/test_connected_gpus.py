@@ -1,0 +1,103 @@
+"""Workers on GPUs whose engine is a vLLM server with pdserve's connector, as in `test_connected_servers`, over a
+stand-in for CUDA. The KV cache is vLLM's own memory, which workers open, and a GPU computes later than its host
+launches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kv_transfer.memory
+from pdserve import AsyncClient
+from pdserve.core.errors import LaunchError, LayoutMismatch
+from tests.external_engines.connected_vllm import HEAD_DIM, HEADS, NUM_BLOCKS, NUM_LAYERS, FileCuda
+from tests.external_engines.recorded_vllm import greedy
+from tests.external_engines.served import Service
+from tests.external_engines.test_connected_servers import LONG, ask, asked_when_linked, connected
+from tests.external_engines.test_started_servers import started_service
+from tests.strict_cuda import StrictGpus
+from worker.worker import Worker
+
+
+@pytest.fixture(autouse=True)
+def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = StrictGpus()
+    monkeypatch.setattr(kv_transfer.memory, "_torch_cuda", lambda: FileCuda(gpus, [0], 132))
+
+
+@asynccontextmanager
+async def service(
+    folder: Path, prefill: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Service[Worker]]:
+    """``prefill`` are further settings of the prefill worker."""
+    configs = connected(folder, **{**settings, **(prefill or {})}), connected(folder, **settings)
+    async with (
+        started_service(*configs, device="cuda") as (gateway, workers),
+        AsyncClient(f"127.0.0.1:{gateway.port}") as client,
+    ):
+        served = Service(gateway, client, *workers)
+        yield served
+        await served.until(lambda: {worker.free_blocks for worker in served.workers().values()} == {NUM_BLOCKS})
+
+
+@pytest.mark.parametrize("overlap", ["none", "chunk", "layer"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
+async def test_a_hand_off_from_gpu_to_gpu(tmp_path: Path, transport: str, overlap: str) -> None:
+    async with service(tmp_path, None, **{"transfer.transport": transport, "transfer.overlap": overlap}) as served:
+        await served.ready()
+        result = await ask(served, LONG)
+        assert list(result.token_ids) == greedy(LONG, 8)
+        assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
+        assert result.kv_bytes == result.kv_bytes_expected == 10 * NUM_LAYERS * HEADS * 2 * HEAD_DIM * 16 * 4
+        assert result.transport == transport
+        for prompt in (LONG[:143], LONG[:144]):  # token 1 ends a block, the prompt does
+            assert list((await ask(served, prompt)).token_ids) == greedy(prompt, 8)
+        assert list((await ask(served, LONG, "colocated")).token_ids) == greedy(LONG, 8)
+
+
+async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:
+    """Blocks are reused at once, and links are measured beside them, in blocks that no request has."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 200) for _ in range(rng.randrange(5, 200))] for _ in range(30)]
+    async with service(tmp_path) as served:
+        await served.ready()
+        results = await asyncio.gather(*(ask(served, prompt) for prompt in prompts))
+        assert [list(result.token_ids) for result in results] == [greedy(prompt, 8) for prompt in prompts]
+        assert all(result.kv_bytes == result.kv_bytes_expected for result in results)
+        assert {result.attempts for result in results} == {1}
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+async def test_requests_survive_the_end_of_a_server(tmp_path: Path, name: str) -> None:
+    async with service(tmp_path) as served:
+        await served.ready()
+        first = served.workers()[name].engine_pid
+        asked = [asyncio.create_task(ask(served, LONG[number:])) for number in range(6)]
+        await asyncio.sleep(0.02)
+        os.killpg(first, signal.SIGKILL)
+        results = await asyncio.gather(*asked)
+        assert [list(result.token_ids) for result in results] == [greedy(LONG[number:], 8) for number in range(6)]
+        await served.until(lambda: served.workers()[name].engine_pid not in (0, first))
+
+
+async def test_servers_whose_kernels_order_a_block_in_different_ways_are_no_pair(tmp_path: Path) -> None:
+    prefill = {"worker.arguments": ["--attention-backend", "FLASHINFER"]}
+    async with service(tmp_path, prefill) as served:
+        await served.until(lambda: len(served.gateway.registry.workers) == 2)
+        with pytest.raises(LayoutMismatch, match="FLASHINFER"):
+            await asked_when_linked(served)
+
+
+async def test_a_model_that_is_split_over_gpus_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError):
+        async with service(tmp_path, None, **{"worker.arguments": ["--tensor-parallel-size", "2"]}):
+            pass
+    assert "pdserve's connector does not split models over GPUs" in capfd.readouterr().err
