@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -36,6 +37,23 @@ KV = (
     '"kv_load_failure_policy": "fail"}'
 )
 PROMPTS = 40
+CONNECTOR = Path(__file__).resolve().parents[2] / "external_engines" / "vllm_connector.py"
+
+
+def test_the_cache_of_a_gpu_lies_as_the_connector_expects() -> None:
+    """As far as that shows without a GPU: see the program."""
+    program = Path(__file__).with_name("gpu_cache_of_vllm.py")
+    command = [f"{VLLM}/bin/python", str(program), str(CONNECTOR)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    said = json.loads(run.stdout.splitlines()[-1])
+    layer_bytes, num_spare = 16 * 4 * 2 * 32 * 2, 7
+    num_blocks = 2**22 // (3 * layer_bytes)
+    handle = [0, num_blocks * 3 * layer_bytes]
+    assert said["told"] == [
+        ["Caches", num_blocks, 3, layer_bytes, 16, "float16", 1, "FLASH_ATTN", num_spare, handle],
+    ]
+    assert said["before"] - said["free"] == num_spare
+    assert said["last"] == num_blocks - num_spare - 1, "a request gets a spare block"
 
 
 @pytest.fixture(scope="module")
