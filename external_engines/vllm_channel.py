@@ -54,6 +54,12 @@ class Idle(Message, frozen=True):
     idle: bool
 
 
+class Considered(Message, frozen=True):
+    """vLLM's scheduler looks for blocks for a request, for the first time."""
+
+    attempt_id: str
+
+
 class Scheduled(Message, frozen=True):
     """The first step that computes something for a request begins, at ``time_s`` of the host's monotonic clock."""
 
@@ -62,7 +68,7 @@ class Scheduled(Message, frozen=True):
 
 
 _First: TypeAlias = Scheduler | Caches
-_Said: TypeAlias = Idle | Scheduled | Rejected | Reserved | Computed
+_Said: TypeAlias = Idle | Considered | Scheduled | Rejected | Reserved | Computed
 
 
 class VLLMChannel:

@@ -180,6 +180,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._worker = _Worker(os.environ[_SOCKET])
         # In the scheduler:
         self._pushes: dict[str, _Push] = {}  # by vLLM's ids, as all that follow
+        self._considered: set[str] = set()
         self._awaited: dict[str, str] = {}  # that have not been scheduled
         self._new_waits: dict[str, _Wait] = {}  # see `_Step`
         self._is_idle = False
@@ -342,6 +343,9 @@ class PdserveConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """All of a prompt that is received comes from elsewhere. vLLM computes its last token again, or token 1."""
         kind, attempt_id, _ = _asked(request)
+        if attempt_id and request.request_id not in self._considered:
+            self._considered.add(request.request_id)
+            self._worker.tell("Considered", attempt_id)
         if kind != "receive" or request.num_preemptions:  # a preempted one is computed again
             return 0, False
         if num_external := self._num_received(request) - num_computed_tokens:
@@ -425,6 +429,7 @@ class PdserveConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Tell token 1 of a prompt that is pushed, and keep its blocks until they are sent."""
+        self._considered.discard(request.request_id)
         self._awaited.pop(request.request_id, None)
         self._going_on.pop(request.request_id, None)
         push = self._pushes.pop(request.request_id, None)

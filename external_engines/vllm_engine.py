@@ -43,7 +43,7 @@ from external_engines.adapter import Step as Answered
 from external_engines.answers import asked_logprobs, steps_of
 from external_engines.process import ServerProcess
 from external_engines.vllm import VLLM
-from external_engines.vllm_channel import Caches, Idle, Scheduled, VLLMChannel, VLLMKVEvents
+from external_engines.vllm_channel import Caches, Considered, Idle, Scheduled, VLLMChannel, VLLMKVEvents
 from kv_transfer.pool import Pool
 from pdserve.core.errors import (
     InvalidRequest,
@@ -87,7 +87,7 @@ class VLLMEngine:
         self._background: set[asyncio.Task[None]] = set()
         self._scheduled_s: dict[str, float] = {}
         self._first_tokens: dict[str, int] = {}
-        self._reserved: set[str] = set()
+        self._waiting: set[str] = set()  # for blocks
         self._is_idle = False
 
     # --- EnginePort --------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class VLLMEngine:
         """See `EnginePort`."""
         assert self._channel is not None, "the engine was not started"
 
-        def others(message: Idle | Scheduled | Rejected | Reserved) -> None:
+        def others(message: Idle | Considered | Scheduled | Rejected | Reserved) -> None:
             self._loop.call_soon_threadsafe(self._heard, message)
 
         return self._channel.kv_events(others)
@@ -257,27 +257,30 @@ class VLLMEngine:
             case Ping():
                 self._spawn(self._ping())
 
-    def _heard(self, message: Idle | Scheduled | Rejected | Reserved) -> None:
+    def _heard(self, message: Idle | Considered | Scheduled | Rejected | Reserved) -> None:
         match message:
             case Idle():
                 self._is_idle = message.idle
             case Rejected():
                 self._events.put_nowait(message)
+            case Considered() if message.attempt_id in self._tasks:
+                self._waiting.add(message.attempt_id)
             case Scheduled() if message.attempt_id in self._tasks:
                 self._scheduled_s[message.attempt_id] = message.time_s
-            case Reserved() if message.attempt_id in self._tasks:
-                self._reserved.add(message.attempt_id)
+                self._waiting.discard(message.attempt_id)
+            case Reserved():
+                self._waiting.discard(message.attempt_id)
 
     @property
     def _is_stalled(self) -> bool:
         """See `contract.engine.Load`."""
-        return self._is_idle and bool(self._tasks.keys() - self._reserved - self._scheduled_s.keys())
+        return self._is_idle and bool(self._waiting)
 
     def _forget(self, attempt_id: str) -> None:
         self._tasks.pop(attempt_id, None)
         self._scheduled_s.pop(attempt_id, None)
         self._first_tokens.pop(attempt_id, None)
-        self._reserved.discard(attempt_id)
+        self._waiting.discard(attempt_id)
 
     async def _serve(self, submit: Submit) -> None:
         request = submit.request

@@ -422,13 +422,11 @@ class ConnectedVLLM(RecordedVLLM):
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        count = -(-(sequence.num_prompt_tokens + sequence.max_tokens) // self.block_size)
-        if count > len(self._free):
-            return False
         known = [tuple(sequence.tokens[:end]) for end in range(HASH_TOKENS, len(sequence.tokens), HASH_TOKENS)]
         cached = [prefix for prefix in known if len(prefix) % self.block_size == 0 and prefix in self._prefixes]
         external, waits = self._scheduler.get_num_new_matched_tokens(sequence, len(cached) * self.block_size)
-        if external is None:
+        count = -(-(sequence.num_prompt_tokens + sequence.max_tokens) // self.block_size)
+        if external is None or count > len(self._free):
             return False
         sequence.block_ids, self._free = self._free[:count], self._free[count:]
         blocks = SimpleNamespace(get_block_ids=lambda: (sequence.block_ids,))
