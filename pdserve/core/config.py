@@ -238,7 +238,7 @@ class WorkerConfig(_Section):
     (docs/vllm.md)"""
     connector: Literal["nixl", "mooncake", "pdserve"] = "nixl"
     """what moves the KV of vLLM servers. nixl, mooncake: vLLM's NixlConnector or MooncakeConnector; pdserve: these
-    workers, as with their own engine (on CPUs; docs/vllm.md)"""
+    workers, as with their own engine (docs/vllm.md)"""
     command: str | None = None
     """the program that starts such a server, on each host; default: vllm or sglang"""
     arguments: tuple[str, ...] = ()
