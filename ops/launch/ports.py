@@ -6,6 +6,7 @@ import contextlib
 import errno
 import secrets
 import socket
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -55,12 +56,13 @@ _HINTS = {
 }
 
 
-def _free_port(host: str, family: socket.AddressFamily, address: str, port: int, key: str) -> int:
-    """``port`` of ``host``'s ``address`` if it is free, or for 0 one that the system chooses."""
+def _free_port(host: str, family: socket.AddressFamily, address: str, scope: Sequence[int], port: int, key: str) -> int:
+    """``port`` of ``host``'s ``address`` (with ``scope``, of IPv6) if it is free, or for 0 one that the system
+    chooses."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
+            probe.bind((address, port, *scope))
             probe.listen(1)
             bound: int = probe.getsockname()[1]
             return bound
@@ -99,12 +101,12 @@ def free_ports(host: str, port: int = 0, count: int = 1, key: str = "gateway.por
     until it is used. ``host`` is a name or an address (IPv4 or IPv6). LaunchError, which names the configuration's
     ``key`` and whose the port is, if one is taken."""
     try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(
+        family, _, _, _, (address, _, *scope) = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
         raise LaunchError(f"gateway.host: cannot listen on {host}: {error.strerror}; choose another") from None
-    free = partial(_free_port, host, family, str(address))
+    free = partial(_free_port, host, family, str(address), scope)
     for proposal in range(_PROPOSALS, 0, -1):
         try:
             first = free(port or _proposed(), key)
