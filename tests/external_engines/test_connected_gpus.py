@@ -4,10 +4,6 @@ launches."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import random
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +17,14 @@ from pdserve.core.errors import LaunchError, LayoutMismatch
 from tests.external_engines.connected_vllm import HEAD_DIM, HEADS, NUM_BLOCKS, NUM_LAYERS, FileCuda
 from tests.external_engines.recorded_vllm import greedy
 from tests.external_engines.served import Service
-from tests.external_engines.test_connected_servers import LONG, ask, asked_when_linked, connected
+from tests.external_engines.test_connected_servers import (
+    LONG,
+    ask,
+    ask_more_than_the_pool_holds,
+    asked_when_linked,
+    connected,
+    end_a_server,
+)
 from tests.external_engines.test_started_servers import started_service
 from tests.strict_cuda import StrictGpus
 from worker.worker import Worker
@@ -64,27 +67,14 @@ async def test_a_hand_off_from_gpu_to_gpu(tmp_path: Path, transport: str, overla
 
 async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:
     """Blocks are reused at once, and links are measured beside them, in blocks that no request has."""
-    rng = random.Random(5)
-    prompts = [[rng.randrange(3, 200) for _ in range(rng.randrange(5, 200))] for _ in range(30)]
     async with service(tmp_path) as served:
-        await served.ready()
-        results = await asyncio.gather(*(ask(served, prompt) for prompt in prompts))
-        assert [list(result.token_ids) for result in results] == [greedy(prompt, 8) for prompt in prompts]
-        assert all(result.kv_bytes == result.kv_bytes_expected for result in results)
-        assert {result.attempts for result in results} == {1}
+        await ask_more_than_the_pool_holds(served)
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 async def test_requests_survive_the_end_of_a_server(tmp_path: Path, name: str) -> None:
     async with service(tmp_path) as served:
-        await served.ready()
-        first = served.workers()[name].engine_pid
-        asked = [asyncio.create_task(ask(served, LONG[number:])) for number in range(6)]
-        await asyncio.sleep(0.02)
-        os.killpg(first, signal.SIGKILL)
-        results = await asyncio.gather(*asked)
-        assert [list(result.token_ids) for result in results] == [greedy(LONG[number:], 8) for number in range(6)]
-        await served.until(lambda: served.workers()[name].engine_pid not in (0, first))
+        await end_a_server(served, name)
 
 
 async def test_servers_whose_kernels_order_a_block_in_different_ways_are_no_pair(tmp_path: Path) -> None:

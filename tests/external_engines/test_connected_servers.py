@@ -59,6 +59,27 @@ async def ask(served: Service[Worker], prompt: list[int], mode: str = "pd", max_
     return await stream.result()
 
 
+async def ask_more_than_the_pool_holds(served: Service[Worker]) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 200) for _ in range(rng.randrange(5, 200))] for _ in range(30)]
+    await served.ready()
+    results = await asyncio.gather(*(ask(served, prompt) for prompt in prompts))
+    assert [list(result.token_ids) for result in results] == [greedy(prompt, 8) for prompt in prompts]
+    assert all(result.kv_bytes == result.kv_bytes_expected for result in results)
+    assert {result.attempts for result in results} == {1}
+
+
+async def end_a_server(served: Service[Worker], name: str) -> None:
+    """While it has requests, which go on."""
+    await served.ready()
+    asked = [asyncio.create_task(ask(served, LONG[number:], max_tokens=60)) for number in range(6)]
+    await served.until(lambda: any(worker.running for worker in served.workers().values()))
+    os.kill(served.workers()[name].engine_pid, signal.SIGKILL)
+    results = await asyncio.gather(*asked)
+    assert [list(result.token_ids) for result in results] == [greedy(LONG[number:], 60) for number in range(6)]
+    await served.until(lambda: served.workers()[name].engine_restarts == 1)
+
+
 @pytest.mark.parametrize("overlap", ["none", "chunk", "layer"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_hand_off_by_our_transports(tmp_path: Path, transport: str, overlap: str) -> None:
@@ -105,26 +126,14 @@ async def test_prompts_that_decode_has_cached(tmp_path: Path) -> None:
 
 
 async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:
-    rng = random.Random(5)
-    prompts = [[rng.randrange(3, 200) for _ in range(rng.randrange(5, 200))] for _ in range(30)]
     async with service(tmp_path) as served:
-        await served.ready()
-        results = await asyncio.gather(*(ask(served, prompt) for prompt in prompts))
-        assert [list(result.token_ids) for result in results] == [greedy(prompt, 8) for prompt in prompts]
-        assert all(result.kv_bytes == result.kv_bytes_expected for result in results)
-        assert {result.attempts for result in results} == {1}
+        await ask_more_than_the_pool_holds(served)
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 async def test_requests_survive_the_end_of_a_server(tmp_path: Path, name: str) -> None:
     async with service(tmp_path) as served:
-        await served.ready()
-        asked = [asyncio.create_task(ask(served, LONG[number:], max_tokens=60)) for number in range(6)]
-        await served.until(lambda: any(worker.running for worker in served.workers().values()))
-        os.kill(served.workers()[name].engine_pid, signal.SIGKILL)
-        results = await asyncio.gather(*asked)
-        assert [list(result.token_ids) for result in results] == [greedy(LONG[number:], 60) for number in range(6)]
-        await served.until(lambda: served.workers()[name].engine_restarts == 1)
+        await end_a_server(served, name)
 
 
 async def test_a_prompt_that_vllm_preempts_is_computed_again(tmp_path: Path) -> None:
