@@ -180,7 +180,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._worker = _Worker(os.environ[_SOCKET])
         # In the scheduler:
         self._pushes: dict[str, _Push] = {}  # by vLLM's ids, as all that follow
-        self._considered: set[str] = set()
+        self._considered: set[str] = set()  # that the worker knows to look for blocks
         self._awaited: dict[str, str] = {}  # that have not been scheduled
         self._new_waits: dict[str, _Wait] = {}  # see `_Step`
         self._is_idle = False
@@ -216,20 +216,19 @@ class PdserveConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Share the caches with the worker: one block of all layers, with the heads of all ranks, after the other."""
-        names = sorted(kv_caches, key=_layer_number)
-        self._index = {name: index for index, name in enumerate(names)}
+        caches = {name: kv_caches[name] for name in sorted(kv_caches, key=_layer_number)}
+        self._index = {name: index for index, name in enumerate(caches)}
         if self._groups:
-            count = len(names)
+            count = len(caches)
             self._told_layers = {count * (group + 1) // self._groups for group in range(self._groups)} - {0, count}
-        first = kv_caches[names[0]]
-        for name in names:
-            cache = kv_caches[name]
+        first = next(iter(caches.values()))
+        for name, cache in caches.items():
             if cache.shape != first.shape or not cache[0].is_contiguous():
                 raise ValueError(f"{_NAME} cannot share the cache of {name}: {cache.shape}, strides {cache.stride()}")
         if self._num_spare:
-            self._lend({name: kv_caches[name] for name in names})
+            self._lend(caches)
         else:
-            self._move({name: kv_caches[name] for name in names})
+            self._move(caches)
 
     def _lend(self, caches: dict[str, torch.Tensor]) -> None:
         """Let the worker open the memory of a GPU, where vLLM has put the caches as `_LAYOUT` says."""
