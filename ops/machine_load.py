@@ -24,13 +24,13 @@ _BEFORE_S = 0.5
 def own_processes(service: Target | None = None) -> tuple[list[psutil.Process], bool]:
     """The processes of a measurement, and whether they are all: this one, its descendants (a service that it started is
     among them), and those of a ``service`` that was running already. The latter are known if this user started it on
-    this host."""
+    this host. The servers that either service has for workers belong to it."""
     this = psutil.Process()
-    own = [this, *this.children(recursive=True)]
-    if service is None:
-        return own, True
-    state = ServiceState.at(service.address)
-    return [*own, *(state.running_processes() - {*own} if state else ())], state is not None
+    own = {this, *this.children(recursive=True)}
+    before = None if service is None else ServiceState.at(service.address)
+    started = [state for state in ServiceState.all() if state.process() in own]
+    found = own.union(*(state.running_processes() for state in (*started, before) if state is not None))
+    return list(found), service is None or before is not None
 
 
 @dataclass(frozen=True, slots=True)

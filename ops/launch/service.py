@@ -118,6 +118,11 @@ class Service:
         return {role: len(members.of(role)) if members else 0 for role in Role}
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """The URLs of its workers, if it does not start them."""
+        return tuple(sorted(server.url for server in self._servers.values()))
+
+    @property
     def is_changing(self) -> bool:
         """Whether it is starting or being scaled."""
         return self._changing.locked()

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
 
-from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, family_of, find
+from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, family_of, find, identify
 from pdserve.core.address import is_loopback, join_address, split_address, stays_on_this_host, target_of
 from pdserve.core.config import GatewayConfig
 from pdserve.core.errors import InvalidRequest, LaunchError
@@ -117,6 +118,7 @@ class ServiceState:
     since_s: float = 0.0  # since 1970
     processes: tuple[ProcessId, ...] = ()  # those on this host that are not found by Ray's folder
     gateways: int = 1
+    servers: tuple[str, ...] = ()  # URLs of its workers, if it does not start them
 
     @property
     def targets(self) -> list[str]:
@@ -179,7 +181,7 @@ class ServiceState:
         except ValueError as error:
             raise InvalidRequest(f"target: {error}") from None
         state = cls.read(port)
-        if not (is_loopback(host) or host in _names_here() or state._is_at(address)):
+        if not (_is_here(host) or state._is_at(address)):
             raise LaunchError(
                 f"{address} is on another host; call this on the host that the service was started on, or give the "
                 f"port of a service of this one (--port {port})"
@@ -262,9 +264,13 @@ class ServiceState:
         return find((self.pid, self.create_time))
 
     def running_processes(self) -> set[psutil.Process]:
-        """Its processes on this host."""
+        """Its processes on this host, and those of the `servers` that run here."""
         folder = Path(self.ray_folder) if self.ray_folder else None
-        return family_of(folder, ((self.pid, self.create_time), *self.processes))
+        noted = [(self.pid, self.create_time), *self.processes]
+        for url in map(urlsplit, self.servers):
+            if url.port and url.hostname and _is_here(url.hostname):
+                noted += map(identify, listeners(url.port))
+        return family_of(folder, noted)
 
     def _clear(self) -> str:
         left = clear_leftovers(self.ray_folder, self.processes)
@@ -282,9 +288,10 @@ class ServiceState:
             draft.replace(self.path(self.port))
 
 
-def _names_here() -> set[str]:
-    """The name and the addresses of this host."""
-    return {socket.gethostname(), *(each.address for found in psutil.net_if_addrs().values() for each in found)}
+def _is_here(host: str) -> bool:
+    """Whether that is this host, by its name or an address."""
+    addresses = (each.address for found in psutil.net_if_addrs().values() for each in found)
+    return is_loopback(host) or host == socket.gethostname() or host in addresses
 
 
 def listeners(port: int) -> list[psutil.Process]:

@@ -140,6 +140,7 @@ class _Supervisor:
             ray_address="" if head is not None else config.cluster.address,
             since_s=time.time(),
             gateways=config.gateway.replicas,
+            servers=config.cluster.servers,
         )
         self._state.claim()  # before anything is started, so that all remains can be found
         try:
@@ -269,7 +270,11 @@ class _Supervisor:
 
     def _note_members(self) -> None:
         counts = self._service.counts
-        self._note(workers=f"{counts[Role.PREFILL]}P{counts[Role.DECODE]}D", processes=self._service.processes())
+        self._note(
+            workers=f"{counts[Role.PREFILL]}P{counts[Role.DECODE]}D",
+            processes=self._service.processes(),
+            servers=self._service.servers,
+        )
 
     def _note(self, **changes: object) -> None:
         with self._noting:

@@ -45,6 +45,38 @@ def test_the_processes_of_a_service_that_was_running_already_are_the_measurement
     assert all(facts[key] >= 0 for key in ("cores", "before_cores", "during_cores"))
 
 
+def test_servers_that_a_service_has_for_workers_are_the_measurements_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    serve = (
+        "import socket, subprocess, sys, time; s = socket.create_server(('127.0.0.1', 0));"
+        "child = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL);"
+        "print(s.getsockname()[1], child.pid, flush=True); time.sleep(60)"
+    )
+    begin = (
+        "import subprocess, sys;"
+        "server = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE);"
+        "print(server.stdout.readline().decode(), server.pid)"
+    )
+    output = subprocess.check_output([sys.executable, "-c", begin, serve], text=True)
+    port, *pids = map(int, output.split())
+    servers = {psutil.Process(pid) for pid in pids}  # no descendants of this process, as the one between has ended
+    try:
+        assert not servers & {*own_processes()[0]}
+        this = psutil.Process()
+        state = ServiceState(this.pid, this.create_time(), PORT, "", target=f"localhost:{PORT}")
+        for servers_at, expected in (
+            (f"http://192.0.2.1:{port}", set()),
+            ("http://localhost:1", set()),
+            (f"http://localhost:{port}", servers),
+        ):
+            state.update(servers=(servers_at,))
+            assert servers & {*own_processes()[0]} == expected
+    finally:
+        end_processes(list(servers), 0.0)
+
+
 def test_load_is_named_from_a_quarter_of_a_core_on() -> None:
     assert beside_text({LOAD: {"cores": 2, "before_cores": 0.1, "during_cores": 1.24}}) == (
         "beside other load: 1.2 of 2 cores"
