@@ -58,6 +58,7 @@ from ops.machine_load import LOAD, beside_text
 from pdserve.client.async_client import AsyncClient
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, Interval
+from pdserve.core.request import counted
 from pdserve.core.timeline import STAGE_NAMES, Figure
 
 IDLE = "idle"
@@ -164,9 +165,9 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
     """All cells have ``n`` (pairs, or requests of each arm), ``errors`` by arm; ``added_ttft_ms``: ``ttft`` and
     ``ttft_decode``, disaggregated minus colocated; ``arms_ms`` by arm (`latencies`); ``causes_ms`` by stage, with
     ``unexplained_ms`` and ``explained_pct`` of ``ttft_decode``, and ``colocated_ms``, that of the colocated requests
-    that the causes are of; the keys of `handoffs`; ``kv_bytes``, ``kv_bytes_expected``, ``kv_bytes_equal``;
-    ``tokens_equal`` and ``tokens_equal_share``; ``machine_load``. ``cause_intervals_ms`` has the causes with their
-    intervals.
+    that the causes are of; the keys of `handoffs`; ``kv_bytes``, ``kv_bytes_expected``, ``kv_bytes_equal``
+    (None: no request has a proof), and ``unproven``, the requests without one; ``tokens_equal`` and
+    ``tokens_equal_share``; ``machine_load``. ``cause_intervals_ms`` has the causes with their intervals.
 
     Of pairs the added time is the median of the differences (`added_ms`), and causes are of their middle half. Under
     load the added time is the difference of the arms' means, latencies count from when requests were due, and there are
@@ -184,6 +185,7 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
         causing = [[pair[side] for pair in middle_pairs(pairs, Figure.TTFT_DECODE)] for side in range(len(ARMS))]
         added = {figure: added_ms(pairs, figure) for figure in Figure}
     equal = [pd.token_hash == colocated.token_hash for pd, colocated in pairs]
+    unproven = sum(row.is_unproven for row in done[PD])
     return {
         "cell": cell.cell,
         **cell.parameters,
@@ -194,7 +196,8 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
         **_causes(causing, added[Figure.TTFT_DECODE], loaded, seed),
         **handoffs(cell, done[PD]),
         **{key: sum(getattr(row, key) for row in done[PD]) for key in ("kv_bytes", "kv_bytes_expected")},
-        "kv_bytes_equal": unexpected_bytes(rows) is None,
+        "kv_bytes_equal": None if done[PD] and unproven == len(done[PD]) else unexpected_bytes(rows) is None,
+        "unproven": unproven,
         "tokens_equal": all(equal) if equal else None,
         "tokens_equal_share": round(statistics.fmean(equal), 4) if equal else None,
         LOAD: cell.facts.get(LOAD),
@@ -342,7 +345,11 @@ def cell_caveats(cells: Sequence[Figures]) -> list[str | bool]:
     late = [cell["cell"] for cell in loaded if any(lag and lag["behind"] for lag in cell["lag"].values())]
     unsent = sum(sum(cell["unsent"].values()) for cell in loaded)
     different = [cell["tokens_equal_share"] for cell in loaded if cell["tokens_equal"] is False]
+    unproven = sum(cell["unproven"] for cell in cells)
     return [
+        unproven > 0
+        and f"Of {counted(unproven, 'disaggregated request')} the moved bytes are not known: the engine counts those "
+        "of all requests together, or not at all. A decode that computed the prompt itself would not be seen in them.",
         errors_ms != []
         and f"Stages between two workers are known to ± {max(errors_ms):.3f} ms (clock offset); smaller differences of "
         "kv_exposed and dispatch mean nothing.",
@@ -416,7 +423,9 @@ def idle_table(cells: Sequence[Figures], *more: str) -> TableBlock:
     for cell in cells:
         added = cell["added_ttft_ms"][Figure.TTFT_DECODE]
         disturbed = None if added["disturbed"] is None else len(added["disturbed"])
-        records.append({**cell, "mean": added["mean"], "disturbed": disturbed, "bytes": cell["kv_bytes"] // cell["n"]})
+        proven = cell["n"] - cell["unproven"]
+        num_bytes = cell["kv_bytes"] // proven if proven else None
+        records.append({**cell, "mean": added["mean"], "disturbed": disturbed, "bytes": num_bytes})
     columns = (
         "cell",
         "n",

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, PdserveError
-from pdserve.core.request import counted
+from pdserve.core.request import Mode, counted
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 from pdserve.version import VERSION
 
@@ -96,6 +96,11 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     prefill_cached_tokens: int = 0
     transfer: Mapping[str, Any] = {}
     others_cpu_s: float | None = None
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether its KV was moved by an engine that did not say how many bytes."""
+        return self.mode == Mode.PD and self.error is None and not self.transport and self.output_tokens > 1
 
     @classmethod
     def of(cls, generation: Generation | None, error: PdserveError | None, **place: Any) -> RequestRow:

@@ -36,7 +36,7 @@ class MooncakeVLLM(VLLM):
         try:
             async with httpx2.AsyncClient(timeout=http.timeout, trust_env=False) as bootstrap:
                 engines = (await bootstrap.get(f"http://{at}/query")).raise_for_status().json()
-        except httpx2.HTTPError:
+        except httpx2.ConnectError:
             return description._replace(hands_off=False)  # it only decodes, as far as can be seen
         try:
             (engine,) = engines.values()

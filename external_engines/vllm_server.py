@@ -75,6 +75,7 @@ def command(spec: WorkerSpec, source: ModelSource, socket: Path) -> list[str]:
         "--max-model-len": engine.max_model_len,
         "--kv-cache-dtype": None if engine.kv_dtype == "auto" else engine.kv_dtype,
         "--no-enable-prefix-caching": None if engine.prefix_caching else True,
+        "--enable-prompt-tokens-details": True,  # prefill tells how many tokens of a prompt were cached
     }
     return [config.worker.program, "serve", str(folder), *given(options), *config.worker.arguments]
 

@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class _HandedOff(msgspec.Struct, frozen=True):
-    """What decode has to know. Most engines say it with prefill's answer (`pdserve.core.worker.TokenOutput.hand_off`):
-    token 1 (None: not known yet), and the hand-off in the engine's words (None: token 1 has ended the request)."""
+    """What decode has to know of prefill's answer (`pdserve.core.worker.TokenOutput.hand_off`): token 1, and the
+    hand-off in the engine's words (None: token 1 has ended the request, or the requests met by `Adapter.meeting`)."""
 
-    token_1: int | None
+    token_1: int
     hand_off: HandOff | None
 
 
@@ -89,11 +89,10 @@ class EngineWorker:
 
     def receive(self, request: Request, peer: KVPeer, sink: OutputSink, tell_ready: bool = False) -> None:
         """See `contract.control.WorkerHandle`."""
-        self._begin(request, sink, self._receive(request, tell_ready))
+        meeting = self._adapter.meeting(request.attempt_id, peer.endpoints[0].address)
+        self._begin(request, sink, self._receive(request, meeting, tell_ready))
         if request.attempt_id in self._tasks:
-            waiting = self._hand_offs[request.attempt_id] = asyncio.get_running_loop().create_future()
-            if (meeting := self._adapter.meeting(request.attempt_id, peer.endpoints[0].address)) is not None:
-                waiting.set_result(_HandedOff(None, meeting))
+            self._hand_offs[request.attempt_id] = asyncio.get_running_loop().create_future()
 
     def hand_over(self, attempt_id: str, hand_off: bytes) -> None:
         """See `contract.control.WorkerHandle`."""
@@ -151,13 +150,14 @@ class EngineWorker:
         step = step_of(self._adapter, answer, self._name)
         if len(step.tokens) != 1:
             raise WorkerLost(f"worker {self.info.worker_id} answered a prefill with {len(step.tokens)} tokens")
+        token_1 = step.tokens[0][0]
         if meeting is not None:
-            self._give(request, step._replace(finish_reason=self._end_of(request, step.tokens[0][0])), events)
-            return
-        ends = step.finish_reason is FinishReason.STOP
-        handed_off = _HandedOff(step.tokens[0][0], None if ends else self._adapter.hand_off(answer))
-        step = step if ends else step._replace(finish_reason=None)
-        self._give(request, step, events, hand_off=msgspec.json.encode(handed_off))
+            step, hand_off = step._replace(finish_reason=self._end_of(request, token_1)), None
+        elif step.finish_reason is FinishReason.STOP:
+            hand_off = None
+        else:
+            step, hand_off = step._replace(finish_reason=None), self._adapter.hand_off(answer)
+        self._give(request, step, events, hand_off=msgspec.json.encode(_HandedOff(token_1, hand_off)))
 
     def _end_of(self, request: Request, token_id: int) -> FinishReason | None:
         """Whether token 1 ends the request, which decode says, too, but later."""
@@ -167,17 +167,19 @@ class EngineWorker:
             return FinishReason.STOP
         return FinishReason.LENGTH if request.max_tokens == 1 else None
 
-    async def _receive(self, request: Request, tell_ready: bool) -> None:
-        """Wait for prefill's answer, have decode fetch the KV, and give what follows token 1."""
+    async def _receive(self, request: Request, meeting: HandOff | None, tell_ready: bool) -> None:
+        """Have decode fetch the KV, after prefill's answer unless there is a ``meeting``, and give what follows
+        token 1."""
         # The counters are those of all requests, so they prove the hand-off of one that runs alone.
         before = None if len(self._tasks) > 1 else asyncio.create_task(self._count())
-        found = await self._hand_offs[request.attempt_id]
-        if found.hand_off is None:
+        prefilled = self._hand_offs[request.attempt_id]
+        hand_off = (await prefilled).hand_off if meeting is None else meeting
+        if hand_off is None:
             self._output(request, TokenOutput(None, FinishReason.STOP))
             return
         repeated = False
         try:
-            decoded = self._decoded(request, found.token_1, found.hand_off, tell_ready, before)
+            decoded = self._decoded(request, prefilled, hand_off, tell_ready, before)
             async with aclosing(decoded) as outputs:
                 async for step, events, proof in outputs:
                     repeated = True
@@ -191,14 +193,14 @@ class EngineWorker:
     async def _decoded(
         self,
         request: Request,
-        token_1: int | None,
+        prefilled: asyncio.Future[_HandedOff],
         hand_off: HandOff,
         tell_ready: bool,
         before: asyncio.Task[KVCounters | None] | None,
     ) -> AsyncGenerator[tuple[Step, tuple[Event, ...], TransferProof | None], None]:
-        """What decode gives after token 1, with the events of the hand-off at first, and its proof at last. ``before``
-        reads the counters before it."""
-        events: tuple[Event, ...] = () if token_1 is None else (self._event(EventKind.DECODE_SENT),)
+        """What decode gives after token 1, with the events of the hand-off at first, and its proof at last.
+        ``prefilled`` has prefill's token 1, and ``before`` reads the counters before the hand-off."""
+        events: tuple[Event, ...] = (self._event(EventKind.DECODE_SENT),) if prefilled.done() else ()
         after: asyncio.Task[KVCounters | None] | None = None
         repeated = False
         async with aclosing(self._stream(request, self._adapter.decode(request, self._model, hand_off))) as steps:
@@ -207,7 +209,8 @@ class EngineWorker:
                     repeated = True
                     events += (self._event(EventKind.DECODE_ANSWERED),)
                     self.handed_off_tokens += request.num_tokens
-                    if (token_id := step.tokens[0][0]) != token_1 and token_1 is not None:
+                    token_1 = (await prefilled).token_1
+                    if (token_id := step.tokens[0][0]) != token_1:
                         raise TransferError(
                             f"worker {self.info.worker_id} decodes another token 1 ({token_id}) than prefill "
                             f"({token_1}): it has other KV, or another order of computing in its batch"
@@ -233,8 +236,10 @@ class EngineWorker:
 
     def _proof(self, request: Request, before: KVCounters | None, after: KVCounters | None) -> TransferProof | None:
         """The proof of a hand-off, of which the counters say what was moved; None if they have counted something else,
-        too."""
+        too, or count no bytes."""
         if before is None or after is None or (moved := after.since(before)).tokens != request.num_tokens:
+            return None
+        if moved.received and not moved.received_bytes:
             return None
         layout = self.info.layout
         return TransferProof(

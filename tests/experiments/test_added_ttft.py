@@ -191,6 +191,16 @@ def test_a_cell_beside_other_load_says_so_in_its_heading(tmp_path: Path) -> None
     assert [row.split() for row in rows if "1.30" in row] == [[CELL, "2", "1.30", "0.10"]]
 
 
+def test_bytes_that_no_engine_has_told_are_unknown() -> None:
+    unknown = {"transport": "", "kv_bytes": 0, "kv_bytes_expected": 0, "output_tokens": 3}
+    summary = summary_of(pairs(6, **unknown))
+    holds(summary, {"cells.0.kv_bytes_equal": None, "cells.0.unproven": 6})
+    assert not summary["failed"]
+    rows = pairs(6)
+    rows[0] = replace(rows[0], **unknown)
+    holds(summary_of(rows), {"cells.0.kv_bytes_equal": True, "cells.0.unproven": 1})
+
+
 def test_bytes_and_tokens_are_compared_request_by_request() -> None:
     (failure,) = summary_of([*pairs(5), *pairs(6, token_hash="other")[10:]])["failed"]
     assert failure == f"{CELL}: tokens differ between the arms in 1 pairs, first in requests pd-5 and colocated-5"

@@ -95,6 +95,7 @@ def vllm(folder: str) -> None:
     parser.add_argument("--fails", action="store_true")
     parser.add_argument("--preempts", action="store_true")
     parser.add_argument("--attention-backend", default="CPU_ATTN")
+    parser.add_argument("--enable-prompt-tokens-details", action="store_true")
     arguments = parser.parse_args()
     if arguments.fails:
         sys.exit(3)
@@ -109,6 +110,7 @@ def vllm(folder: str) -> None:
         uvicorn.run(connected.app(), uds=arguments.uds, log_level="error", lifespan="off")
         return
     server = RecordedVLLM(name, block_size=arguments.block_size, start_s=time.time())
+    server.tells_cached = arguments.enable_prompt_tokens_details
     server.kv = _FolderKV(Path(folder), name)  # type: ignore[assignment]
     server.peers = _Peers(Path(folder))  # type: ignore[assignment]
     uvicorn.run(server.app(), uds=arguments.uds, log_level="error", lifespan="off")

@@ -52,6 +52,7 @@ class RecordedVLLM:
     hangs: bool = False  # accepts requests and never answers
     breaks_after: int | None = None  # ends the next streamed answer after so many tokens
     refuses: tuple[int, str] | None = None  # status and message
+    tells_cached: bool = False  # with --enable-prompt-tokens-details; it says that one block was cached
     start_s: float = 1.0
     kv: dict[str, list[int]] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -119,7 +120,10 @@ class RecordedVLLM:
             self.source["local_compute"] += len(prompt)
             self.kv[request_id] = prompt
             choice = self._choice([next_token(prompt)], "length")
-            answer = {"id": f"cmpl-{request_id}", "choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
+            usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
+            if self.tells_cached:
+                usage["prompt_tokens_details"] = {"cached_tokens": self.block_size}
+            answer = {"id": f"cmpl-{request_id}", "choices": [choice], "usage": usage}
             if not self.drops_params:
                 answer["kv_transfer_params"] = {
                     "do_remote_prefill": True,

@@ -41,7 +41,7 @@ class RecordedMooncake(RecordedVLLM):
             assert body["max_tokens"] == 1
             assert not body["stream"]
             if not self.lease_over:
-                self._transfer(params).set_result(prompt)
+                self._transfer(params).set_result([token + self.serves_wrong_blocks for token in prompt])
             self.source["local_compute"] += len(prompt)
             return JSONResponse({"choices": [self._choice([next_token(prompt)], "length")]})
         kv, failure = list(prompt), ""
@@ -63,9 +63,10 @@ class RecordedMooncake(RecordedVLLM):
 
 @dataclass(eq=False)
 class Bootstrap:
-    """The bootstrap port of a prefill server, ``engine_id``."""
+    """The bootstrap port of a prefill server, ``engine_id``. It answers ``fails`` calls with an error."""
 
     engine_id: str
+    fails: int = 0
     port: int = 0
 
     @property
@@ -74,15 +75,23 @@ class Bootstrap:
 
     def app(self) -> FastAPI:
         app = FastAPI()
-        app.get("/query")(lambda: {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://h:1"}}}})
+        app.get("/query")(self._query)
         return app
+
+    def _query(self) -> Response:
+        if self.fails:
+            self.fails -= 1
+            return JSONResponse({}, 503)
+        return JSONResponse({"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://h:1"}}}})
 
 
 @asynccontextmanager
-async def service(monkeypatch: pytest.MonkeyPatch, **faults: object) -> AsyncIterator[Service[RecordedMooncake]]:
+async def service(
+    monkeypatch: pytest.MonkeyPatch, *, failing: int = 0, **faults: object
+) -> AsyncIterator[Service[RecordedMooncake]]:
     prefill, decode = RecordedMooncake("engine-p", has_connector=False), RecordedMooncake("d", has_connector=False)
     decode.peers, decode.transfers = {"engine-p": prefill}, prefill.transfers
-    bootstrap = Bootstrap("engine-p")
+    bootstrap = Bootstrap("engine-p", failing)
     async with serving(bootstrap):
         monkeypatch.setattr(vllm_mooncake, "_DEFAULT_PORT", bootstrap.port)
         async with service_of(prefill, decode, ("worker.connector", "mooncake"), **faults) as served:
@@ -93,6 +102,7 @@ async def test_a_hand_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async with service(monkeypatch) as served:
         result = await served.generate()
         assert list(result.token_ids) == EXPECTED
+        assert (result.transport, result.kv_bytes, result.kv_bytes_expected) == ("", 0, 0)  # it counts no bytes
         assert [link.transport for link in served.workers()["prefill-0"].links] == ["mooncake"]
         (asked,), (told,) = served.prefill.requests, served.decode.requests
         assert asked["kv_transfer_params"]["transfer_id"] == told["kv_transfer_params"]["transfer_id"]
@@ -112,6 +122,18 @@ async def test_kv_that_does_not_come_is_an_error_and_a_retry(monkeypatch: pytest
         result = await served.generate()
         assert list(result.token_ids) == EXPECTED
         assert any("it may have failed to fetch the KV" in str(failure) for failure in result.failures)
+
+
+async def test_wrong_kv_is_noticed_by_the_token_that_both_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with service(monkeypatch, prefill_serves_wrong_blocks=True) as served:
+        result = await served.generate()
+        assert list(result.token_ids) == EXPECTED
+        assert any("decodes another token 1" in str(failure) for failure in result.failures)
+
+
+async def test_a_bootstrap_port_that_fails_at_first_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with service(monkeypatch, failing=2) as served:
+        assert list((await served.generate()).token_ids) == EXPECTED
 
 
 async def test_servers_that_do_not_prefill_are_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:

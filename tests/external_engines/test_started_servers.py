@@ -121,6 +121,7 @@ async def test_a_hand_off_between_started_servers(tmp_path: Path) -> None:
         assert list(result.token_ids) == EXPECTED
         assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
         assert result.kv_bytes == result.kv_bytes_expected > 0
+        assert result.prefill_cached_tokens == 16  # the recorded server says so
         assert list((await served.generate("colocated")).token_ids) == EXPECTED
         workers = served.workers()
         assert {worker.state for worker in workers.values()} == {"ready"}
