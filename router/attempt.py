@@ -184,6 +184,7 @@ class Attempt:
         share = self._assignment.prefill
         self._send(share.worker)
         stream = self._open(share)
+        stream.limit_unread(self._config.max_unread_tokens)
         share.worker.handle.run(self._request, stream, self._fetch_prefix(share.worker))
         while not self._complete:
             token = await self._token(stream)
@@ -223,17 +224,24 @@ class Attempt:
             yield await self._token(decoding)
 
     async def _first_of(self, prefilling: WorkerStream, decoding: WorkerStream) -> Arrival:
-        """Wait for token 1 of prefill. Raises decode's error if decode fails before, and `WorkerLost` if decode has
-        given more tokens than are kept unread: it had token 1, so prefill cannot reach this gateway."""
+        """Wait for token 1 of prefill. Raises decode's error if decode fails before. Raises `WorkerLost` if decode
+        gives tokens and prefill's does not follow within the heartbeats' timeout: prefill cannot reach this gateway."""
         doing = f"prefilling on {prefilling.worker.worker_id}"
-        while not (prefilling.has_changed or decoding.has_failed or decoding.has_stalled):
+        while not (prefilling.has_changed or decoding.has_changed):
             await self._deadline.bound(self._change(), doing)
-        if decoding.has_stalled and not prefilling.has_changed:
+        try:
+            async with asyncio.timeout(self._config.heartbeat_timeout_s):
+                while not (prefilling.has_changed or decoding.has_failed):
+                    await self._deadline.bound(self._change(), doing)
+        except TimeoutError:
             self.failed.add(prefilling.worker.worker_id)
-            raise WorkerLost(f"worker {prefilling.worker.worker_id} gave no token, and decode goes on without it")
+            lost = f"worker {prefilling.worker.worker_id} gave no token, and decode goes on without it"
+            raise WorkerLost(lost) from None
         if not prefilling.has_output and decoding.has_failed:
             await self._next(decoding)
-        return await self._next(prefilling)
+        arrival = await self._next(prefilling)
+        decoding.limit_unread(self._config.max_unread_tokens)
+        return arrival
 
     async def _handed_off(self, prefilling: WorkerStream, decoding: WorkerStream) -> None:
         """Wait until decode has sent something, for which it needs all KV. Raises prefill's error if prefill is lost
@@ -350,7 +358,6 @@ class Attempt:
             share.worker,
             self._clock,
             self._arrivals,
-            max_unread=self._config.max_unread_tokens,
             on_arrival=arrived,
             on_change=self._changed,
             on_stall=self._leave,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,8 +28,9 @@ class WorkerStream:
     """Takes the outputs of ``worker`` as they arrive (`pdserve.core.worker.OutputSink`), so that arrivals are timed
     independently of the client. Outputs wait while a burst of requests is accepted (`router.arrivals`).
 
-    ``on_arrival`` is called for each output, ``on_change`` when `next` can return or raise. When ``max_unread`` outputs
-    are unread, no more are taken: ``on_stall`` is called, and `next` raises `ReaderStalled` after the last of them.
+    ``on_arrival`` is called for each output, ``on_change`` when `next` can return or raise. After `limit_unread`, no
+    more outputs are taken when so many are unread: ``on_stall`` is called, and `next` raises `ReaderStalled` after the
+    last of them.
     """
 
     __slots__ = (
@@ -50,7 +52,6 @@ class WorkerStream:
         clock: Clock,
         arrivals: Arrivals,
         *,
-        max_unread: int,
         on_arrival: Callable[[TokenOutput], None],
         on_change: Callable[[], None],
         on_stall: Callable[[], None],
@@ -58,7 +59,7 @@ class WorkerStream:
         self.worker = worker
         self._clock = clock
         self._arrivals = arrivals
-        self._max_unread = max_unread
+        self._max_unread = math.inf
         self._on_arrival = on_arrival
         self._on_change = on_change
         self._on_stall = on_stall
@@ -75,11 +76,6 @@ class WorkerStream:
     def has_failed(self) -> bool:
         """Whether no more outputs will come and none is unread."""
         return self._end is not None and not self._unread
-
-    @property
-    def has_stalled(self) -> bool:
-        """Whether no more outputs are taken because too many are unread."""
-        return isinstance(self._end, ReaderStalled)
 
     @property
     def has_changed(self) -> bool:
@@ -104,6 +100,11 @@ class WorkerStream:
         """See `pdserve.core.worker.OutputSink`."""
         self._act(lambda: self._fail(error))
 
+    def limit_unread(self, most: int) -> None:
+        """Keep at most so many outputs unread."""
+        self._max_unread = most
+        self._look_for_stall()
+
     def close(self) -> None:
         """Take nothing more. The worker continues until it gets an abort."""
         if self._end is None:
@@ -113,10 +114,14 @@ class WorkerStream:
     def _take(self, arrival: Arrival) -> None:
         self._unread.append(arrival)
         self._on_arrival(arrival.output)
-        if len(self._unread) >= self._max_unread and arrival.output.finish_reason is None:
-            self._end = ReaderStalled(f"{self._max_unread} outputs are unread")
-            self._on_stall()
+        self._look_for_stall()
         self._on_change()
+
+    def _look_for_stall(self) -> None:
+        unread = len(self._unread)
+        if self._end is None and unread >= self._max_unread and self._unread[-1].output.finish_reason is None:
+            self._end = ReaderStalled(f"{unread} outputs are unread")
+            self._on_stall()
 
     def _fail(self, error: Exception) -> None:
         self._end = error
