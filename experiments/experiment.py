@@ -282,6 +282,8 @@ class Experiment(RunKind):
     other_options: ClassVar[frozenset[str]] = frozenset({"target", "config", "settings"})
     simulated: ClassVar[bool] = False
     """Its cells measure nothing of this machine, so that its load does not matter."""
+    needs_own: ClassVar[str] = ""
+    """Why it measures no service that runs already (empty: it does)."""
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:

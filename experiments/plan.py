@@ -77,6 +77,7 @@ class Planner(Experiment):
     name = "plan"
     question = "Which deployment serves most requests within an SLO, and does it pay to disaggregate?"
     options_type = PlannerOptions
+    needs_own = "plan simulates services and measures none"
     simulated: ClassVar[bool] = True
     options: PlannerOptions
     _config = PdserveConfig()
@@ -93,8 +94,6 @@ class Planner(Experiment):
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """The idle service, for an automatic SLO; one cell per candidate; the changes."""
-        if attached is not None:
-            raise InvalidRequest("--target: plan simulates services and measures none; leave it out")
         if self.options.slo != "auto":
             SLO.parse(self.options.slo, "--slo")
         workload_of(self.options)  # checks it

@@ -95,15 +95,12 @@ class Primer(Experiment):
     name: ClassVar[str] = "primer"
     question: ClassVar[str] = "What does a KV cache save, and what bounds prefill and decode, on this machine?"
     options_type: ClassVar[type[Options]] = PrimerOptions
+    needs_own: ClassVar[str] = "primer measures an engine of its own on this machine and uses no service"
     options: PrimerOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """With and without a cache; prefill and decode of one request; prefills; decode steps, one cell per context."""
         options = self.options
-        if attached is not None:
-            raise InvalidRequest(
-                "--target: primer measures an engine of its own on this machine and uses no service; leave it out"
-            )
         self._check()
         parts: dict[str, dict[str, Any]] = {
             f"{part}/{prompt}+{output}": {"part": part, "prompt_len": prompt, "output_len": output}

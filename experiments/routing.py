@@ -84,17 +84,13 @@ class Routing(Experiment):
     name = "routing"
     question = "Which routing policy gives the lowest TTFT when prompts share long beginnings?"
     options_type = RoutingOptions
+    needs_own = "routing starts services, because the policy of a running one cannot be changed"
     fixed_options: ClassVar[Parameters] = {"own_blocks": _OWN_BLOCKS, "skew": _SKEW}
     options: RoutingOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """The calibration, then one cell per round and policy."""
         options = self.options
-        if attached is not None:
-            raise InvalidRequest(
-                "--target: the routing policy of a running service cannot be changed; leave it out, and the services "
-                "are started"
-            )
         known = NAMES["router.policy"]()
         if unknown := [name for name in options.policies if name not in known]:
             raise InvalidRequest(f"--policies: {unknown[0]!r} is none of {', '.join(known)}")

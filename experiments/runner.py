@@ -144,6 +144,8 @@ def _deployment(experiment: Experiment, report: Callable[[str], None], **service
 
 def _planned(experiment: Experiment, deployment: Deployment) -> list[Cell]:
     """The cells, after checking that options and settings can work."""
+    if deployment.attached and experiment.needs_own:
+        raise InvalidRequest(f"--target: {experiment.needs_own}; leave it out")
     cells = experiment.cells(deployment.status())
     if len({cell.name for cell in cells}) != len(cells):
         raise InvalidRequest("two cells of the experiment have the same parameters; give each value once")

@@ -14,8 +14,7 @@ from experiments.engine_alone.steps import StepCase
 from experiments.primer import Primer, PrimerOptions, doubling_batch, fitted_line
 from experiments.report.drawing import Picture
 from experiments.run_folder import FinishedCell, RunData
-from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.errors import ModelError
 from tests.experiments.quiet import measured
 
 MODEL = ModelArithmetic(1000, 300, 8, 4, 5000, (None, None), 2)
@@ -160,15 +159,6 @@ def test_an_interrupted_run_reports_what_it_has(tmp_path: Path) -> None:
     for each in CELLS:
         summary = summary_of(each)
         Primer(PrimerOptions()).report(RunData("primer", {}, {}, (each,), ()), summary).save(tmp_path)
-
-
-def test_a_service_is_of_no_use() -> None:
-    service = ServiceStatus(
-        ready=True, version="", model="tiny", model_hash="", dtype="bfloat16", vocab_size=1, context_length=1,
-        block_size=1, kv_bytes_per_token=1, queued=0, running=0, pid=0, uptime_s=0.0, workers=(),
-    )  # fmt: skip
-    with pytest.raises(InvalidRequest, match="--target"):
-        Primer(PrimerOptions()).cells(service)
 
 
 async def test_an_error_of_the_engine_is_raised_here() -> None:

@@ -164,3 +164,21 @@ def test_the_command_starts_its_service_and_writes_a_report(
     (folder,) = (tmp_path / "results" / "routing").iterdir()
     assert "round_robin" in (folder / "report.html").read_text()
     assert not list((tmp_path / "state").glob("pdserve/*.json")), "the service has ended"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("routing", ("--prefill-url", "http://localhost:1", "--decode-url", "http://localhost:2"), "--prefill-url"),
+        ("routing", ("--set", "worker.engine=vllm"), "--set worker.engine"),
+        ("plan", ("--set", "worker.engine=vllm"), "--set worker.engine"),
+        ("primer", ("--target", "localhost:1"), "--target"),
+    ],
+)
+def test_experiments_that_need_services_of_their_own_say_so_before_they_start_any(
+    pdserve: Any, name: str, options: tuple[str, ...], told: str
+) -> None:
+    ran = pdserve("experiment", name, *options)
+    assert ran.code == 2
+    assert f"{told}: {name} " in ran.err
+    assert "starting" not in ran.err
