@@ -83,10 +83,9 @@ class Deployment:
         every decode worker, so that the links' ceilings are known; NotReady names pairs that get none."""
         return None if self._target is None else run_in_loop(_linked_status(self._target))
 
-    def check(self) -> None:
-        """Raise NotReady if the current service does not answer any more."""
-        if self._target is not None:
-            run_in_loop(_status(self._target))
+    def notes(self) -> tuple[str, ...]:
+        """The notes of the current service (`ServiceStatus.notes`). NotReady if it does not answer any more."""
+        return () if self._target is None else run_in_loop(_status(self._target)).notes
 
     def stop(self) -> None:
         """End the service that was started, if there is one; if it has already ended, report that. After an

@@ -23,12 +23,17 @@ from experiments.warm_up import NOT_REACHED, not_reached_texts
 from ops.machine_load import LOAD, MachineLoad, beside_cores, beside_text
 from pdserve.client.status import ServiceStatus
 from pdserve.client.target import Target
+from pdserve.core.config import OTHER_ENGINES
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import counted
 from pdserve.version import VERSION
 
 PLANNED = "planned_cells"
 """What ``env.json`` calls the number of cells that a complete run has."""
+NOTES = "notes"
+"""The fact of a cell: what its service has noted meanwhile."""
+_LATE_NOTES_S = 1.5
+"""Counters of other engines are read between requests, every half second."""
 
 
 class Progress(Protocol):
@@ -197,6 +202,7 @@ def _run_cell(
 ) -> None:
     facts: dict[str, Any] = {}
     target: str | Target = ""
+    status: ServiceStatus | None = None
     if cell.service is not None:
         target = deployment.provide(cell.service)
         status = deployment.status()
@@ -225,8 +231,11 @@ def _run_cell(
     duration_s = round(time.monotonic() - begun_s, 3)
     if not experiment.simulated:
         facts |= meter.facts()
-    if cell.service is not None:
-        deployment.check()  # requests that failed because the service ended are no result; --resume repeats the cell
+    if status is not None:
+        if any(worker.device in OTHER_ENGINES for worker in status.workers):
+            time.sleep(_LATE_NOTES_S)
+        # Raises if the service has ended: requests that failed by that are no result; --resume repeats the cell.
+        facts[NOTES] = [note for note in deployment.notes() if note not in status.notes]
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))
 
 
@@ -255,11 +264,16 @@ def _note_resumption(folder: RunFolder) -> None:
 
 
 def _measuring_caveats(run: RunData) -> list[str]:
-    """What disturbed the measurement of the cells: requests of others, and workers that no warm-up reached."""
+    """What disturbed the measurement of the cells: requests of others, workers that no warm-up reached, and what the
+    service has noted, such as prompts that decode computed itself."""
     return [
         f"{cell.cell}: {text}"
         for cell in run.cells
-        for text in (*busy_texts(cell.facts.get(BUSY, ())), *not_reached_texts(cell.facts.get(NOT_REACHED, ())))
+        for text in (
+            *busy_texts(cell.facts.get(BUSY, ())),
+            *not_reached_texts(cell.facts.get(NOT_REACHED, ())),
+            *cell.facts.get(NOTES, ()),
+        )
     ]
 
 

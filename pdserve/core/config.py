@@ -118,6 +118,8 @@ _OF_SGLANG = frozenset(
 )
 _OF_ENGINES = {"sglang": _OF_SGLANG, "vllm": _OF_SGLANG | {"engine.num_blocks", "engine.kv_memory_mb"}}
 """The keys of these sections that also count for workers with other engines."""
+OTHER_ENGINES = frozenset(_OF_ENGINES)
+"""Which a worker may have, instead of pdserve's own."""
 
 
 class _Section(BaseModel):

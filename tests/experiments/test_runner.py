@@ -197,9 +197,9 @@ def test_a_run_that_is_resumed_with_other_code_says_so(tmp_path: Path, monkeypat
 
 
 def test_no_service_is_not_checked() -> None:
-    Deployment().check()
+    assert not Deployment().notes()
     with pytest.raises(NotReady):
-        Deployment(f"localhost:{free_port()}").check()
+        Deployment(f"localhost:{free_port()}").notes()
 
 
 class Services:

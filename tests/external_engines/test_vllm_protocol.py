@@ -3,7 +3,10 @@ which hand-offs were seen to fail without an error."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,7 @@ from pdserve import (
     LayoutMismatch,
     TransferError,
 )
+from tests.command_line import PDSERVE
 from tests.external_engines.recorded_vllm import RecordedVLLM
 from tests.external_engines.served import EXPECTED, PROMPT, Service, service_of
 
@@ -111,6 +115,20 @@ async def test_a_decode_that_computes_the_prompt_itself_is_called_out() -> None:
     async with service(decode_ignores_params=True) as served:
         assert list((await served.generate()).token_ids) == EXPECTED
         await served.until(lambda: "decode-0 has computed 40 of 40 prompt tokens" in served.notes())
+
+
+async def test_an_experiment_names_the_cell_in_which_decode_computed_prompts_itself(tmp_path: Path) -> None:
+    options = ("--prompt-lens", "16", "--rates", "", "--pairs", "4", "--pairs-s", "0", "--output", str(tmp_path))
+    async with service(decode_ignores_params=True) as served:
+        await served.ready()
+        target = f"127.0.0.1:{served.gateway.port}"
+        command = (*PDSERVE, "experiment", "added-ttft", "--target", target, *options, "--json")
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        output, _ = await process.communicate()
+    found = json.loads(output)
+    (told,) = (each for each in found["caveats"] if "prompt tokens whose KV it should have fetched" in each)
+    assert told.startswith("16/nixl/as-configured/idle: decode-0 has computed")
+    assert found["cells"][0]["kv_bytes_equal"] is False
 
 
 async def test_kv_that_is_gone_is_handed_off_again() -> None:
