@@ -99,8 +99,10 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_unproven(self) -> bool:
-        """Whether its KV was moved by an engine that did not say how many bytes."""
-        return self.mode == Mode.PD and self.error is None and not self.transport and self.output_tokens > 1
+        """Whether its KV was moved by an engine that did not say how many bytes. (pdserve's own expects some, so that
+        none are wrong.)"""
+        moved = self.mode == Mode.PD and self.error is None and self.output_tokens > 1
+        return moved and not (self.transport or self.kv_bytes_expected)
 
     @classmethod
     def of(cls, generation: Generation | None, error: PdserveError | None, **place: Any) -> RequestRow:

@@ -33,7 +33,7 @@ PLANNED = "planned_cells"
 NOTES = "notes"
 """The fact of a cell: what its service has noted meanwhile."""
 _LATE_NOTES_S = 1.5
-"""Counters of other engines are read between requests, every half second."""
+"""The counters of other engines are read at each heartbeat, and tell this only while nothing runs."""
 
 
 class Progress(Protocol):

@@ -54,15 +54,12 @@ class Speculation(Experiment):
     name = "speculation"
     question = "How many more tokens per second do guesses of the next tokens give, and from when on do they pay?"
     options_type = SpeculationOptions
+    needs_own = "speculation measures an engine of its own on this machine and uses no service"
     options: SpeculationOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """A cell per batch size."""
         options = self.options
-        if attached is not None:
-            raise InvalidRequest(
-                "--target: speculation measures an engine of its own on this machine and uses no service; leave it out"
-            )
         if not options.batches or min(options.batches) < 1:
             raise InvalidRequest("--batches: give at least one, of at least one request each")
         if not options.acceptances or not all(0.0 <= each <= 1.0 for each in options.acceptances):

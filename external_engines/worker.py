@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 class _HandedOff(msgspec.Struct, frozen=True):
     """What decode has to know of prefill's answer (`pdserve.core.worker.TokenOutput.hand_off`): token 1, and the
-    hand-off in the engine's words (None: token 1 has ended the request, or the requests met by `Adapter.meeting`)."""
+    hand-off in the engine's words (None: token 1 has ended the request, or decode had it from `Adapter.meeting`)."""
 
     token_1: int
     hand_off: HandOff | None

@@ -240,6 +240,7 @@ class Attempt:
         if not prefilling.has_output and decoding.has_failed:
             await self._next(decoding)
         arrival = await self._next(prefilling)
+        # Not before: the client can read none of decode's tokens without token 1.
         decoding.limit_unread(self._config.max_unread_tokens)
         return arrival
 

@@ -63,7 +63,6 @@ class RegisteredWorker:
     linked: Mapping[WorkerEpoch, PeerLink] = field(default_factory=dict)
     failed: Mapping[WorkerEpoch, PdserveError] = field(default_factory=dict)
     cached_view: WorkerView | None = field(default=None, init=False)
-    _links: Links = field(default_factory=dict, init=False)
     _peers: Mapping[str, float] | None = field(default=None, init=False)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -157,11 +156,9 @@ class RegisteredWorker:
         self.held_at_beat = self.held_blocks
         if info is not None:
             self.info = info
-        if links != self._links:
-            self._links = dict(links)
-            self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
-            self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
-            self._peers = None
+        self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
+        self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
+        self._peers = None
         return self.is_ready != was_ready or self.role is not role or self.linked.keys() != linked.keys()
 
 

@@ -119,7 +119,7 @@ class WorkerStream:
 
     def _look_for_stall(self) -> None:
         unread = len(self._unread)
-        if self._end is None and unread >= self._max_unread and self._unread[-1].output.finish_reason is None:
+        if unread >= self._max_unread and self._end is None and self._unread[-1].output.finish_reason is None:
             self._end = ReaderStalled(f"{unread} outputs are unread")
             self._on_stall()
 

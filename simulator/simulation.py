@@ -275,8 +275,9 @@ class _Simulation:
             # One that is not chosen may wait for its probe. So may the decode worker of a request that was resumed for
             # its last token, which prefill gives.
             resumed = any(outcome.resumes for outcome in asked)
-            for gateway, worker in self._open_breakers() if not resumed else ():
-                if worker.breaker.state is BreakerState.HALF_OPEN and worker.last_used > used.get(worker, math.inf):
+            for gateway, worker in self._open_breakers():
+                was_used = worker.last_used > used.get(worker, math.inf)
+                if worker.breaker.state is BreakerState.HALF_OPEN and was_used and not resumed:
                     self.violate(f"{gateway.name}: {worker.worker_id} served a request, and its breaker is half open")
             if not self._open_breakers():
                 return

@@ -199,6 +199,8 @@ def test_bytes_that_no_engine_has_told_are_unknown() -> None:
     rows = pairs(6)
     rows[0] = replace(rows[0], **unknown)
     holds(summary_of(rows), {"cells.0.kv_bytes_equal": True, "cells.0.unproven": 1})
+    lost = summary_of(pairs(6, **{**unknown, "kv_bytes_expected": KV_BYTES}))  # of pdserve's own engine
+    holds(lost, {"cells.0.kv_bytes_equal": False, "cells.0.unproven": 0})
 
 
 def test_bytes_and_tokens_are_compared_request_by_request() -> None:

@@ -173,6 +173,7 @@ def test_the_command_starts_its_service_and_writes_a_report(
         ("routing", ("--set", "worker.engine=vllm"), "--set worker.engine"),
         ("plan", ("--set", "worker.engine=vllm"), "--set worker.engine"),
         ("primer", ("--target", "localhost:1"), "--target"),
+        ("speculation", ("--target", "localhost:1"), "--target"),
     ],
 )
 def test_experiments_that_need_services_of_their_own_say_so_before_they_start_any(
