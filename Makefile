@@ -103,6 +103,9 @@ bench-strangers: $(DEVELOPING)  ## what 1,000 connections of strangers cost requ
 bench-served: $(DEVELOPING)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (12 to 15 minutes)
 	$(BIN)/python -m experiments.benchmarks.served --vllm "$(VLLM)"
 
+bench-vllm: $(DEVELOPING)  ## pdserve around vLLM beside its proxy and its connector; VLLM=VENV as above, PROXY=FILE (40 minutes)
+	$(BIN)/python -m experiments.benchmarks.vllm --vllm "$(VLLM)" $(if $(PROXY),--proxy "$(PROXY)")
+
 bench-codec: $(DEVELOPING)  ## what coding KV on slow links saves, and what it costs (about 5 minutes)
 	$(BIN)/python -m experiments.benchmarks.codec
 
