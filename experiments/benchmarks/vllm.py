@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,7 +169,7 @@ class _Bench:
         for number, connector in enumerate(order):
             note(f"round {number + 1} of {len(order)}: {connector}")
             with self._started(self._model, connector) as ours:
-                rows += ours.client(lambda client, at=(number, connector): _exposed(client, at, lengths, requests))
+                rows += ours.client(partial(_exposed, (number, connector), lengths, requests))
         found = pandas.DataFrame(rows)
         by_round = found.groupby(["round", "length"]).exposed_ms.median()
         medians = found.groupby(["connector", "length"]).exposed_ms.median()
@@ -192,11 +193,10 @@ class _Bench:
             "worker.engine": "vllm",
             "worker.connector": connector,
             "worker.command": str(self._vllm.absolute() / "bin/vllm"),
-            "engine.max_model_len": 4096 if model != self._tiny else None,
             "engine.prefix_caching": False,
             **settings,
         }
-        return service({key: value for key, value in chosen.items() if value is not None})
+        return service(chosen)
 
     # --- kills -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class _Bench:
 
 
 async def _exposed(
-    client: AsyncClient, at: tuple[int, str], lengths: Sequence[int], requests: int
+    at: tuple[int, str], lengths: Sequence[int], requests: int, client: AsyncClient
 ) -> list[dict[str, Any]]:
     """Requests one at a time, two of each length before they count."""
     number, connector = at

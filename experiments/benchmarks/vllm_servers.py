@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -87,7 +88,7 @@ def vllm_servers(
                 "UCX_TLS": os.environ.get("UCX_TLS", "all"),
             }
             command = ["taskset", "-c", str(core), str(vllm.absolute() / "bin/vllm"), "serve", str(model),
-                       "--port", str(port), "--dtype", dtype, "--max-model-len", "4096", "--no-enable-prefix-caching",
+                       "--port", str(port), "--dtype", dtype, "--no-enable-prefix-caching",
                        "--served-model-name", MODEL]  # fmt: skip
             if connectors[core]:
                 command += ["--kv-transfer-config", json.dumps(_NIXL)]
@@ -126,7 +127,7 @@ class Answer(NamedTuple):
         """Those of requests, in milliseconds: ``ttft``, ``ttft_decode`` (token 2), ``last``, and ``itl``, the median of
         the gaps after token 2."""
         times = self.times_ms
-        gaps = [after - before for before, after in zip(times[1:-1], times[2:], strict=True)]
+        gaps = [after - before for before, after in itertools.pairwise(times[1:])]
         return {"ttft": times[0], "ttft_decode": times[1], "last": times[-1], "itl": statistics.median(gaps)}
 
 
