@@ -116,7 +116,8 @@ class Ready(Message, frozen=True):
 
     ``pool_handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``max_model_len`` is in
     tokens. ``load_s`` is the time from start to ready. ``eos_token_ids`` end every request that does not ignore them.
-    The engine computes in ``dtype``. ``notes`` are messages for the user.
+    The engine computes in ``dtype``. ``notes`` are messages for the user. ``declares`` says what an engine that is not
+    pdserve's own is, and can do.
     """
 
     layout: KVLayout
@@ -130,6 +131,7 @@ class Ready(Message, frozen=True):
     load_s: float
     eos_token_ids: list[int]
     notes: list[str] = []  # noqa: RUF012 - each message gets a copy
+    declares: dict[str, str] = {}  # noqa: RUF012
 
 
 class WantsPool(Message, frozen=True):

@@ -284,6 +284,8 @@ class Experiment(RunKind):
     """Its cells measure nothing of this machine, so that its load does not matter."""
     needs_own: ClassVar[str] = ""
     """Why it measures no service that runs already (empty: it does)."""
+    restarts: ClassVar[bool] = False
+    """It starts a service for each cell also before servers of other engines."""
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:

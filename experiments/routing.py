@@ -14,13 +14,14 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from pydantic import Field
 
+from experiments.deployment import Deployment, Service
 from experiments.environment import devices_here
 from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.matrix import late_text
@@ -35,12 +36,15 @@ from experiments.workloads.conversation import Room
 from experiments.workloads.trace import TRACE_BLOCK_SIZE, SkewedPrefixes, Trace
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.config import NAMES, ROUTING_POLICIES
+from pdserve.core.config import NAMES, ROUTING_POLICIES, PdserveConfig
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, apart, interval_text
 from pdserve.core.request import Mode, counted
+from pdserve.core.worker import Role
 
 BASELINE = "round_robin"
+_BY_ANNOUNCEMENTS = frozenset({"prefix_affinity", "kv_aware"})
+_CELL_SEEDS = 7919
 _CALIBRATION = "calibration"
 _CALIBRATION_PROMPTS = 6
 _OUTPUT_TOKENS = 4
@@ -86,7 +90,27 @@ class Routing(Experiment):
     options_type = RoutingOptions
     needs_own = "routing starts services, because the policy of a running one cannot be changed"
     fixed_options: ClassVar[Parameters] = {"own_blocks": _OWN_BLOCKS, "skew": _SKEW}
+    restarts: ClassVar[bool] = True
     options: RoutingOptions
+    _config: PdserveConfig | None = None
+
+    def deployment(self, report: Callable[[str], None], **service: Unpack[Service]) -> Deployment:
+        """See `RunKind.deployment`. Notes which engines the services have."""
+        deployment = super().deployment(report, **service)
+        if not deployment.attached:
+            self._config = deployment.configuration({})
+        return deployment
+
+    @property
+    def _names_servers(self) -> bool:
+        """Whether the workers are servers that run already, and keep their options and caches."""
+        return self._config is not None and bool(self._config.cluster.servers)
+
+    def _policies(self) -> tuple[str, ...]:
+        """Those that are measured: other engines do not announce what they have cached."""
+        if self._config is None or self._config.has_own_engines:
+            return self.options.policies
+        return tuple(name for name in self.options.policies if name not in _BY_ANNOUNCEMENTS)
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """The calibration, then one cell per round and policy."""
@@ -94,15 +118,19 @@ class Routing(Experiment):
         known = NAMES["router.policy"]()
         if unknown := [name for name in options.policies if name not in known]:
             raise InvalidRequest(f"--policies: {unknown[0]!r} is none of {', '.join(known)}")
-        if not options.policies:
-            raise InvalidRequest("--policies: is empty")
+        if not (policies := self._policies()):
+            raise InvalidRequest(
+                "--policies: is empty"
+                if not options.policies
+                else f"--policies: {', '.join(options.policies)} need an engine that announces what it has cached"
+            )
         self._skewed().validate()
         if options.trace is not None:
             self._trace(1.0)  # checks it
-        parameters: Figures = {"policy": options.policies[0], "round": -1}
-        cells = [Cell(_CALIBRATION, parameters, self._service(options.policies[0]), _CALIBRATION_PROMPTS)]
+        parameters: Figures = {"policy": policies[0], "round": -1}
+        cells = [Cell(_CALIBRATION, parameters, self._service(policies[0]), _CALIBRATION_PROMPTS)]
         for number in range(options.rounds):
-            order = options.policies if number % 2 == 0 else options.policies[::-1]
+            order = policies if number % 2 == 0 else policies[::-1]
             for policy in order:
                 name, service = f"{policy}/{number}", self._service(policy)
                 parameters = {"policy": policy, "round": number}
@@ -112,16 +140,17 @@ class Routing(Experiment):
     def _service(self, policy: str) -> Figures:
         options = self.options
         objectives = {"router.slo.ttft_ms": _SLO_MS, "router.slo.itl_ms": _SLO_MS} if policy == "slo" else {}
+        routing = {**objectives, "router.policy": policy, "router.prefill_backlog_tokens": options.backlog}
+        if self._names_servers:
+            return routing
         return {
-            **objectives,
+            **routing,
             "cluster.prefill": options.workers,
             "cluster.decode": 0,
             "cluster.oversubscribe": True,
             "engine.num_blocks": options.num_blocks,
             "engine.block_size": options.block_size,
             "engine.prefix_caching": True,
-            "router.policy": policy,
-            "router.prefill_backlog_tokens": options.backlog,
         }
 
     def _skewed(self) -> SkewedPrefixes:
@@ -145,6 +174,8 @@ class Routing(Experiment):
             trace = self._trace(float(bench.earlier[_CALIBRATION]["rate"])).within(Room.of(status))
             bench.facts["workload"] = trace.describe()
             seed = self.options.seed
+            if self._names_servers:  # whose caches are as cold for other prompts
+                seed += _CELL_SEEDS * (1 + len(bench.earlier))
             await warm_up(bench, client, requests_of(trace, seed - 1, status.vocab_size), (Mode.COLOCATED,))
             load = await bench.load(
                 client,
@@ -175,6 +206,8 @@ class Routing(Experiment):
                 bench.advance(1)
         ttft_s = statistics.median(ttfts_s)
         at_once = min(options.workers, devices_here())
+        if self._names_servers:
+            at_once = sum(worker.role == Role.PREFILL for worker in status.workers)
         bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
 
@@ -220,6 +253,7 @@ class Routing(Experiment):
         load = ""
         if rate is not None and options.trace is None:
             load = f"{rate:g} requests/s; a cold prompt takes {cold_ms:.0f} ms alone"
+        left_out = [name for name in options.policies if name not in {each["policy"] for each in summary["policies"]}]
         late = [each["policy"] for each in summary["policies"] if each["behind"]]
         caveats = [
             "The loads begin with cold caches, so that each policy computes every shared beginning at least once; a "
@@ -228,6 +262,8 @@ class Routing(Experiment):
             "of them.",
             options.rounds < MIN_VALUES
             and f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals.",
+            left_out != []
+            and f"Left out, as the engines do not announce what they have cached: {', '.join(left_out)}.",
             late != [] and late_text(f"with {', '.join(late)}"),
         ]
         measured = [each for each in summary["policies"] if each["ttft_ms"] is not None]

@@ -51,6 +51,60 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     return ""
 
 
+class Abilities(NamedTuple):
+    """What an engine can do, as its adapter declares it. `lacking` refuses by name what it cannot; ``pdserve status``
+    shows all of it."""
+
+    name: str
+    """Of the engine, in messages."""
+    hand_off: str
+    """How KV gets from prefill to decode."""
+    proof: str
+    """Which requests have a proof of the bytes that were moved."""
+    logprobs: bool
+    prompt_logprobs: bool
+    structures: tuple[str, ...]
+    """Kinds of `pdserve.core.sampling.StructuredOutputs`."""
+    speculation: str
+    """The option that decides on speculative decoding when a server starts."""
+    layer_events: bool = False
+    """Whether KV is sent by layers, while prefill computes."""
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """In words. No engine but pdserve's own draws the same after a retry, or announces what its cache has; each
+        ends a request whose connection is closed."""
+        words = {True: "yes", False: "no"}
+        return {
+            "hand_off": self.hand_off,
+            "layer_events": words[self.layer_events],
+            "proof": self.proof,
+            "logprobs": words[self.logprobs],
+            "prompt_logprobs": words[self.prompt_logprobs],
+            "structured_outputs": ", ".join(self.structures),
+            "seeds": "a retry draws anew",
+            "prefix_announcements": "no",
+            "abort": "yes",
+        }
+
+
+def lacking(abilities: Abilities, request: Request) -> str:
+    """What ``request`` asks for and an engine with these ``abilities`` cannot do, with the field's name first; empty if
+    there is nothing."""
+    name, sampling, asked = abilities.name, request.sampling, request.sampling.structured_outputs
+    if sampling.speculation is not None:
+        return f"speculation: {name} decides it when it starts ({abilities.speculation}); leave it out"
+    if sampling.prompt_logprobs is not None and not abilities.prompt_logprobs:
+        return f"prompt_logprobs (echo with logprobs): not read from {name} workers; leave it out"
+    if sampling.logprobs is not None and not abilities.logprobs:
+        return f"logprobs: not read from {name} workers; leave it out"
+    if asked is not None and request.output_token_ids:
+        return f"structured_outputs: {name} cannot continue a structure after the tokens so far; send the request again"
+    if asked is not None and asked.kind not in abilities.structures:
+        return f"structured_outputs: {name} workers know {', '.join(abilities.structures)} alone"
+    return ""
+
+
 class KVCounters(NamedTuple):
     """Where the KV of all prompt tokens of a server came from, in tokens, and the bytes that were moved for them, and
     the time that this took; since its start."""
@@ -99,6 +153,7 @@ class Adapter(Protocol):
     """Where requests are sent to."""
     transport: str
     """What moves the KV."""
+    abilities: Abilities
 
     async def describe(self, http: httpx2.AsyncClient) -> Description | None:
         """What a server says of itself; None if it is an engine of another kind. httpx2.HTTPError if it does not
@@ -108,11 +163,6 @@ class Adapter(Protocol):
     async def load(self, http: httpx2.AsyncClient, num_blocks: int) -> tuple[WorkerLoad, KVCounters, str]:
         """What a server has to do, where its KV came from, and its `Description.life`. httpx2.HTTPError if it does not
         answer."""
-        ...
-
-    def lacks(self, request: Request) -> str:
-        """What ``request`` asks for and the engine cannot do, with the field's name first; empty if there is
-        nothing."""
         ...
 
     def alone(self, request: Request, model: str) -> dict[str, Any]:

@@ -170,6 +170,7 @@ class Server:
             proves_transfers=False,
             serves_alone=description.role is None,
             engine=description.in_common,
+            declares=tuple(adapter.abilities.shown.items()),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from external_engines.adapter import Description, HandOff, KVCounters, Step
+from external_engines.adapter import Abilities, Description, HandOff, KVCounters, Step
 from external_engines.answers import error_of
 from pdserve.core.address import join_address, split_address
 from pdserve.core.errors import InvalidRequest, PdserveError, TransferError, WorkerLost
@@ -38,6 +38,8 @@ _WANTED = tuple(
 _ROOM_BITS = 63
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _INFO = "/server_info"
+_STRUCTURES = {"json": "json_schema", "regex": "regex"}
+"""Kinds of structures, and the parameters that set them."""
 
 
 class SGLang:
@@ -46,6 +48,15 @@ class SGLang:
     kind = "sglang"
     path = "/generate"
     transport = "sglang"
+    abilities = Abilities(
+        "SGLang",
+        hand_off="prefill sends it, and answers when decode has it",
+        proof="none",
+        logprobs=False,
+        prompt_logprobs=False,
+        structures=tuple(_STRUCTURES),
+        speculation="--speculative-algorithm",
+    )
 
     async def describe(self, http: httpx2.AsyncClient) -> Description | None:
         """See `external_engines.adapter.Adapter`."""
@@ -100,23 +111,6 @@ class SGLang:
         )
         return load, KVCounters(), _life(info)
 
-    def lacks(self, request: Request) -> str:
-        """See `external_engines.adapter.Adapter`."""
-        sampling = request.sampling
-        if sampling.speculation is not None:
-            return "speculation: SGLang decides it when it starts (--speculative-algorithm); leave it out"
-        if sampling.prompt_logprobs is not None or sampling.logprobs is not None:
-            return "logprobs: not read from SGLang workers; leave it out"
-        if sampling.structured_outputs is not None:
-            if request.output_token_ids:
-                return (
-                    "structured_outputs: SGLang cannot continue a structure after the tokens so far; send the request "
-                    "again"
-                )
-            if sampling.structured_outputs.kind not in _STRUCTURES:
-                return f"structured_outputs: SGLang workers know {', '.join(_STRUCTURES)} alone"
-        return ""
-
     def alone(self, request: Request, model: str) -> dict[str, Any]:
         """See `external_engines.adapter.Adapter`."""
         return _body(request) | {"stream": True}
@@ -153,10 +147,6 @@ class SGLang:
         tokens = [(int(token_id), None) for token_id in ids]
         finished = None if reason is None else _REASONS[reason["type"]]
         return Step(tokens, finished, about.get("cached_tokens"), start)
-
-
-_STRUCTURES = {"json": "json_schema", "regex": "regex"}
-"""Kinds of structures, and the parameters that set them."""
 
 
 def _abort(reason: Mapping[str, Any]) -> PdserveError:

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from external_engines.adapter import Description, HandOff, KVCounters, Step
+from external_engines.adapter import Abilities, Description, HandOff, KVCounters, Step
 from external_engines.answers import error_of
 from pdserve.core.errors import HandOffMissing, PdserveError, WorkerLost
 from pdserve.core.request import Request
@@ -62,6 +62,15 @@ class VLLM:
     kind = "vllm"
     path = "/v1/completions"
     transport = "nixl"
+    abilities = Abilities(
+        "vLLM",
+        hand_off="decode fetches it after prefill has answered",
+        proof="requests that run alone",
+        logprobs=True,
+        prompt_logprobs=False,
+        structures=("json", "regex", "grammar"),
+        speculation="--speculative-config",
+    )
 
     def __init__(self, kv_address: str | None = None) -> None:
         self._kv_address = kv_address
@@ -119,22 +128,9 @@ class VLLM:
         source = KVCounters(computed, cached, received, int(moved), seconds * 1e3)
         return load, source, _life(samples)
 
-    def lacks(self, request: Request) -> str:
-        """See `external_engines.adapter.Adapter`."""
-        sampling = request.sampling
-        if sampling.speculation is not None:
-            return "speculation: vLLM decides it when it starts (--speculative-config); leave it out"
-        if sampling.prompt_logprobs is not None:
-            return "prompt_logprobs (echo with logprobs): not read from vLLM workers; leave it out"
-        if sampling.structured_outputs is not None and request.output_token_ids:
-            return (
-                "structured_outputs: vLLM cannot continue a structure after the tokens so far; send the request again"
-            )
-        return ""
-
     def alone(self, request: Request, model: str) -> dict[str, Any]:
         """See `external_engines.adapter.Adapter`."""
-        return body_of(request, model) | {"stream": True}
+        return body_of(request, model) | {"stream": True, "stream_options": {"include_usage": True}}
 
     def meeting(self, attempt_id: str, kv_address: str) -> HandOff | None:
         """See `external_engines.adapter.Adapter`."""

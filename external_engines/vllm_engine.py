@@ -40,6 +40,7 @@ from contract.engine import (
 )
 from external_engines import vllm_server
 from external_engines.adapter import Step as Answered
+from external_engines.adapter import lacking
 from external_engines.answers import asked_logprobs, steps_of
 from external_engines.process import ServerProcess
 from external_engines.vllm import VLLM
@@ -138,6 +139,7 @@ class VLLMEngine:
             load_s=time.monotonic() - began_s,
             eos_token_ids=list(shape.eos_token_ids),
             notes=[f"vLLM {version} computes"],
+            declares={"kind": self._adapter.kind, "version": version, **self._adapter.abilities.shown},
         )
 
     def send(self, command: Command) -> None:
@@ -285,8 +287,8 @@ class VLLMEngine:
     async def _serve(self, submit: Submit) -> None:
         request = submit.request
         try:
-            if lacking := self._adapter.lacks(request):
-                raise InvalidRequest(lacking)
+            if lacks := lacking(self._adapter.abilities, request):
+                raise InvalidRequest(lacks)
             await self._stream(request, submit.kv_role)
         except WorkerLost as error:
             await self._lost(submit.attempt_id, error)
@@ -313,6 +315,8 @@ class VLLMEngine:
         body["kv_transfer_params"] = {"pdserve": role, "attempt": attempt_id}
         if role is KVRole.PUSH:
             body["max_tokens"] = 1
+        if role is KVRole.RECEIVE:  # what is cached there was received
+            del body["stream_options"]
         repeats, began_s = role is KVRole.RECEIVE, time.monotonic()
         if repeats and self._goes_on(request):
             repeats = False

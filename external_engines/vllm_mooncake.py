@@ -25,6 +25,7 @@ class MooncakeVLLM(VLLM):
     at the host of its URL)."""
 
     transport = "mooncake"
+    abilities = VLLM.abilities._replace(hand_off="prefill sends it; both have the request at once", proof="none")
 
     async def describe(self, http: httpx2.AsyncClient) -> Description | None:
         """See `external_engines.adapter.Adapter`. Mooncake's connector shows no metrics, but a bootstrap port if it can

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from external_engines.adapter import Adapter, HandOff, KVCounters, Step
+from external_engines.adapter import Adapter, HandOff, KVCounters, Step, lacking
 from external_engines.answers import TIMEOUT, asked_logprobs, headers_of, object_of, refusal, step_of, steps_of
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (
@@ -300,9 +300,9 @@ class EngineWorker:
         if self._closed.is_set():
             work.close()
             sink.failed(WorkerLost(f"worker {self.info.worker_id} is lost"))
-        elif lacking := self._adapter.lacks(request):
+        elif lacks := lacking(self._adapter.abilities, request):
             work.close()
-            sink.failed(InvalidRequest(lacking))
+            sink.failed(InvalidRequest(lacks))
         else:
             self._sinks[attempt_id] = sink
             task = self._tasks[attempt_id] = asyncio.create_task(self._finish(attempt_id, work))

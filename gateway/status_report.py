@@ -178,6 +178,7 @@ class StatusReport:
             steps=load.steps,
             busy_s=load.busy_s,
             failing=worker.breaker.explanation,
+            engine=dict(info.engine) | dict(info.declares),
             kv_addresses={endpoint.transport: endpoint.address for endpoint in info.kv_endpoints},
         )
 

@@ -125,7 +125,8 @@ class ServedModel:
 
     @classmethod
     def of(cls, source: ModelSource, config: PdserveConfig, device: str) -> ServedModel:
-        """``source`` on ``device`` (``cpu`` or ``cuda``)."""
+        """``source`` on ``device`` (``cpu`` or ``cuda``). Of a server of another engine only the size of the model's
+        files is known, which its GPUs divide, and that of the pool."""
         engine, shape = config.engine, source.shape
         layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
         dtype = _dtype_of(source, config)
@@ -137,9 +138,14 @@ class ServedModel:
             pool_bytes = engine.kv_memory_mb * 2**20
         else:
             pool_bytes = DEFAULT_CPU_KV_BYTES if device == "cpu" else 0
+        context = engine.max_model_len or shape.max_position_embeddings
+        if not config.has_own_engines:
+            devices = max(1, round((config.cluster.worker_resources or {}).get("GPU", 1)))
+            file_bytes = sum(path.stat().st_size for path in source.weight_files())
+            return cls(layout, context, file_bytes // devices, pool_bytes, activation_bytes=0)
         return cls(
             layout,
-            engine.max_model_len or shape.max_position_embeddings,
+            context,
             shape.weight_bytes(dtype, keep_fp8),
             pool_bytes,
             activation_bytes(shape, dtype, tokens, engine.max_num_seqs),

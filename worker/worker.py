@@ -185,6 +185,7 @@ class Worker:
             service=self.spec.service,
             eos_token_ids=tuple(ready.eos_token_ids),
             max_num_seqs=self.spec.config.engine.max_num_seqs,
+            declares=tuple(ready.declares.items()),
         )
         self._set_token_budget(incarnation)
         kv = incarnation.kv

@@ -82,6 +82,8 @@ def vllm_servers(
         for core, (role, port) in enumerate(PORTS.items()):
             environment = {
                 "PYTHONPATH": "",
+                "OMP_WAIT_POLICY": "passive",  # else its threads keep the cores busy while they wait
+                "KMP_BLOCKTIME": "0",
                 "VLLM_CPU_KVCACHE_SPACE": "2",
                 "VLLM_CPU_OMP_THREADS_BIND": str(core),
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5559 + core),

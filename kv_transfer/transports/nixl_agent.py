@@ -57,7 +57,10 @@ class NixlAgent:
             self._memory = memory
             self._registration = None
             if isinstance(memory, DeviceMemory) and memory.imported:
-                raise ConfigError("transfer.transport: nixl cannot be used: the engine has allocated its pool itself")
+                raise ConfigError(
+                    "transfer.transport: nixl cannot be used: the engine has allocated its pool itself; vLLM uses NIXL "
+                    "with worker.connector: nixl"
+                )
             if memory is not None:
                 places = [(memory.address, memory.size, self._device, "")]
                 self._registration = self._agent.register_memory(places, self._kind)

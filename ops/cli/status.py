@@ -73,10 +73,22 @@ def _parts(console: Console, targets: Sequence[Target], answer: ServiceStatus) -
         parts.append(_gateways(console, answer))
     if answer.scaling is not None:
         parts.append(scaling_line(answer.scaling))
+    parts += _engines(answer)
     parts.append(_workers(console, answer))
     if any(worker.links for worker in answer.workers):
         parts.append(_pairs(console, answer))
     return parts
+
+
+def _engines(answer: ServiceStatus) -> list[str]:
+    """A line on each kind of engine that is not pdserve's own."""
+    kinds = {(of.get("kind", ""), of.get("version", "")): of for worker in answer.workers if (of := worker.engine)}
+    told = ("kind", "version", "model", "block_size", "kv_dtype")
+    return [
+        f"engine {kind} {version} · "
+        + " · ".join(f"{name.replace('_', ' ')}: {value}" for name, value in of.items() if name not in told)
+        for (kind, version), of in kinds.items()
+    ]
 
 
 def scaling_line(scaling: ServiceScaling) -> str:

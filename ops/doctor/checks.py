@@ -169,7 +169,7 @@ def check_affinity(seen: DoctorReport) -> Iterator[Finding]:
 
 
 def check_server_command(seen: DoctorReport) -> Iterator[Finding]:
-    """Workers with another engine start its servers. How these fit into memory and reach each other is theirs."""
+    """Workers with another engine start its servers. How these reach each other is theirs."""
     worker = seen.config.worker
     if seen.config.has_own_engines:
         return
@@ -177,8 +177,8 @@ def check_server_command(seen: DoctorReport) -> Iterator[Finding]:
         if not report.server_command:
             what = f"there is no program {worker.program!r}, which would start {worker.engine}"
             yield fail("engine", node.name, what, f"install {worker.engine} there, or set worker.command to its path")
-    what = f"{worker.engine} takes memory by itself, and its workers connect when they start; neither was examined"
-    yield ok("engine", _SERVICE, what)
+    if not seen.config.moves_kv:
+        yield ok("engine", _SERVICE, f"{worker.engine} moves the KV by itself, so links were not tried")
 
 
 def check_memory(seen: DoctorReport) -> Iterator[Finding]:
@@ -216,7 +216,10 @@ def check_context(seen: DoctorReport) -> Iterator[Finding]:
         left = [free // workers - need.total_bytes for _, free, workers in _memories(seen)]
         held = max(0, need.pool_tokens(min(left, default=0)))
     if 0 < held < need.context:
-        what = f"a request may have {need.context} tokens, and a KV pool holds {held}: longer requests are refused"
+        then = "longer requests are refused"
+        if not seen.config.has_own_engines:
+            then = f"{seen.config.worker.engine} may refuse to start, or longer requests"
+        what = f"a request may have {need.context} tokens, and a KV pool holds {held}: {then}"
         yield warn(
             "context", _SERVICE, what, "raise engine.kv_memory_mb (or num_blocks), or lower engine.max_model_len"
         )

@@ -145,8 +145,7 @@ class Examination:
         list(pool.map(lambda node: self._start_probes(node, report_s), seen.nodes))
         if seen.source is not None:
             self._decide_dtype(seen.source)
-            if seen.config.has_own_engines:
-                seen.need = ServedModel.of(seen.source, seen.config, seen.device)
+            seen.need = ServedModel.of(seen.source, seen.config, seen.device)
         self._say("opening the workers' ports and KV ends")
         list(pool.map(self._open, seen.nodes))
         self._say("connecting to workers, comparing clocks")
@@ -154,7 +153,7 @@ class Examination:
             seen.findings += check(seen)
         seen.findings += checks.check_control(seen, self._timeout_s, pool)
         seen.findings += checks.check_registry(seen, self._site.host, self._timeout_s, pool)
-        if seen.config.has_own_engines:
+        if seen.config.moves_kv:
             seen.pairs = [*self._pairs(seats, pool)]
         self._say("reading the model's files here")
         seen.here = report_versions(seen.config.model.path, self._command)

@@ -166,14 +166,14 @@ class WorkerProbe:
         self, worker: WorkerSpec, device: str, secret: ServiceSecret, model_hash: str, address: str
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
-        if not worker.config.has_own_engines:  # which moves KV by itself
+        if not worker.config.moves_kv:
             return ()
         tls = plane_tls(worker.config.cluster)
         shape = Shape.of(transfer)
         names = offered_transports(
             transfer.transport, device=device, shared_device=worker.device_share < 1, shaped=shape is not None
         )
-        source = resolve_model(worker.config.model.path)
+        source = resolve_model(worker.config.model.path, served=worker.config.has_own_engines)
         layout = layout_of(source, worker.config, model_hash)
         check_block_size(layout)
         self._pool = _small_pool(layout, device)

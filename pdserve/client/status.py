@@ -17,7 +17,7 @@ class ServiceWorker:
     up, prompt tokens found, and blocks cached now. ``kv_refused`` counts refused KV messages since the engine's start,
     by reason. ``failing``: why it gets no requests, or only one as a probe (empty: it does). ``engine_restarts`` are
     those of its engine, ``worker_restarts`` those of its worker process since the gateway began. ``busy_s`` are the
-    seconds that all ``steps`` of the engine took."""
+    seconds that all ``steps`` of the engine took. ``engine``: what one that is not pdserve's is, and can do."""
 
     worker_id: str
     role: str
@@ -50,6 +50,7 @@ class ServiceWorker:
     accepted_draft_tokens: int = 0
     steps: int = 0
     busy_s: float = 0.0
+    engine: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:

@@ -637,6 +637,11 @@ class PdserveConfig(_Section):
         return self.worker.engine == "pdserve" and not self.cluster.servers
 
     @property
+    def moves_kv(self) -> bool:
+        """Whether pdserve moves the KV, and no other engine."""
+        return self.has_own_engines or self.worker.connector == "pdserve"
+
+    @property
     def objectives(self) -> SloConfig:
         """The objectives of the service: those of ``scaling``, else of ``router.slo``."""
         own, slo = self.scaling, self.router.slo

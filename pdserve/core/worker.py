@@ -66,6 +66,7 @@ class WorkerInfo:
     proves_transfers: bool = True  # each hand-off to it has a proof; else only where one runs at a time
     serves_alone: bool = True  # it can compute the prompt and decode; else only one of both, in a pair
     engine: tuple[tuple[str, str], ...] = ()  # of an engine that is not pdserve's own (`KVPeer.engine`)
+    declares: tuple[tuple[str, str], ...] = ()  # what such an engine can do, in words
 
     @property
     def worker_epoch(self) -> WorkerEpoch:

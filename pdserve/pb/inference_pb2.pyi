@@ -732,6 +732,22 @@ class WorkerStatus(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class EngineEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
@@ -763,6 +779,7 @@ class WorkerStatus(google.protobuf.message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     BUSY_S_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
@@ -817,6 +834,10 @@ class WorkerStatus(google.protobuf.message.Message):
     def kv_addresses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """where it listens for KV, by transport; told to operators only"""
 
+    @property
+    def engine(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """of an engine that is not pdserve's own: what it is, and what it can do"""
+
     def __init__(
         self,
         *,
@@ -851,8 +872,9 @@ class WorkerStatus(google.protobuf.message.Message):
         accepted_draft_tokens: builtins.int = ...,
         steps: builtins.int = ...,
         busy_s: builtins.float = ...,
+        engine: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "address", b"address", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "draft_tokens", b"draft_tokens", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "steps", b"steps", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id", "worker_restarts", b"worker_restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "address", b"address", "busy_s", b"busy_s", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "draft_tokens", b"draft_tokens", "engine", b"engine", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "steps", b"steps", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

@@ -94,6 +94,7 @@ class Sequence:
     max_tokens: int
     kv_transfer_params: dict[str, Any]
     on_token: Any
+    stops: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -312,7 +313,8 @@ class ConnectedVLLM(RecordedVLLM):
             loop.call_soon_threadsafe(tokens.put_nowait, (token_id, reason))
 
         params = body["kv_transfer_params"]
-        self._arrived.put(Sequence(request_id, body["prompt"], body["max_tokens"], params, on_token))
+        stops = body["stop_token_ids"]
+        self._arrived.put(Sequence(request_id, body["prompt"], body["max_tokens"], params, on_token, stops))
         return StreamingResponse(self._stream(tokens, request_id), media_type="text/event-stream")
 
     async def _stream(self, tokens: asyncio.Queue[tuple[int, str | None]], request_id: str) -> AsyncIterator[str]:
@@ -447,10 +449,12 @@ class ConnectedVLLM(RecordedVLLM):
         sequence.output_token_ids.append(token_id)
         sequence._all_token_ids.append(token_id)
         sequence.update_block_hashes()
-        ended = sequence.num_output_tokens == sequence.max_tokens
-        sequence.on_token(token_id, "length" if ended else None)
-        if ended:
-            self._finish(sequence, FinishReason.LENGTH)
+        reason = FinishReason.LENGTH if sequence.num_output_tokens == sequence.max_tokens else None
+        if token_id in sequence.stops:
+            reason = FinishReason.STOP
+        sequence.on_token(token_id, None if reason is None else reason.name.lower())
+        if reason is not None:
+            self._finish(sequence, reason)
 
     def _cached(self, sequence: Sequence, position: int) -> int:
         """The token whose KV is cached; -1 if layers or heads differ."""

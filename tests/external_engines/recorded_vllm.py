@@ -119,7 +119,8 @@ class RecordedVLLM:
             assert "stream_options" not in body
             self.source["local_compute"] += len(prompt)
             self.kv[request_id] = prompt
-            choice = self._choice([next_token(prompt)], "length")
+            token = next_token(prompt)
+            choice = self._choice([token], "stop" if token in body["stop_token_ids"] else "length")
             usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
             if self.tells_cached:
                 usage["prompt_tokens_details"] = {"cached_tokens": self.block_size}
@@ -149,10 +150,10 @@ class RecordedVLLM:
                 self.bytes_moved += -(-len(prompt) // self.block_size) * BLOCK_BYTES
         else:
             self.source["local_compute"] += len(prompt)
-        parts = self._parts(kv, body["max_tokens"], failure, request_id)
-        return StreamingResponse(parts, media_type="text/event-stream")
+        return StreamingResponse(self._parts(kv, body, failure, request_id), media_type="text/event-stream")
 
-    async def _parts(self, kv: list[int], count: int, failure: str, request_id: str) -> AsyncIterator[str]:
+    async def _parts(self, kv: list[int], body: dict[str, Any], failure: str, request_id: str) -> AsyncIterator[str]:
+        count, stops = body["max_tokens"], body["stop_token_ids"]
         self.running += 1
         try:
             if failure:
@@ -164,7 +165,15 @@ class RecordedVLLM:
                         return
                     await asyncio.sleep(STEP_S)
                     kv.append(next_token(kv))
-                    yield event({"choices": [self._choice(kv[-1:], "length" if number == count else None)]})
+                    reason = "stop" if kv[-1] in stops else "length" if number == count else None
+                    yield event({"choices": [self._choice(kv[-1:], reason)]})
+                    if reason is not None:
+                        break
+                if (body.get("stream_options") or {}).get("include_usage"):
+                    usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}
+                    if self.tells_cached:
+                        usage["prompt_tokens_details"] = {"cached_tokens": self.block_size}
+                    yield event({"choices": [], "usage": usage})
             yield "data: [DONE]\n\n"
         except asyncio.CancelledError:
             self.cancelled.append(request_id)

@@ -56,9 +56,7 @@ class RecordedMooncake(RecordedVLLM):
                 failure = "Internal server error"
         else:
             self.source["local_compute"] += len(prompt)
-        return StreamingResponse(
-            self._parts(kv, body["max_tokens"], failure, request_id), media_type="text/event-stream"
-        )
+        return StreamingResponse(self._parts(kv, body, failure, request_id), media_type="text/event-stream")
 
 
 @dataclass(eq=False)

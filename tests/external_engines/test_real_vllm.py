@@ -21,7 +21,8 @@ from checkpoints.source import resolve_model
 from gateway.gateway import Gateway
 from pdserve import AsyncClient
 from pdserve.client.generation import Generation
-from tests.external_engines.served import gateway_before
+from tests.external_engines.hand_off_contract import hold_contract
+from tests.external_engines.served import Service, gateway_before
 from tests.external_engines.test_started_servers import config_of, started_service
 from tests.local_cluster import free_port
 
@@ -145,6 +146,7 @@ async def check(gateway: Gateway, *, all_proven: bool = False) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(5, 500))] for _ in range(PROMPTS)]
     async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
+        await hold_contract(Service(gateway, client, None, None), connected=all_proven)
 
         async def ask(prompt: list[int], mode: str) -> Generation:
             stream = client.generate(prompt, max_tokens=12, mode=mode, ignore_eos=True, timeout_s=60.0)

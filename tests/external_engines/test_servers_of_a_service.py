@@ -12,6 +12,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError
 from tests.e2e.conftest import Cli
 from tests.external_engines.recorded_vllm import RecordedVLLM, running
+from tests.external_engines.test_started_servers import config_of
 from tests.local_cluster import free_port
 
 
@@ -38,6 +39,18 @@ def test_the_doctor_asks_the_servers() -> None:
         decode.has_connector = False
         assert any("no metrics of a KV connector" in what for _, what in examined(prefill.url, decode.url))
         assert ("fail", "All connection attempts failed") in examined(prefill.url, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("connector", ["nixl", "pdserve"])
+def test_the_doctor_examines_hosts_that_would_start_servers(tmp_path: Path, connector: str) -> None:
+    """Their memory, and the links if pdserve moves the KV."""
+    settings = {"worker.connector": connector, "cluster.oversubscribe": True, "cluster.address": "local"}
+    report = diagnose(config_of(tmp_path, **settings))
+    assert [finding for finding in report.findings if finding.level == "fail"] == []
+    assert len(report.pairs) == (connector == "pdserve")
+    assert all(pair.meeting.figures for pair in report.pairs)
+    report = diagnose(config_of(tmp_path, **settings, **{"engine.kv_memory_mb": 10**9}))
+    assert "memory" in {finding.check for finding in report.findings if finding.level == "fail"}
 
 
 @pytest.mark.parametrize("url", ["localhost:8100", "ftp://localhost", "http://localhost/v1", "http://"])

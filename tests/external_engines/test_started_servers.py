@@ -122,7 +122,8 @@ async def test_a_hand_off_between_started_servers(tmp_path: Path) -> None:
         assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
         assert result.kv_bytes == result.kv_bytes_expected > 0
         assert result.prefill_cached_tokens == 16  # the recorded server says so
-        assert list((await served.generate("colocated")).token_ids) == EXPECTED
+        alone = await served.generate("colocated")
+        assert (list(alone.token_ids), alone.prefill_cached_tokens) == (EXPECTED, 16)
         workers = served.workers()
         assert {worker.state for worker in workers.values()} == {"ready"}
         assert [link.transport for link in workers["prefill-0"].links] == ["nixl"]

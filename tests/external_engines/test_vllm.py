@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from external_engines.adapter import lacking
 from external_engines.vllm import VLLM
 from pdserve.core.errors import HandOffMissing, InvalidRequest, PdserveError, WorkerLost
 from pdserve.core.request import Request
@@ -55,13 +56,14 @@ def test_a_retry_continues_after_the_tokens_so_far() -> None:
 def test_structures(kind: Any, text: str, sent: dict[str, Any]) -> None:
     wanted = request(structured_outputs=StructuredOutputs(kind, text))
     assert VLLM_.alone(wanted, "m")["structured_outputs"] == sent
-    assert VLLM_.lacks(wanted) == ""
-    assert VLLM_.lacks(request(speculation=False)).startswith("speculation: ")
-    assert VLLM_.lacks(msgspec.structs.replace(wanted, output_token_ids=(4,))).startswith("structured_outputs: ")
+    assert lacking(VLLM_.abilities, wanted) == ""
+    assert lacking(VLLM_.abilities, request(speculation=False)).startswith("speculation: ")
+    again = msgspec.structs.replace(wanted, output_token_ids=(4,))
+    assert lacking(VLLM_.abilities, again).startswith("structured_outputs: ")
 
 
 def test_log_probabilities_of_prompts_are_refused_by_name() -> None:
-    assert VLLM_.lacks(request(prompt_logprobs=1)).startswith("prompt_logprobs")
+    assert lacking(VLLM_.abilities, request(prompt_logprobs=1)).startswith("prompt_logprobs")
 
 
 @pytest.mark.parametrize("missing", list(PARAMS))
