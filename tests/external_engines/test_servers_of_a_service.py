@@ -41,16 +41,18 @@ def test_the_doctor_asks_the_servers() -> None:
         assert ("fail", "All connection attempts failed") in examined(prefill.url, "http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("connector", ["nixl", "pdserve"])
-def test_the_doctor_examines_hosts_that_would_start_servers(tmp_path: Path, connector: str) -> None:
+@pytest.mark.parametrize(
+    ("connector", "kv_memory_mb", "failing", "links"), [("nixl", 10**9, ["memory"], 0), ("pdserve", 64, [], 1)]
+)
+def test_the_doctor_examines_hosts_that_would_start_servers(
+    tmp_path: Path, connector: str, kv_memory_mb: int, failing: list[str], links: int
+) -> None:
     """Their memory, and the links if pdserve moves the KV."""
-    settings = {"worker.connector": connector, "cluster.oversubscribe": True, "cluster.address": "local"}
-    report = diagnose(config_of(tmp_path, **settings))
-    assert [finding for finding in report.findings if finding.level == "fail"] == []
-    assert len(report.pairs) == (connector == "pdserve")
-    assert all(pair.meeting.figures for pair in report.pairs)
-    report = diagnose(config_of(tmp_path, **settings, **{"engine.kv_memory_mb": 10**9}))
-    assert "memory" in {finding.check for finding in report.findings if finding.level == "fail"}
+    settings = {"worker.connector": connector, "engine.kv_memory_mb": kv_memory_mb}
+    config = config_of(tmp_path, **settings, **{"cluster.oversubscribe": True, "cluster.address": "local"})
+    report = diagnose(config)
+    assert [finding.check for finding in report.findings if finding.level == "fail"] == failing
+    assert [bool(pair.meeting.figures) for pair in report.pairs] == [True] * links
 
 
 @pytest.mark.parametrize("url", ["localhost:8100", "ftp://localhost", "http://localhost/v1", "http://"])

@@ -28,6 +28,7 @@ def choice(**fields: Any) -> dict[str, Any]:
 def test_the_legs_of_a_hand_off_differ_in_what_they_must_alone() -> None:
     alone, prefill = VLLM_.alone(request(), "m"), VLLM_.prefill(request(), "m", None)
     decode = VLLM_.decode(request(), "m", PARAMS)
+    assert alone.pop("stream_options") == {"include_usage": True}
     assert {key for key in alone if alone[key] != prefill[key]} == {"stream", "max_tokens"}
     assert prefill["max_tokens"] == 1
     assert prefill["kv_transfer_params"]["do_remote_decode"] is True
