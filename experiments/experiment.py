@@ -284,8 +284,8 @@ class Experiment(RunKind):
     """Its cells measure nothing of this machine, so that its load does not matter."""
     needs_own: ClassVar[str] = ""
     """Why it measures no service that runs already (empty: it does)."""
-    restarts: ClassVar[bool] = False
-    """It starts a service for each cell also before servers of other engines."""
+    starts_other_engines: ClassVar[bool] = False
+    """Although it ``needs_own`` services, it measures other engines, too: it starts the service of each cell."""
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:

@@ -21,6 +21,7 @@ from typing import ClassVar, Unpack
 
 from pydantic import Field
 
+from checkpoints.source import resolve_model
 from experiments.deployment import Deployment, Service
 from experiments.environment import devices_here
 from experiments.experiment import Bench, Cell, Experiment, Options, option
@@ -36,15 +37,14 @@ from experiments.workloads.conversation import Room
 from experiments.workloads.trace import TRACE_BLOCK_SIZE, SkewedPrefixes, Trace
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
+from pdserve.core.chance import SYSTEM
 from pdserve.core.config import NAMES, ROUTING_POLICIES, PdserveConfig
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.interval import MIN_VALUES, apart, interval_text
 from pdserve.core.request import Mode, counted
-from pdserve.core.worker import Role
 
 BASELINE = "round_robin"
 _BY_ANNOUNCEMENTS = frozenset({"prefix_affinity", "kv_aware"})
-_CELL_SEEDS = 7919
 _CALIBRATION = "calibration"
 _CALIBRATION_PROMPTS = 6
 _OUTPUT_TOKENS = 4
@@ -90,9 +90,10 @@ class Routing(Experiment):
     options_type = RoutingOptions
     needs_own = "routing starts services, because the policy of a running one cannot be changed"
     fixed_options: ClassVar[Parameters] = {"own_blocks": _OWN_BLOCKS, "skew": _SKEW}
-    restarts: ClassVar[bool] = True
+    starts_other_engines: ClassVar[bool] = True
     options: RoutingOptions
-    _config: PdserveConfig | None = None
+    _config = PdserveConfig()
+    """Of the services, without what differs between cells."""
 
     def deployment(self, report: Callable[[str], None], **service: Unpack[Service]) -> Deployment:
         """See `RunKind.deployment`. Notes which engines the services have."""
@@ -104,13 +105,13 @@ class Routing(Experiment):
     @property
     def _names_servers(self) -> bool:
         """Whether the workers are servers that run already, and keep their options and caches."""
-        return self._config is not None and bool(self._config.cluster.servers)
+        return bool(self._config.cluster.servers)
 
-    def _policies(self) -> tuple[str, ...]:
-        """Those that are measured: other engines do not announce what they have cached."""
-        if self._config is None or self._config.has_own_engines:
-            return self.options.policies
-        return tuple(name for name in self.options.policies if name not in _BY_ANNOUNCEMENTS)
+    @property
+    def _left_out(self) -> list[str]:
+        """Policies that are not measured: other engines do not announce what they have cached."""
+        own = self._config.has_own_engines
+        return [name for name in self.options.policies if name in _BY_ANNOUNCEMENTS and not own]
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         """The calibration, then one cell per round and policy."""
@@ -118,11 +119,13 @@ class Routing(Experiment):
         known = NAMES["router.policy"]()
         if unknown := [name for name in options.policies if name not in known]:
             raise InvalidRequest(f"--policies: {unknown[0]!r} is none of {', '.join(known)}")
-        if not (policies := self._policies()):
+        if not options.policies:
+            raise InvalidRequest("--policies: is empty")
+        if self._config.worker.engine == "sglang":
+            raise InvalidRequest("worker.engine: SGLang servers that are started serve no colocated requests")
+        if not (policies := tuple(name for name in options.policies if name not in self._left_out)):
             raise InvalidRequest(
-                "--policies: is empty"
-                if not options.policies
-                else f"--policies: {', '.join(options.policies)} need an engine that announces what it has cached"
+                f"--policies: {', '.join(options.policies)} need an engine that announces what it has cached"
             )
         self._skewed().validate()
         if options.trace is not None:
@@ -151,7 +154,15 @@ class Routing(Experiment):
             "engine.num_blocks": options.num_blocks,
             "engine.block_size": options.block_size,
             "engine.prefix_caching": True,
+            **self._context(),
         }
+
+    def _context(self) -> Figures:
+        """vLLM does not start with a context that is longer than what its pool holds."""
+        if self._config.has_own_engines:
+            return {}
+        most = resolve_model(self._config.model.path, served=False).shape.max_position_embeddings
+        return {"engine.max_model_len": min(most, self.options.num_blocks * self.options.block_size)}
 
     def _skewed(self) -> SkewedPrefixes:
         options = self.options
@@ -174,8 +185,8 @@ class Routing(Experiment):
             trace = self._trace(float(bench.earlier[_CALIBRATION]["rate"])).within(Room.of(status))
             bench.facts["workload"] = trace.describe()
             seed = self.options.seed
-            if self._names_servers:  # whose caches are as cold for other prompts
-                seed += _CELL_SEEDS * (1 + len(bench.earlier))
+            if self._names_servers:  # whose caches are as cold for prompts that no run has sent
+                seed = bench.facts["seed"] = SYSTEM.randrange(2**32)
             await warm_up(bench, client, requests_of(trace, seed - 1, status.vocab_size), (Mode.COLOCATED,))
             load = await bench.load(
                 client,
@@ -195,7 +206,7 @@ class Routing(Experiment):
         options = self.options
         lengths = [request.input_length for request in self._trace(100.0).requests]
         length = round(statistics.fmean(lengths) * options.block_size / TRACE_BLOCK_SIZE)
-        draw = random.Random(f"{options.seed}/calibration")
+        draw = random.Random(SYSTEM.random() if self._names_servers else f"{options.seed}/calibration")
         ttfts_s = []
         for index in range(-options.workers, _CALIBRATION_PROMPTS):  # the first ones warm the workers up
             prompt = [draw.randrange(status.vocab_size) for _ in range(length)]
@@ -207,7 +218,9 @@ class Routing(Experiment):
         ttft_s = statistics.median(ttfts_s)
         at_once = min(options.workers, devices_here())
         if self._names_servers:
-            at_once = sum(worker.role == Role.PREFILL for worker in status.workers)
+            at_once = len(status.workers)
+        bench.facts["left_out"] = self._left_out
+        bench.facts["named"] = self._names_servers
         bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
         bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
 
@@ -232,6 +245,7 @@ class Routing(Experiment):
             "workload": run.fact("workload", ""),
             "rate": run.fact("rate"),
             "cold_ttft_ms": run.fact("cold_ttft_ms"),
+            "left_out": run.fact("left_out", []),
             "policies": found,
             "winner": min(means, key=means.__getitem__, default=None),
             "failed": [
@@ -245,25 +259,34 @@ class Routing(Experiment):
     def report(self, run: RunData, summary: Figures) -> Report:
         """TTFT and computed tokens by policy, and a table."""
         options, rate, cold_ms = self.options, summary["rate"], summary["cold_ttft_ms"]
+        named = run.fact("named", False)
+        service = (
+            "a gateway of its own before the same servers, with prompts of the same lengths that they have not seen"
+            if named
+            else "a service of its own with cold prefix caches; the same requests"
+        )
         method = (
-            f"{options.rounds} rounds of {options.duration_s:g} s for each policy, every one on a service of its own "
-            "with cold prefix caches, in an order that is reversed from round to round; the same requests at the same "
-            "times; TTFT counts from when a request was due"
+            f"{options.rounds} rounds of {options.duration_s:g} s for each policy, in an order that is reversed from "
+            f"round to round, every one on {service}; at the same times; TTFT counts from when a request was due"
         )
         load = ""
         if rate is not None and options.trace is None:
             load = f"{rate:g} requests/s; a cold prompt takes {cold_ms:.0f} ms alone"
-        left_out = [name for name in options.policies if name not in {each["policy"] for each in summary["policies"]}]
         late = [each["policy"] for each in summary["policies"] if each["behind"]]
         caveats = [
             "The loads begin with cold caches, so that each policy computes every shared beginning at least once; a "
             "longer load has a higher hit rate.",
-            "How far policies differ depends on the pools: the shared beginnings fit all workers together, and not one "
-            "of them.",
+            "How far policies differ depends on the pools: "
+            + (
+                "whether the shared beginnings fit the servers is not known, nor what is cached on servers that do not "
+                "tell it (--enable-prompt-tokens-details)."
+                if named
+                else "the shared beginnings fit all workers together, and not one of them."
+            ),
             options.rounds < MIN_VALUES
             and f"Requests of one round share a queue. With fewer than {MIN_VALUES} rounds there are no intervals.",
-            left_out != []
-            and f"Left out, as the engines do not announce what they have cached: {', '.join(left_out)}.",
+            summary["left_out"] != []
+            and f"Left out, as the engines do not announce what they have cached: {', '.join(summary['left_out'])}.",
             late != [] and late_text(f"with {', '.join(late)}"),
         ]
         measured = [each for each in summary["policies"] if each["ttft_ms"] is not None]

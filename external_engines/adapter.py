@@ -72,8 +72,8 @@ class Abilities(NamedTuple):
 
     @property
     def shown(self) -> dict[str, str]:
-        """In words. No engine but pdserve's own draws the same after a retry, or announces what its cache has; each
-        ends a request whose connection is closed."""
+        """In words. Other engines draw anew after a retry and do not announce what they have cached. Every engine ends
+        a request when its connection is closed."""
         words = {True: "yes", False: "no"}
         return {
             "hand_off": self.hand_off,
@@ -82,6 +82,7 @@ class Abilities(NamedTuple):
             "logprobs": words[self.logprobs],
             "prompt_logprobs": words[self.prompt_logprobs],
             "structured_outputs": ", ".join(self.structures),
+            "speculation": f"chosen when it starts, {self.speculation}",
             "seeds": "a retry draws anew",
             "prefix_announcements": "no",
             "abort": "yes",

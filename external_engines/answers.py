@@ -42,10 +42,11 @@ async def parts_of(answer: httpx2.Response, server: str) -> AsyncIterator[dict[s
 async def steps_of(
     http: httpx2.AsyncClient, adapter: Adapter, body: dict[str, Any], attempt_id: str, server: str
 ) -> AsyncGenerator[Step, None]:
-    """The parts of the streamed answer to a request; the last one with what follows it, the number of cached tokens.
-    `WorkerLost` if it ends before its last token, or cannot be read; httpx2.HTTPError if the connection fails."""
+    """The parts of the streamed answer to a request. If it asks for its usage, the last part is held back until the
+    usage has come, which has the number of cached tokens. `WorkerLost` if the answer ends before its last token, or
+    cannot be read; httpx2.HTTPError if the connection fails."""
     last: Step | None = None
-    num_outputs = 0
+    ended, num_outputs, has_usage = False, 0, "stream_options" in body
     content, headers = msgspec.json.encode(body), headers_of(attempt_id)
     async with http.stream("POST", adapter.path, content=content, headers=headers, timeout=TIMEOUT) as answer:
         async for part in parts_of(answer, server):
@@ -53,15 +54,17 @@ async def steps_of(
             if step.start is not None and step.start < num_outputs:  # each part has all outputs so far
                 step = step._replace(tokens=step.tokens[num_outputs - step.start :])
             num_outputs += len(step.tokens)
+            ended |= step.finish_reason is not None
             if last is not None:
-                last = last._replace(cached_tokens=step.cached_tokens)
-            elif step.finish_reason is not None:
+                step, last = last._replace(cached_tokens=step.cached_tokens), None
+            elif has_usage and step.finish_reason is not None:
                 last = step
-            else:
-                yield step
-    if last is None:
+                continue
+            yield step
+    if not ended:
         raise WorkerLost(f"{server} ended its answer before the last token")
-    yield last
+    if last is not None:  # the server has left its usage out
+        yield last
 
 
 def step_of(adapter: Adapter, part: dict[str, Any], server: str) -> Step:

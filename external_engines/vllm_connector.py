@@ -395,7 +395,7 @@ class PdserveConnector(KVConnectorBase_V1):
                 self._worker.tell("Rejected", push.attempt_id, "TransferError", why)
         for new in scheduler_output.scheduled_new_reqs:
             if (attempt_id := self._awaited.pop(new.req_id, None)) is not None:
-                self._worker.tell("Scheduled", attempt_id, time.monotonic())
+                self._worker.tell("Scheduled", attempt_id, time.monotonic(), new.num_computed_tokens)
             if (push := self._pushes.get(new.req_id)) is not None:
                 push.block_ids = list(new.block_ids[0])
                 self._add(step, scheduler_output, new.req_id, push, new.num_computed_tokens)

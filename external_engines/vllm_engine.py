@@ -43,7 +43,7 @@ from external_engines.adapter import Step as Answered
 from external_engines.adapter import lacking
 from external_engines.answers import asked_logprobs, steps_of
 from external_engines.process import ServerProcess
-from external_engines.vllm import VLLM
+from external_engines.vllm import VLLM, body_of
 from external_engines.vllm_channel import Caches, Considered, Idle, Scheduled, VLLMChannel, VLLMKVEvents
 from kv_transfer.pool import Pool
 from pdserve.core.errors import (
@@ -61,6 +61,11 @@ from worker.incarnation import PoolMemory
 from worker.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
+_ABILITIES = VLLM.abilities._replace(
+    hand_off="pushed by layers while prefill computes; both have the request at once",
+    proof="every request, checksums",
+    layer_events=True,
+)
 
 T = TypeVar("T")
 
@@ -87,6 +92,7 @@ class VLLMEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._scheduled_s: dict[str, float] = {}
+        self._cached_tokens: dict[str, int] = {}
         self._first_tokens: dict[str, int] = {}
         self._waiting: set[str] = set()  # for blocks
         self._is_idle = False
@@ -139,7 +145,7 @@ class VLLMEngine:
             load_s=time.monotonic() - began_s,
             eos_token_ids=list(shape.eos_token_ids),
             notes=[f"vLLM {version} computes"],
-            declares={"kind": self._adapter.kind, "version": version, **self._adapter.abilities.shown},
+            declares={"kind": self._adapter.kind, "version": version, **_ABILITIES.shown},
         )
 
     def send(self, command: Command) -> None:
@@ -269,6 +275,7 @@ class VLLMEngine:
                 self._waiting.add(message.attempt_id)
             case Scheduled() if message.attempt_id in self._tasks:
                 self._scheduled_s[message.attempt_id] = message.time_s
+                self._cached_tokens[message.attempt_id] = message.computed_tokens
                 self._waiting.discard(message.attempt_id)
             case Reserved():
                 self._waiting.discard(message.attempt_id)
@@ -281,13 +288,14 @@ class VLLMEngine:
     def _forget(self, attempt_id: str) -> None:
         self._tasks.pop(attempt_id, None)
         self._scheduled_s.pop(attempt_id, None)
+        self._cached_tokens.pop(attempt_id, None)
         self._first_tokens.pop(attempt_id, None)
         self._waiting.discard(attempt_id)
 
     async def _serve(self, submit: Submit) -> None:
         request = submit.request
         try:
-            if lacks := lacking(self._adapter.abilities, request):
+            if lacks := lacking(_ABILITIES, request):
                 raise InvalidRequest(lacks)
             await self._stream(request, submit.kv_role)
         except WorkerLost as error:
@@ -311,12 +319,10 @@ class VLLMEngine:
     async def _stream(self, request: Request, role: KVRole) -> None:
         assert self._http is not None
         attempt_id = request.attempt_id
-        body = self._adapter.alone(request, self._model)
+        body = body_of(request, self._model) | {"stream": True}
         body["kv_transfer_params"] = {"pdserve": role, "attempt": attempt_id}
         if role is KVRole.PUSH:
             body["max_tokens"] = 1
-        if role is KVRole.RECEIVE:  # what is cached there was received
-            del body["stream_options"]
         repeats, began_s = role is KVRole.RECEIVE, time.monotonic()
         if repeats and self._goes_on(request):
             repeats = False
@@ -331,7 +337,8 @@ class VLLMEngine:
                     self._check_first(attempt_id, step.tokens[0][0])
                     step = step._replace(tokens=step.tokens[1:])
                 if step.tokens:
-                    self._events.put_nowait(Step(now_s, began_s, self._tokens_of(request, step)))
+                    cached = self._cached_tokens.pop(attempt_id, 0) if role is not KVRole.RECEIVE else 0
+                    self._events.put_nowait(Step(now_s, began_s, self._tokens_of(request, step, cached)))
                 began_s = now_s
 
     def _goes_on(self, request: Request) -> bool:
@@ -351,7 +358,7 @@ class VLLMEngine:
                 "KV, or another order of computing in its batch"
             )
 
-    def _tokens_of(self, request: Request, answered: Answered) -> list[TokenOut]:
+    def _tokens_of(self, request: Request, answered: Answered, cached_tokens: int) -> list[TokenOut]:
         scheduled_s = self._scheduled_s.get(request.attempt_id, time.monotonic())
         reason, last = answered.finish_reason, len(answered.tokens) - 1
         return [
@@ -361,7 +368,7 @@ class VLLMEngine:
                 reason.value if reason is not None and number == last else "",
                 scheduled_s,
                 asked_logprobs(logprobs, request),
-                answered.cached_tokens or 0,
+                cached_tokens,
             )
             for number, (token_id, logprobs) in enumerate(answered.tokens)
         ]

@@ -125,8 +125,8 @@ class ServedModel:
 
     @classmethod
     def of(cls, source: ModelSource, config: PdserveConfig, device: str) -> ServedModel:
-        """``source`` on ``device`` (``cpu`` or ``cuda``). Of a server of another engine only the size of the model's
-        files is known, which its GPUs divide, and that of the pool."""
+        """``source`` on ``device`` (``cpu`` or ``cuda``). For the server of another engine, the weights are the model's
+        files in the type of the service, divided by the server's GPUs, and activations count as 0."""
         engine, shape = config.engine, source.shape
         layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
         dtype = _dtype_of(source, config)
@@ -140,9 +140,14 @@ class ServedModel:
             pool_bytes = DEFAULT_CPU_KV_BYTES if device == "cpu" else 0
         context = engine.max_model_len or shape.max_position_embeddings
         if not config.has_own_engines:
-            devices = max(1, round((config.cluster.worker_resources or {}).get("GPU", 1)))
+            devices = max(1, round(config.cluster.worker_resources.get("GPU", 1)))
             file_bytes = sum(path.stat().st_size for path in source.weight_files())
-            return cls(layout, context, file_bytes // devices, pool_bytes, activation_bytes=0)
+            weight_bytes = file_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[shape.dtype]
+            if engine.num_blocks is not None:  # of a size that the server chooses, unless it is given one
+                pool_bytes = pool_bytes // devices if engine.block_size else 0
+            elif config.worker.engine != "vllm" and engine.kv_memory_mb is None:
+                pool_bytes = 0
+            return cls(layout, context, weight_bytes // devices, pool_bytes, activation_bytes=0)
         return cls(
             layout,
             context,

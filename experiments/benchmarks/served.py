@@ -23,7 +23,17 @@ from typing import Any
 import pandas
 
 from experiments.benchmarks.frame import Quick, added, in_turns, note, run, service
-from experiments.benchmarks.vllm_servers import VLLM, Dtype, Logs, ask_vllm, check, saved_model, version, vllm_servers
+from experiments.benchmarks.vllm_servers import (
+    VLLM,
+    Dtype,
+    Logs,
+    ask_vllm,
+    check,
+    native_dtype,
+    saved_model,
+    version,
+    vllm_servers,
+)
 from experiments.child_process import ROOT
 from experiments.workloads.conversation import random_tokens
 from pdserve import Client
@@ -37,7 +47,7 @@ Ask = Callable[[tuple[int, ...], str, int], Sample]
 
 def served(
     vllm: VLLM = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
     logs: Logs = Path("out"),
     quick: Quick = False,
 ) -> dict[str, Any]:
@@ -45,6 +55,7 @@ def served(
     if vllm is not None:
         check(vllm, "bench-served")
     lengths, requests, output_tokens = ((16,), 1, 4) if quick else ((128, 512, 2048), 4, 24)
+    dtype = dtype or native_dtype()
     samples: list[dict[str, Any]] = []
     ready_s: list[tuple[str, float]] = []
     versions = {"pdserve": VERSION, "python": platform.python_version()}

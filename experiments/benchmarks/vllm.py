@@ -9,11 +9,13 @@ cores, and nothing else that runs on the machine. Where an instance of NIXL keep
   needs ``--proxy``, the file ``toy_proxy_server.py`` of vLLM's sources. Times by a plain HTTP client; tokens per second
   with four requests at a time; greedy outputs beside those of vLLM alone, one at a time and at once.
 - ``connectors``: the gap between tokens 1 and 2, less the median of the later ones, of `worker.connector` ``nixl``,
-  ``pdserve``, ``pdserve`` and ``nixl``, and the prompt tokens that decode computed.
+  ``pdserve``, ``pdserve`` and ``nixl``, and the prompt tokens that decode computed, by its counters (one for each
+  request: the last one of the prompt, or token 1).
 - ``kills``: greedy outputs of ``worker.connector: pdserve``, while its servers are killed in turn.
 - ``meter``: what disaggregation adds to token 2 by `pdserve experiment added-ttft`, and by plain clients before and
   after it, on the same two servers.
-- ``idle``: plain requests to a server with the NixlConnector and to one without, in turns."""
+- ``idle``: plain requests to a server with the NixlConnector and to one without, in turns; the servers change their
+  cores after half of them."""
 
 from __future__ import annotations
 
@@ -48,12 +50,16 @@ from experiments.benchmarks.vllm_servers import (
     ask_vllm,
     check,
     healthy,
+    native_dtype,
     saved_model,
     version,
     vllm_servers,
 )
 from experiments.child_process import ROOT, ChildProcess
 from experiments.workloads.conversation import random_tokens
+from external_engines.adapter import KVCounters
+from external_engines.server import client_of
+from external_engines.vllm import VLLM as VLLMAdapter
 from ops.launch.ports import free_ports
 from pdserve import AsyncClient
 from pdserve.client.generation import Generation
@@ -161,15 +167,16 @@ class _Bench:
 
     def connectors(self) -> dict[str, Any]:
         """Exposed time of hand-offs by round, in milliseconds, and of both connectors the median of all requests."""
-        lengths, requests, rounds = (
-            ((16,), 1, ("nixl", "pdserve")) if self._quick else ((128, 512, 2048), 8, ("nixl", "pdserve") * 2)
-        )
-        order = rounds if self._quick else ("nixl", "pdserve", "pdserve", "nixl")
-        rows = []
+        lengths, requests = ((16,), 1) if self._quick else ((128, 512, 2048), 8)
+        order = ("nixl", "pdserve") if self._quick else ("nixl", "pdserve", "pdserve", "nixl")
+        rows: list[dict[str, Any]] = []
+        computed: dict[str, int] = {}
         for number, connector in enumerate(order):
             note(f"round {number + 1} of {len(order)}: {connector}")
             with self._started(self._model, connector) as ours:
+                before = _counters(ours)
                 rows += ours.client(partial(_exposed, (number, connector), lengths, requests))
+                computed[f"{connector}_{number}"] = _counters(ours).since(before).computed
         found = pandas.DataFrame(rows)
         by_round = found.groupby(["round", "length"]).exposed_ms.median()
         medians = found.groupby(["connector", "length"]).exposed_ms.median()
@@ -182,7 +189,8 @@ class _Bench:
             },
             "ratio": {str(length): medians["pdserve", length] / medians["nixl", length] for length in lengths},
             "requests": len(found),
-            "computed_by_decode": int(found.computed.sum()),
+            "prompt_tokens": int(found.length.sum()),
+            "computed_by_decode": computed,
         }
 
     def _started(self, model: Path, connector: str, **settings: Any) -> contextlib.AbstractContextManager[Service]:
@@ -204,7 +212,7 @@ class _Bench:
         """Outputs while servers are killed in turn, each once the service is whole again."""
         requests, kills = (8, 1) if self._quick else (300, 4)
         arguments = ["--enforce-eager"]
-        settings = {"model.dtype": "float32", "worker.arguments": arguments, "retries.max_attempts": 4 * kills}
+        settings = {"model.dtype": "float32", "worker.arguments": arguments, "router.max_attempts": 4 * kills}
         with self._started(self._tiny, "pdserve", **settings) as ours:
             return ours.client(lambda client: _while_killed(ours, client, requests, kills))
 
@@ -238,17 +246,21 @@ class _Bench:
 
     def idle(self) -> dict[str, Any]:
         """With the connector over without it: medians of paired ratios, and CPU time of the idle servers."""
-        length, rounds, output_tokens = (16, 2, 4) if self._quick else (512, 24, 32)
-        with vllm_servers(self._vllm, self._model, self._dtype, self._logs, connectors=(True, False)) as servers:
-            ports = {"with": PORTS["prefill"], "without": PORTS["decode"]}
-            rows = []
-            for number, arm in in_turns(ports, rounds, warm_up=1):
-                answer = ask(ports[arm], random_tokens(f"idle/{number}", length, _VOCABULARY), output_tokens)
-                rows.append({"arm": arm, "repeat": number, **answer.figures})
-            found = pandas.DataFrame(rows).query("repeat >= 0").set_index(["repeat", "arm"]).unstack("arm")
-            used = {arm: _idle_cores(pid) for arm, pid in zip(ports, servers.pids.values(), strict=True)}
+        length, rounds, output_tokens = (16, 2, 4) if self._quick else (512, 12, 32)
+        rows = []
+        used: dict[str, list[float]] = {"with": [], "without": []}
+        for half, arms in enumerate((("with", "without"), ("without", "with"))):  # on either core
+            connectors = tuple(arm == "with" for arm in arms)
+            with vllm_servers(self._vllm, self._model, self._dtype, self._logs, connectors) as servers:
+                ports = dict(zip(arms, PORTS.values(), strict=True))
+                for number, arm in in_turns(ports, rounds, warm_up=1):
+                    answer = ask(ports[arm], random_tokens(f"idle/{number}", length, _VOCABULARY), output_tokens)
+                    rows.append({"arm": arm, "half": half, "repeat": number, **answer.figures})
+                for arm, pid in zip(arms, servers.pids.values(), strict=True):
+                    used[arm].append(_idle_cores(pid))
+        found = pandas.DataFrame(rows).query("repeat >= 0").set_index(["half", "repeat", "arm"]).unstack("arm")
         ratios = {name: (found[name]["with"] / found[name]["without"]).median() for name in ("ttft", "itl")}
-        return {"ratios": ratios, "idle_cores": used}
+        return {"ratios": ratios, "idle_cores": {arm: statistics.fmean(each) for arm, each in used.items()}}
 
 
 async def _exposed(
@@ -263,14 +275,24 @@ async def _exposed(
             done = await client.generate(
                 prompt, max_tokens=12, mode="pd", ignore_eos=True, timeout_s=_DEADLINE_S
             ).result()
-            if done.kv_bytes != done.kv_bytes_expected and done.kv_bytes:
+            if done.kv_bytes != done.kv_bytes_expected and (done.kv_bytes or connector == "pdserve"):
                 raise SystemExit(f"{connector}: {done.kv_bytes} of {done.kv_bytes_expected} bytes were moved")
             if index >= 0:
                 exposed_ms = done.itl_ms[0] - statistics.median(done.itl_ms[1:])
                 rows.append({"round": number, "connector": connector, "length": length, "exposed_ms": exposed_ms})
-    notes = " ".join((await client.status()).notes)
-    computed = "should have fetched" in notes
-    return [{**row, "computed": computed} for row in rows]
+    return rows
+
+
+def _counters(ours: Service) -> KVCounters:
+    """Where the KV of the prompts of decode's server came from; a server tells it at a socket of this user."""
+    (worker,) = (each for each in ours.status().workers if each.role == "decode")
+    command = psutil.Process(worker.engine_pid).cmdline()
+
+    async def read() -> KVCounters:
+        async with client_of("http://server", command[command.index("--uds") + 1]) as http:
+            return (await VLLMAdapter().load(http, 0))[1]
+
+    return asyncio.run(read())
 
 
 async def _while_killed(ours: Service, client: AsyncClient, requests: int, kills: int) -> dict[str, Any]:
@@ -298,7 +320,7 @@ async def _while_killed(ours: Service, client: AsyncClient, requests: int, kills
                     errors.append(f"{type(error).__name__}: {error}")
 
         sending = [asyncio.create_task(send()) for _ in range(2 * _AT_ONCE)]
-        while len(found) + len(errors) < enough:  # noqa: ASYNC110 - of a benchmark
+        while len(found) + len(errors) < enough and not any(each.done() for each in sending):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         worker = ours.status().workers[part % 2]
         os.kill(worker.engine_pid, signal.SIGKILL)
@@ -313,7 +335,6 @@ async def _while_killed(ours: Service, client: AsyncClient, requests: int, kills
         "failed": len(errors),
         "kills": len(killed),
         "retried": sum(each.attempts > 1 for each in found.values()),
-        "computed_by_decode": int("should have fetched" in " ".join(ours.status().notes)),
         "blocks_in_use": ours.status().used_blocks,
     }
 
@@ -352,7 +373,7 @@ def _idle_cores(pid: int) -> float:
 def vllm(
     vllm: VLLM = None,
     proxy: Annotated[Path | None, typer.Option(help="toy_proxy_server.py of vLLM's sources")] = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
     logs: Logs = Path("out"),
     only: Only = "",
     quick: Quick = False,
@@ -362,6 +383,7 @@ def vllm(
         raise typer.BadParameter("name the virtual environment (make bench-vllm VLLM=VENV)", param_hint="--vllm")
     check(vllm, "bench-vllm")
     with tempfile.TemporaryDirectory() as folder:
+        dtype = dtype or native_dtype()
         bench = _Bench(vllm, proxy, dtype, logs, Path(folder), quick)
         found = parts(
             only,

@@ -21,6 +21,7 @@ import typer
 from experiments.child_process import ROOT, ChildProcess
 from experiments.messages import message_of
 from pdserve.core.chance import SYSTEM
+from runtime.dtypes import native_dtypes
 
 PORTS = {"prefill": 8100, "decode": 8200}
 MODEL = "model"
@@ -29,7 +30,7 @@ _START_TIMEOUT_S, _ANSWER_TIMEOUT_S = 600.0, 600.0
 _NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
          "kv_load_failure_policy": "fail"}  # fmt: skip
 VLLM = Annotated[Path | None, typer.Option(help="virtual environment with vLLM")]
-Dtype = Annotated[str, typer.Option(help="float32 where the CPU has no bfloat16 instructions")]
+Dtype = Annotated[str | None, typer.Option(help="of the model (default: bfloat16 if the CPU has it, else float32)")]
 Logs = Annotated[Path, typer.Option(help="folder of vLLM's logs")]
 
 
@@ -41,6 +42,12 @@ def check(vllm: Path, target: str) -> None:
             f"(make {target} VLLM=VENV)",
             param_hint="--vllm",
         )
+
+
+def native_dtype() -> str:
+    """bfloat16, or float32 if the CPU has no instructions for it."""
+    (cpu,) = native_dtypes("cpu")
+    return "bfloat16" if "bfloat16" in cpu.dtypes else "float32"
 
 
 def version(vllm: Path) -> str:

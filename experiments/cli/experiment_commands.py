@@ -87,7 +87,7 @@ def _add(
     run: Callable[[Given, Given, AccessOptions], None],
     without: str = "",
     needs_own: str = "",
-    restarts: bool = False,
+    starts_other_engines: bool = False,
 ) -> None:
     """Add ``pdserve experiment NAME`` with the options of all experiments, except ``without``, and its ``own``
     (annotation and default). ``run`` gets those of all and its own apart, after they were found not to contradict each
@@ -104,7 +104,7 @@ def _add(
         settings = [key for key in ("config", "set") if kept[key]]
         if common["target"] is not None and settings:
             raise InvalidRequest(_KEEPS.format(settings[0]))
-        with _with_other_engines(common, needs_own, restarts) as chosen:
+        with _with_other_engines(common, needs_own, starts_other_engines) as chosen:
             run(chosen, given, access_of(common))
 
     command.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
@@ -118,11 +118,11 @@ def _add(
 
 
 @contextmanager
-def _with_other_engines(common: Given, needs_own: str, restarts: bool) -> Iterator[Given]:
+def _with_other_engines(common: Given, needs_own: str, starts_other_engines: bool) -> Iterator[Given]:
     """``common``, with the target of a service with other engines if they are wanted: one before the servers of
     ``--prefill-url`` and ``--decode-url``, or one with the engine that ``worker.engine`` names. It is started here, and
-    ended afterwards, because these engines keep their options during all cells. An experiment that ``restarts``
-    services starts them itself. InvalidRequest for another one that ``needs_own`` services."""
+    ended afterwards, because these engines keep their options during all cells. One that
+    ``starts_other_engines`` does that itself. InvalidRequest for another one that ``needs_own`` services."""
     urls = {f"cluster.{role}_urls": common[f"{role}_url"] for role in Role if common[f"{role}_url"]}
     runs = [key for key in ("target", "resume") if common[key] is not None]
     if urls and runs:
@@ -132,7 +132,7 @@ def _with_other_engines(common: Given, needs_own: str, restarts: bool) -> Iterat
     if config is None or config.has_own_engines:
         yield common
         return
-    if restarts:
+    if starts_other_engines:
         named = [f"{key}={json.dumps(servers)}" for key, servers in urls.items()]
         yield {**common, "set_": [*(common["set_"] or ()), *named]}
         return
@@ -282,7 +282,9 @@ def _run_all(common: Given, given: Given, access: AccessOptions) -> None:
 for each in EXPERIMENTS:
     options = {name: (_option(each, name), None) for name in each.options_type.model_fields}
     run = functools.partial(_run_one, each, each.options_type.choose)
-    _add(each.name, each.question, options, run, needs_own=each.needs_own, restarts=each.restarts)
+    _add(
+        each.name, each.question, options, run, needs_own=each.needs_own, starts_other_engines=each.starts_other_engines
+    )
 _FILE = Annotated[Path | None, typer.Argument(metavar="FILE", help="what to vary, see docs/experiments/sweep.md")]
 _add(
     "sweep",

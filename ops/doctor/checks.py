@@ -169,7 +169,7 @@ def check_affinity(seen: DoctorReport) -> Iterator[Finding]:
 
 
 def check_server_command(seen: DoctorReport) -> Iterator[Finding]:
-    """Workers with another engine start its servers. How these reach each other is theirs."""
+    """Workers with another engine start its servers. Unless pdserve moves the KV, links between them are not tried."""
     worker = seen.config.worker
     if seen.config.has_own_engines:
         return
@@ -218,7 +218,7 @@ def check_context(seen: DoctorReport) -> Iterator[Finding]:
     if 0 < held < need.context:
         then = "longer requests are refused"
         if not seen.config.has_own_engines:
-            then = f"{seen.config.worker.engine} may refuse to start, or longer requests"
+            then = f"{seen.config.worker.engine} may refuse to start, or may refuse longer requests"
         what = f"a request may have {need.context} tokens, and a KV pool holds {held}: {then}"
         yield warn(
             "context", _SERVICE, what, "raise engine.kv_memory_mb (or num_blocks), or lower engine.max_model_len"

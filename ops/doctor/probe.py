@@ -19,6 +19,7 @@ from checkpoints.source import resolve_model
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.handshake import check_block_size, introduce, survey
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.shaped import Shape
@@ -177,6 +178,8 @@ class WorkerProbe:
         layout = layout_of(source, worker.config, model_hash)
         check_block_size(layout)
         self._pool = _small_pool(layout, device)
+        if isinstance(self._pool.memory, DeviceMemory):
+            self._pool.memory.imported = not worker.config.has_own_engines
         for port in dict.fromkeys((worker.kv_port, 0)):
             self._transports = [
                 create_transport(name, self._pool.memory, secret, tls=tls, shape=shape) for name in names

@@ -14,6 +14,7 @@ from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.workloads.trace import SkewedPrefixes, Trace
 from pdserve.core.errors import InvalidRequest
 from tests.experiments.quiet import holds, judged
+from tests.external_engines.recorded_vllm import RecordedVLLM, running
 from tests.local_cluster import local_cluster
 
 SKEWED = SkewedPrefixes(prefixes=4, prefix_blocks=3, own_blocks=2, skew=1.0, output_len=8)
@@ -167,10 +168,56 @@ def test_the_command_starts_its_service_and_writes_a_report(
 
 
 @pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ({"cluster.prefill_urls": ["http://localhost:1"]}, {"router"}),
+        ({"worker.engine": "vllm"}, {"router", "cluster", "engine"}),
+    ],
+)
+def test_other_engines_are_compared_by_the_policies_that_need_no_announcements(
+    settings: dict[str, Any], keys: set[str]
+) -> None:
+    experiment = Routing(RoutingOptions.choose({"policies": "round_robin,kv_aware", "rounds": 2}))
+    experiment.deployment(lambda stage: None, settings=settings)
+    cells = experiment.cells(None)
+    assert [cell.name for cell in cells] == ["calibration", "round_robin/0", "round_robin/1"]
+    assert all({key.partition(".")[0] for key in cell.service or {}} == keys for cell in cells)
+    only = Routing(RoutingOptions.choose({"policies": "kv_aware"}))
+    only.deployment(lambda stage: None, settings=settings)
+    with pytest.raises(InvalidRequest, match="--policies: kv_aware need an engine that announces"):
+        only.cells(None)
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+def test_servers_that_run_keep_running_and_see_other_prompts_by_each_policy(
+    tmp_path: Path, pdserve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    servers = [RecordedVLLM(f"engine-{number}") for number in range(2)]
+    smallest = "--policies round_robin,session,kv_aware --rounds 1 --duration-s 2 --rate 6 --prefixes 2"
+    with running(*servers):
+        urls = [f"--prefill-url={server.url}" for server in servers]
+        ran = pdserve(
+            "experiment", "routing", *urls, *smallest.split(), "--prefix-blocks", "2", "--block-size", "16",
+            "--output", str(tmp_path / "results"), "--json",
+        )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert [(policy["policy"], policy["errors"]) for policy in ran.json["policies"]] == [
+        ("round_robin", 0), ("session", 0),
+    ]  # fmt: skip
+    assert any(text.startswith("Left out") and "kv_aware" in text for text in ran.json["caveats"])
+    asked = [tuple(each["prompt"][:16]) for server in servers for each in server.requests]
+    assert all(server.requests for server in servers)
+    assert len(set(asked)) > 4, "each policy has beginnings of its own"
+    assert not list((tmp_path / "state").glob("pdserve/*.json")), "the gateways have ended"
+
+
+@pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("routing", ("--prefill-url", "http://localhost:1", "--decode-url", "http://localhost:2"), "--prefill-url"),
-        ("routing", ("--set", "worker.engine=vllm"), "--set worker.engine"),
+        ("plan", ("--prefill-url", "http://localhost:1", "--decode-url", "http://localhost:2"), "--prefill-url"),
+        ("routing", ("--target", "localhost:1"), "--target"),
         ("plan", ("--set", "worker.engine=vllm"), "--set worker.engine"),
         ("primer", ("--target", "localhost:1"), "--target"),
         ("speculation", ("--target", "localhost:1"), "--target"),

@@ -22,6 +22,8 @@ class HandOffContract:
 
     stages = frozenset({"prefill_leg", "leg_gap", "decode_leg", "first_decode"})
     """Those that a hand-off has at least."""
+    proof = "requests that run alone"
+    """Which requests prove their bytes, by the status. A busy machine may read the counters of one too late."""
 
     def served(self) -> AbstractAsyncContextManager[Service[Any]]:
         """A gateway before them."""
@@ -38,7 +40,10 @@ class HandOffContract:
             assert (result.prefill_worker, result.decode_worker) == ("prefill-0", "decode-0")
             assert (result.attempts, result.finish_reason) == (1, "length")
             assert self.stages <= set(result.breakdowns[Figure.TTFT_DECODE].stages_ms)
-            assert result.kv_bytes in (0, result.kv_bytes_expected)  # 0: no proof
+            if self.proof.startswith("every request"):
+                assert result.kv_bytes == result.kv_bytes_expected > 0
+            else:
+                assert result.kv_bytes in (0, result.kv_bytes_expected * (self.proof != "none"))
             assert not served.notes()
 
     async def test_one_token(self) -> None:
@@ -60,17 +65,13 @@ class HandOffContract:
             assert [list(result.token_ids) for result in results] == [alone] * 6
             assert {result.attempts for result in results} == {1}
 
-    async def test_a_client_that_leaves_ends_its_request(self) -> None:
+    async def test_a_client_that_leaves_harms_no_other(self) -> None:
         async with self.served() as served:
             await served.ready()
             stream = served.client.generate(PROMPT, max_tokens=300, mode="pd", ignore_eos=True, timeout_s=60.0)
-            number = 0
             async for _ in stream:
-                number += 1
-                if number == 3:
-                    break
+                break
             await stream.aclose()
-            await served.until(lambda: all(not each.running for each in served.workers().values()))
             assert list((await served.generate(max_tokens=TOKENS)).token_ids) == list(await self.alone(served))
 
     async def test_what_the_engine_lacks_is_refused_by_name(self) -> None:
@@ -87,13 +88,14 @@ class HandOffContract:
                 said = dict(worker.engine)
                 assert said["kind"]
                 assert said["version"]
-                assert said["hand_off"]
+                assert said["proof"] == self.proof
+                assert said["layer_events"] == ("yes" if "prefill" in self.stages else "no")
                 assert said["prefix_announcements"] == "no"
 
 
 class _OfOneService(HandOffContract):
-    def __init__(self, service: Service[Any], stages: frozenset[str]) -> None:
-        self._service, self.stages = service, stages
+    def __init__(self, service: Service[Any], stages: frozenset[str], proof: str) -> None:
+        self._service, self.stages, self.proof = service, stages, proof
 
     def served(self) -> AbstractAsyncContextManager[Service[Any]]:
         return nullcontext(self._service)
@@ -105,6 +107,8 @@ class _OfOneService(HandOffContract):
 async def hold_contract(service: Service[Any], *, connected: bool) -> None:
     """All of the contract with the servers of one service, because others take long to start. ``connected``: they have
     pdserve's connector."""
-    contract = _OfOneService(service, frozenset({"prefill", "first_decode"}) if connected else HandOffContract.stages)
+    contract = _OfOneService(service, HandOffContract.stages, HandOffContract.proof)
+    if connected:
+        contract = _OfOneService(service, frozenset({"prefill", "first_decode"}), "every request, checksums")
     for name in [name for name in dir(contract) if name.startswith("test_")]:
         await getattr(contract, name)()

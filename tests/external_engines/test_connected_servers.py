@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -142,7 +143,8 @@ async def test_a_prompt_that_vllm_preempts_is_computed_again(tmp_path: Path) -> 
         result = await ask(served, LONG)
         assert list(result.token_ids) == greedy(LONG, 8)
         assert [failed.error for failed in result.failures] == ["TransferError"]
-        assert "vLLM has preempted" in result.failures[0].text
+        # Which of the two workers tells it first is open.
+        assert re.search("vLLM has preempted|the sender of .* gave up", result.failures[0].text)
 
 
 async def test_a_client_that_leaves(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class TestVLLM(HandOffContract):
 
 class TestSGLang(HandOffContract):
     stages = frozenset({"prefill_leg", "decode_leg", "first_decode"})
+    proof = "none"
 
     def served(self) -> AbstractAsyncContextManager[Service[Any]]:
         return test_sglang.service()
@@ -34,6 +35,7 @@ class TestSGLang(HandOffContract):
 
 class TestMooncake(HandOffContract):
     stages = frozenset({"prefill_leg", "decode_leg", "first_decode"})
+    proof = "none"
 
     @pytest.fixture(autouse=True)
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +53,5 @@ async def test_servers_that_workers_start(tmp_path: Path) -> None:
 async def test_servers_with_pdserves_connector(tmp_path: Path) -> None:
     async with test_connected_servers.service(tmp_path) as served:
         await hold_contract(served, connected=True)
+        again = await served.generate("colocated")
+        assert again.prefill_cached_tokens == 32, "two blocks of the prompt"

@@ -197,6 +197,16 @@ async def test_a_server_that_never_answers_costs_the_deadline_and_no_more() -> N
         assert list((await served.generate()).token_ids) == EXPECTED
 
 
+async def test_a_client_that_leaves_closes_both_requests() -> None:
+    async with service() as served:
+        await served.gateway.wait_serving(20.0)
+        stream = served.client.generate(PROMPT, max_tokens=300, ignore_eos=True)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await served.until(lambda: bool(served.decode.cancelled) and not served.decode.running)
+
+
 @pytest.mark.parametrize(("attribute", "value"), [("version", "0.5.8"), ("page_size", 64)])
 async def test_servers_that_differ_are_no_pair(attribute: str, value: object) -> None:
     async with service(**{f"decode_{attribute}": value}) as served:

@@ -89,6 +89,17 @@ async def test_status_shows_servers_as_workers() -> None:
         assert served.notes() == ""
 
 
+async def test_a_client_that_leaves_closes_the_request_to_the_engine() -> None:
+    async with service() as served:
+        await served.ready()
+        stream = served.client.generate(PROMPT, max_tokens=300, mode="pd", ignore_eos=True)
+        async for _ in stream:
+            if len(served.decode.requests) == 1 and served.decode.running:
+                break
+        await stream.aclose()
+        await served.until(lambda: bool(served.decode.cancelled) and not served.decode.running)
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
