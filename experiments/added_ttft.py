@@ -192,6 +192,9 @@ class AddedTtft(ModeMatrix):
             loaded != []
             and "Predictions are of an idle link and an idle decode worker, under load as well. What is exposed beyond "
             "them there waited for other hand-offs, for room in decode's pool, or for a core.",
+            any((cell["causes_ms"] or {}).get("decode_leg") for cell in idle)
+            and "Colocated requests went to the same servers: what their KV connector costs when it moves nothing is "
+            "in both modes, and not in the difference (docs/vllm.md).",
             any(cell["predicted_ms"] is None for cell in idle)
             and "No prediction where the link was not measured or the model's layers are unknown on this host.",
             *cell_caveats(cells),

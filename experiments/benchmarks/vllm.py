@@ -9,8 +9,8 @@ cores, and nothing else that runs on the machine. Where an instance of NIXL keep
   needs ``--proxy``, the file ``toy_proxy_server.py`` of vLLM's sources. Times by a plain HTTP client; tokens per second
   with four requests at a time; greedy outputs beside those of vLLM alone, one at a time and at once.
 - ``connectors``: the gap between tokens 1 and 2, less the median of the later ones, of `worker.connector` ``nixl``,
-  ``pdserve``, ``pdserve`` and ``nixl``, and the prompt tokens that decode computed, by its counters (with pdserve's connector one for
-  each request, also of warm-up: token 1, which is part of decode's prompt).
+  ``pdserve``, ``pdserve`` and ``nixl``, and the prompt tokens that decode computed, by its counters (with pdserve's
+  one for each request, also of warm-up: token 1, which is part of decode's prompt).
 - ``kills``: greedy outputs of ``worker.connector: pdserve``, while its servers are killed in turn.
 - ``meter``: what disaggregation adds to token 2 by `pdserve experiment added-ttft`, and by plain clients before and
   after it, on the same two servers.
