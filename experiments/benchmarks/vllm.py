@@ -235,7 +235,8 @@ class _Bench:
             settings = {"model.path": self._model, "model.name": MODEL, "model.dtype": self._dtype}
             options = [f"--set={key}={value}" for key, value in settings.items()]
             load = ["--prompt-lens", str(length), "--rates", "", "--pairs", str(pairs), "--pairs-s", "0"]
-            command = [sys.executable, "-m", "ops.cli.main", "experiment", "added-ttft", *urls, *options, *load]
+            pdserve = [sys.executable, "-c", "from ops.cli.main import main; main()"]
+            command = [*pdserve, "experiment", "added-ttft", *urls, *options, *load]
             done = subprocess.run([*command, "--output", folder, "--json"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
             if done.returncode:
                 raise SystemExit(f"added-ttft ended with exit code {done.returncode}")
