@@ -49,6 +49,7 @@ from experiments.run_folder import (
     unexpected_bytes,
     values_of,
 )
+from experiments.runner import COUNTED, NOTES
 from experiments.statistics import difference_interval, mean_interval, percentile, plain_mean
 from experiments.warm_up import requests_of
 from experiments.workloads.catalog import fitted
@@ -166,7 +167,8 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
     ``ttft_decode``, disaggregated minus colocated; ``arms_ms`` by arm (`latencies`); ``causes_ms`` by stage, with
     ``unexplained_ms`` and ``explained_pct`` of ``ttft_decode``, and ``colocated_ms``, that of the colocated requests
     that the causes are of; the keys of `handoffs`; ``kv_bytes``, ``kv_bytes_expected``, ``kv_bytes_equal``
-    (None: no request has a proof), and ``unproven``, the requests without one; ``tokens_equal`` and
+    (None: no request has a proof), and ``unproven``, the requests without one; ``computed_itself``: whether decode
+    computed prompts whose KV it should have fetched, by its counters (None: they do not tell); ``tokens_equal`` and
     ``tokens_equal_share``; ``machine_load``. ``cause_intervals_ms`` has the causes with their intervals.
 
     Of pairs the added time is the median of the differences (`added_ms`), and causes are of their middle half. Under
@@ -198,11 +200,18 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
         **{key: sum(getattr(row, key) for row in done[PD]) for key in ("kv_bytes", "kv_bytes_expected")},
         "kv_bytes_equal": None if done[PD] and unproven == len(done[PD]) else unexpected_bytes(rows) is None,
         "unproven": unproven,
+        "computed_itself": _computed_itself(cell),
         "tokens_equal": all(equal) if equal else None,
         "tokens_equal_share": round(statistics.fmean(equal), 4) if equal else None,
         LOAD: cell.facts.get(LOAD),
         **(_load_figures(cell, rows, slo, seed) if loaded else {}),
     }
+
+
+def _computed_itself(cell: FinishedCell) -> bool | None:
+    if not cell.facts.get(COUNTED):
+        return None
+    return any("should have fetched" in note for note in cell.facts.get(NOTES, ()))
 
 
 def _added_under_load(done: Mapping[str, Rows], figure: Figure, seed: int) -> Figures | None:
@@ -345,11 +354,17 @@ def cell_caveats(cells: Sequence[Figures]) -> list[str | bool]:
     late = [cell["cell"] for cell in loaded if any(lag and lag["behind"] for lag in cell["lag"].values())]
     unsent = sum(sum(cell["unsent"].values()) for cell in loaded)
     different = [cell["tokens_equal_share"] for cell in loaded if cell["tokens_equal"] is False]
-    unproven = sum(cell["unproven"] for cell in cells)
+    unproven = [cell for cell in cells if cell["unproven"]]
+    fetched = all(cell["computed_itself"] is False for cell in unproven)
     return [
-        unproven > 0
-        and f"Of {counted(unproven, 'disaggregated request')} the moved bytes are not known: the engine counts those "
-        "of all requests together, or not at all. A decode that computed the prompt itself would not be seen in them.",
+        unproven != []
+        and f"Of {counted(sum(cell['unproven'] for cell in unproven), 'disaggregated request')} the moved bytes are "
+        "not known: the engine counts those of all requests together, or not at all. "
+        + (
+            "By its counters of prompt tokens, decode has fetched the KV of all prompts of these cells."
+            if fetched
+            else "A decode that computed the prompt itself would not be seen in them."
+        ),
         errors_ms != []
         and f"Stages between two workers are known to ± {max(errors_ms):.3f} ms (clock offset); smaller differences of "
         "kv_exposed and dispatch mean nothing.",

@@ -26,12 +26,15 @@ from pdserve.client.target import Target
 from pdserve.core.config import OTHER_ENGINES
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import counted
+from pdserve.core.worker import Role
 from pdserve.version import VERSION
 
 PLANNED = "planned_cells"
 """What ``env.json`` calls the number of cells that a complete run has."""
 NOTES = "notes"
 """The fact of a cell: what its service has noted meanwhile."""
+COUNTED = "prompts_counted"
+"""The fact of a cell: decode's engine, another one, counts which prompts it computed itself, and would be noted."""
 _LATE_NOTES_S = 1.5
 """The counters of other engines are read at each heartbeat, and tell this only while nothing runs."""
 
@@ -236,6 +239,8 @@ def _run_cell(
             time.sleep(_LATE_NOTES_S)
         # Raises if the service has ended: requests that failed by that are no result; --resume repeats the cell.
         facts[NOTES] = [note for note in deployment.notes() if note not in status.notes]
+        kinds = {worker.engine.get("kind") for worker in status.workers if worker.role == Role.DECODE}
+        facts[COUNTED] = kinds == {"vllm"}
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))
 
 

@@ -203,6 +203,23 @@ def test_bytes_that_no_engine_has_told_are_unknown() -> None:
     holds(lost, {"cells.0.kv_bytes_equal": False, "cells.0.unproven": 0})
 
 
+@pytest.mark.parametrize(
+    ("counts", "notes", "computed_itself", "said"),
+    [
+        (False, [], None, "would not be seen in them"),
+        (True, [], False, "decode has fetched the KV of all prompts of these cells"),
+        (True, ["decode-0 has computed 5 of 5 prompt tokens whose KV it should have fetched"], True, "not be seen"),
+    ],
+)
+def test_counters_of_a_cell_tell_whether_decode_has_fetched_its_prompts(
+    counts: bool, notes: list[str], computed_itself: bool | None, said: str
+) -> None:
+    rows = pairs(6, transport="", kv_bytes=0, kv_bytes_expected=0, output_tokens=3)
+    summary, report = judged(AddedTtft, run_of(rows, prompts_counted=counts, notes=notes))
+    holds(summary, {"cells.0.computed_itself": computed_itself})
+    assert any(said in str(text) for text in report.caveats)
+
+
 def test_bytes_and_tokens_are_compared_request_by_request() -> None:
     (failure,) = summary_of([*pairs(5), *pairs(6, token_hash="other")[10:]])["failed"]
     assert failure == f"{CELL}: tokens differ between the arms in 1 pairs, first in requests pd-5 and colocated-5"
