@@ -99,7 +99,8 @@ def choices(
         model = Profiled.read(path).model
         planned = {each: _simulated(each, model, path, rounds, duration_s) for each in settings}
     figures = {}
-    service = {"model.path": model, "transfer.transport": "tcp"}
+    # The lossless codec is for bfloat16, also on a CPU that emulates it.
+    service = {"model.path": model, "model.dtype": "bfloat16", "transfer.transport": "tcp"}
     with NamespaceDeployment(note, settings=service) as deployment:
         for setting in settings:
             rows: dict[str, list[RequestRow]] = {name: [] for name in DEPLOYMENTS}
