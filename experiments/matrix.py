@@ -55,6 +55,7 @@ from experiments.warm_up import requests_of
 from experiments.workloads.catalog import fitted
 from experiments.workloads.conversation import Workload
 from experiments.workloads.synthetic import Fixed, Synthetic
+from external_engines.server import NOT_FETCHED
 from ops.machine_load import LOAD, beside_text
 from pdserve.client.async_client import AsyncClient
 from pdserve.core.errors import InvalidRequest
@@ -211,7 +212,7 @@ def cell_figures(cell: FinishedCell, rows: Rows, slo: SLO | None, seed: int) -> 
 def _computed_itself(cell: FinishedCell) -> bool | None:
     if not cell.facts.get(COUNTED):
         return None
-    return any("should have fetched" in note for note in cell.facts.get(NOTES, ()))
+    return any(NOT_FETCHED in note for note in cell.facts.get(NOTES, ()))
 
 
 def _added_under_load(done: Mapping[str, Rows], figure: Figure, seed: int) -> Figures | None:

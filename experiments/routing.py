@@ -208,7 +208,7 @@ class Routing(Experiment):
         length = round(statistics.fmean(lengths) * options.block_size / TRACE_BLOCK_SIZE)
         draw = random.Random(SYSTEM.random() if self._names_servers else f"{options.seed}/calibration")
         ttfts_s = []
-        for index in range(-options.workers, _CALIBRATION_PROMPTS):  # the first ones warm the workers up
+        for index in range(-len(status.workers), _CALIBRATION_PROMPTS):  # the first ones warm the workers up
             prompt = [draw.randrange(status.vocab_size) for _ in range(length)]
             cold = await client.generate(prompt, mode=Mode.COLOCATED, max_tokens=2, ignore_eos=True).result()
             if index >= 0:
@@ -261,13 +261,14 @@ class Routing(Experiment):
         options, rate, cold_ms = self.options, summary["rate"], summary["cold_ttft_ms"]
         named = run.fact("named", False)
         service = (
-            "a gateway of its own before the same servers, with prompts of the same lengths that they have not seen"
+            "a gateway of its own before the same servers; requests at the same times, of the same lengths, with "
+            "prompts that the servers have not seen"
             if named
-            else "a service of its own with cold prefix caches; the same requests"
+            else "a service of its own with cold prefix caches; the same requests at the same times"
         )
         method = (
             f"{options.rounds} rounds of {options.duration_s:g} s for each policy, in an order that is reversed from "
-            f"round to round, every one on {service}; at the same times; TTFT counts from when a request was due"
+            f"round to round, every one on {service}; TTFT counts from when a request was due"
         )
         load = ""
         if rate is not None and options.trace is None:

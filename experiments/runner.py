@@ -34,7 +34,7 @@ PLANNED = "planned_cells"
 NOTES = "notes"
 """The fact of a cell: what its service has noted meanwhile."""
 COUNTED = "prompts_counted"
-"""The fact of a cell: decode's engine, another one, counts which prompts it computed itself, and would be noted."""
+"""The fact of a cell: decode's engine counts the prompts that it computes itself, and a note would tell of them."""
 _LATE_NOTES_S = 1.5
 """The counters of other engines are read at each heartbeat, and tell this only while nothing runs."""
 
@@ -239,8 +239,7 @@ def _run_cell(
             time.sleep(_LATE_NOTES_S)
         # Raises if the service has ended: requests that failed by that are no result; --resume repeats the cell.
         facts[NOTES] = [note for note in deployment.notes() if note not in status.notes]
-        kinds = {worker.engine.get("kind") for worker in status.workers if worker.role == Role.DECODE}
-        facts[COUNTED] = kinds == {"vllm"}
+        facts[COUNTED] = {worker.device for worker in status.workers if worker.role == Role.DECODE} == {"vllm"}
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))
 
 

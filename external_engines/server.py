@@ -23,6 +23,9 @@ from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 
 log = logging.getLogger(__name__)
 
+NOT_FETCHED = "prompt tokens whose KV it should have fetched"
+"""In the note of a decode server that has computed prompts itself."""
+
 Adapters = Sequence[Adapter]
 """The kinds of engines that a server may be of."""
 
@@ -125,10 +128,7 @@ class Server:
         missing = handed_off - since.received - since.cached
         if missing <= 0 or since.computed <= 0:
             return ""
-        return (
-            f"{self.worker_id} has computed {missing} of {handed_off} prompt tokens whose KV it should have fetched; "
-            "see docs/vllm.md"
-        )
+        return f"{self.worker_id} has computed {missing} of {handed_off} {NOT_FETCHED}; see docs/vllm.md"
 
     def _info(self) -> WorkerInfo:
         adapter, description, shape = self._adapter, self._description, self._source.shape

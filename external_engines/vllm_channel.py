@@ -61,8 +61,8 @@ class Considered(Message, frozen=True):
 
 
 class Scheduled(Message, frozen=True):
-    """The first step that computes something for a request begins, at ``time_s`` of the host's monotonic clock. So many
-    tokens of its prompt were cached, or received."""
+    """The first step that computes something for a request begins, at ``time_s`` of the host's monotonic clock. The KV
+    of ``computed_tokens`` of its prompt was cached or received."""
 
     attempt_id: str
     time_s: float

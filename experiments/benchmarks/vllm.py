@@ -90,7 +90,7 @@ class _Bench:
         lengths, rounds, output_tokens = ((16,), 2, 4) if self._quick else ((128, 512), 24, 32)
         with (
             vllm_servers(self._vllm, self._model, self._dtype, self._logs),
-            self._routed(http=True) as ours,
+            self._routed() as ours,
             self._proxied(self._proxy) as proxy_port,
         ):
             ports = {"pdserve": int(ours.http.rpartition(":")[2]), "proxy": proxy_port}
@@ -142,11 +142,11 @@ class _Bench:
             list(pool.map(lambda prompt: ask(port, prompt, output_tokens), prompts))
         return count * output_tokens / (time.monotonic() - started_s)
 
-    def _routed(self, *, http: bool = False) -> contextlib.AbstractContextManager[Service]:
+    def _routed(self) -> contextlib.AbstractContextManager[Service]:
         """pdserve before the two servers."""
         urls = {f"cluster.{role}_urls": [f"http://127.0.0.1:{port}"] for role, port in PORTS.items()}
         settings = {"model.path": str(self._model), "model.name": MODEL, "model.dtype": self._dtype}
-        return service({**settings, **urls}, http=http)
+        return service({**settings, **urls}, http=True)
 
     @contextlib.contextmanager
     def _proxied(self, proxy: Path) -> Iterator[int]:

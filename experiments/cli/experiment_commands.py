@@ -121,8 +121,9 @@ def _add(
 def _with_other_engines(common: Given, needs_own: str, starts_other_engines: bool) -> Iterator[Given]:
     """``common``, with the target of a service with other engines if they are wanted: one before the servers of
     ``--prefill-url`` and ``--decode-url``, or one with the engine that ``worker.engine`` names. It is started here, and
-    ended afterwards, because these engines keep their options during all cells. One that
-    ``starts_other_engines`` does that itself. InvalidRequest for another one that ``needs_own`` services."""
+    ended afterwards, because these engines keep their options during all cells. An
+    experiment that ``starts_other_engines`` starts its services itself. InvalidRequest for another one that
+    ``needs_own`` services."""
     urls = {f"cluster.{role}_urls": common[f"{role}_url"] for role in Role if common[f"{role}_url"]}
     runs = [key for key in ("target", "resume") if common[key] is not None]
     if urls and runs:

@@ -178,7 +178,7 @@ class WorkerProbe:
         layout = layout_of(source, worker.config, model_hash)
         check_block_size(layout)
         self._pool = _small_pool(layout, device)
-        if isinstance(self._pool.memory, DeviceMemory):
+        if isinstance(self._pool.memory, DeviceMemory):  # where the worker opens memory of another engine
             self._pool.memory.imported = not worker.config.has_own_engines
         for port in dict.fromkeys((worker.kv_port, 0)):
             self._transports = [

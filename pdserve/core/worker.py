@@ -128,12 +128,13 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     ROOM_MADE, KV_VERIFIED, DECODE_SCHEDULED, TOKEN_2_SAMPLED with token 2; colocated, the first three with its first
     token and DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last
     message has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
-    ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
-    in the prefix cache, or got it from another worker's; ``prefix_fetch`` reports the latter, with the events
-    PREFIX_AWAITED and PREFIX_READY. ``prompt_logprobs`` come with the same token, if they were asked for: those of each
-    token of the prompt after the first. ``hand_off``, with token 1 of prefill, is what the engine wants the decode of
-    the hand-off to know (empty: nothing, because the two tell each other over a KV link). ``draft_tokens`` guesses
-    were verified in the step of this token, if it is the first one of the step; ``accepted_draft_tokens`` were right.
+    ``cached_tokens``, with the first token of the worker that computed the prompt (with its last one if the engine
+    tells it then): how many of its tokens had their KV in the prefix cache, or got it from another worker's;
+    ``prefix_fetch`` reports the latter, with the events PREFIX_AWAITED and PREFIX_READY. ``prompt_logprobs`` come with
+    the first token, if they were asked for: those of each token of the prompt after the first. ``hand_off``, with
+    token 1 of prefill, is what the engine wants the decode of the hand-off to know (empty: nothing, because the two
+    tell each other over a KV link). ``draft_tokens`` guesses were verified in the step of this token, if it is the
+    first one of the step; ``accepted_draft_tokens`` were right.
     """
 
     token_id: int | None
