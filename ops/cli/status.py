@@ -81,12 +81,12 @@ def _parts(console: Console, targets: Sequence[Target], answer: ServiceStatus) -
 
 
 def _engines(answer: ServiceStatus) -> list[str]:
-    """A line on each kind of engine that is not pdserve's own."""
+    """A line on each kind of engine that is not pdserve's own, sorted: a map of protobuf has no order."""
     kinds = {(of.get("kind", ""), of.get("version", "")): of for worker in answer.workers if (of := worker.engine)}
     told = ("kind", "version", "model", "block_size", "kv_dtype")
     return [
         f"engine {kind} {version} · "
-        + " · ".join(f"{name.replace('_', ' ')}: {value}" for name, value in of.items() if name not in told)
+        + " · ".join(f"{name.replace('_', ' ')}: {value}" for name, value in sorted(of.items()) if name not in told)
         for (kind, version), of in kinds.items()
     ]
 

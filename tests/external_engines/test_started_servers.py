@@ -319,7 +319,9 @@ def test_a_service_that_starts_its_servers(tmp_path: Path) -> None:
         assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
         assert "1P2D" in cli.done("scale", "--decode", "2", "--oversubscribe", *at).stderr
         assert len(started(tmp_path)) == 3
-        assert "engine vllm 0.32.0 · hand off: decode fetches it" in cli.done("status", *at).stdout
+        shown = cli.done("status", *at).stdout
+        assert "engine vllm 0.32.0 · abort: yes · " in shown
+        assert " · hand off: decode fetches it" in shown
         status = json.loads(cli.done("status", "--json", *at).stdout)
         assert {worker["device"] for worker in status["workers"]} == {"vllm"}
         os.kill(int(str(started(tmp_path)[0]["pid"])), signal.SIGKILL)
