@@ -40,7 +40,8 @@ class EngineSpec:
     # what computes prompts' attention on GPUs (`engine.kernels.cuda_flashinfer`)
     prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
     batch_invariant: bool = False  # what is computed of a request does not depend on the others in its steps
-    speculation: Literal["off", "ngram"] = "off"  # what guesses next tokens
+    ngram_drafts: bool = False  # guess next tokens by n-grams
+    draft_model: str = ""  # the model that guesses next tokens (argument of `resolve_model`); empty: none does
     tensor_parallel: int = 1  # processes that share the model, each with as many of the cores
     layer_groups: int = 0  # layer groups per step for early KV push (0: push at the end of the step)
     # a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``

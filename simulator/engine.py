@@ -15,7 +15,7 @@ from engine.offload import BlockStore, MemoryStore, OffloadConnector
 from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq, StepTooLarge
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.scheduling.speculation import Drafter
+from engine.scheduling.speculation import DraftContext, Drafter
 from kv_transfer.memory import HostMemory
 from pdserve.core.kv_layout import KVLayout, Region
 from pdserve.core.request import EngineStatus, Request
@@ -72,7 +72,7 @@ class WorldEngine:
                 clock, layout, layer_groups, store, self._read_block, self._write_block, self._done, reader
             )
         connector.worth_bytes = layout.block_bytes
-        drafter = (lambda request: WorldDrafter(request, chance)) if speculates else None
+        drafter = WorldDrafter(self.runner.new_chain, chance) if speculates else None
         self.scheduler = Scheduler(config, clock, connector, drafter)
         self._pipe = _Pipe(control, self._events, self._kv_reader)
         self.core = EngineCore(self.scheduler, self.runner, clock, self._pipe, run_ahead)
@@ -177,22 +177,38 @@ class WorldEngine:
 
 
 class WorldDrafter(Drafter):
-    """Guesses tokens that are right up to a random place."""
+    """Guesses tokens that are right up to a random place. ``start`` returns the chain of a new request."""
 
-    def __init__(self, request: Request, chance: random.Random) -> None:
-        self._chain, self._chance = Chain(request.salt, request.token_ids), chance
+    def __init__(self, start: Callable[[str], Chain], chance: random.Random) -> None:
+        self._start, self._chance = start, chance
+        self._chains: dict[str, Chain] = {}
+        self.free = chance.random() < 0.5
 
-    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+    def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
-        chain, end, count = self._chain, len(token_ids), self._chance.randrange(most + 1)
-        for token_id in token_ids[len(chain.token_ids) :]:
+        return [self._chance.randrange(context.most + 1) for context in contexts]
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+        """See `Drafter`."""
+        return [self._propose(context) for context in contexts]
+
+    def forget(self, attempt_id: str) -> None:
+        """See `Drafter`."""
+        self._chains.pop(attempt_id, None)
+
+    def _propose(self, context: DraftContext) -> list[int]:
+        end = len(context.token_ids)
+        chain = self._chains.get(context.attempt_id)
+        if chain is None:
+            chain = self._chains[context.attempt_id] = self._start(context.attempt_id)
+        for token_id in context.token_ids[len(chain.token_ids) :]:
             chain.append(token_id)
-        for _ in range(count):
+        for _ in range(context.most):
             chain.append(chain.token_at(len(chain.token_ids)))
         guess = chain.token_ids[end:]
         chain.cut(end)
-        if count and self._chance.random() < 0.5:
-            guess[self._chance.randrange(count)] = self._chance.randrange(VOCAB_SIZE)
+        if self._chance.random() < 0.5:
+            guess[self._chance.randrange(context.most)] = self._chance.randrange(VOCAB_SIZE)
         return guess
 
 
@@ -298,6 +314,7 @@ class _KVReader:
 class _Known(msgspec.Struct, eq=False):
     """The chain of a request, and which of its full blocks held the right KV at the time ``stamp``."""
 
+    request: Request
     chain: Chain
     blocks: list[int] = []
     stamp: int = 0
@@ -323,7 +340,12 @@ class _Runner:
         """Take note of new requests."""
         if isinstance(command, Submit):
             request = command.request
-            self._known[request.attempt_id] = _Known(Chain(request.salt, request.token_ids))
+            self._known[request.attempt_id] = _Known(request, Chain(request.salt, request.token_ids))
+
+    def new_chain(self, attempt_id: str) -> Chain:
+        """A chain of the tokens that a request came with."""
+        request = self._known[attempt_id].request
+        return Chain(request.salt, request.token_ids)
 
     def touch(self, block: int) -> None:
         """Note that a block may be written."""

@@ -203,6 +203,7 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._pool = self.pool = pool
+        self.vocab_size = model.vocab_size
         self._device = pool.tensor.device
         self._watch: LayerWatch | None = None  # from the first step on that has layers announced
         self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
@@ -291,7 +292,7 @@ class ModelRunner:
                 rows += [begin + position - seq.start for position in positions]
                 next_ids += token_ids
             begin += len(seq.token_ids)
-        size = max(1, _LOGITS_BYTES // (4 * self._model.vocab_size))
+        size = max(1, _LOGITS_BYTES // (4 * self.vocab_size))
         num_top = max(prompt.num_top for prompt, _ in prompts)
         at, ids = upload(rows, torch.int64, self._device), upload(next_ids, torch.int64, self._device)
         parts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import msgspec
 import torch
 import xxhash
 
+from checkpoints.draft import resolve_draft
 from checkpoints.shape import ModelShape
-from checkpoints.source import resolve_model
+from checkpoints.source import ModelSource, resolve_model
 from contract.engine import KVReady, Ready
 from engine.kernels.cpu_attention import CPUAttention
 from engine.kernels.cpu_invariant import InvariantCPUAttention
 from engine.model.decoder import Decoder
+from engine.model.draft_model import DraftModel
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.layers import FP8_CAPABILITY, multiplies_fp8
 from engine.model.loader import load_weights
@@ -31,11 +34,13 @@ from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
 from engine.process.ranks import OtherRanks, PoolReady, SharedSums
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import SchedulerConfig
+from engine.scheduling.speculation import Drafter, NgramDrafter
 from engine.scheduling.structures import Structures
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import FP8, KVLayout
+from runtime import memory_file
 from runtime.cuda import Cuda
 from runtime.dtypes import choose_dtype, native_dtypes
 
@@ -52,6 +57,20 @@ class BuiltEngine:
     scheduler_config: SchedulerConfig
     ready: Ready
     structures: Structures
+    drafter: Drafter | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A draft model that has been loaded."""
+
+    weights: ModelWeights
+    layout: KVLayout
+    long_rope: bool
+
+    @property
+    def max_positions(self) -> int:
+        return self.weights.shape.max_position_embeddings
 
 
 def build_engine(
@@ -95,24 +114,35 @@ def build_engine(
             raise ConfigError("engine.kv_dtype: fp8 needs a GPU of compute capability 8.9 or later; use auto")
         model_hash = xxhash.xxh3_128_hexdigest(model_hash.encode() + weights.scale_kv())
     layout = _layout(spec, shape, model_hash, FP8 if spec.kv_dtype == "fp8" else dtype)
+    draft = _load_draft(spec, source, dtype, device, cuda if on_gpu else None)
+    blocks_bytes = layout.block_bytes + (0 if draft is None else draft.layout.block_bytes)
     max_context = spec.max_model_len or shape.max_position_embeddings
     if on_gpu:
         parts = cuda_parts(spec)
         build = CudaBuild(spec, cuda, _GPU, parts, pool_memory)
         model = Decoder(weights, max_context, parts.layer_type, long_rope, spec.batch_invariant)
+        drafts = None
+        if draft is not None:
+            drafts = Decoder(draft.weights, draft.max_positions, parts.layer_type, draft.long_rope), draft.layout
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
-        num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))
+        default_bytes = 0 if sized else build.pool_bytes(model, layout, max_context, drafts)
     else:
-        num_blocks = _num_blocks(spec, layout, DEFAULT_CPU_KV_BYTES)
+        default_bytes = DEFAULT_CPU_KV_BYTES
+    num_blocks = _num_blocks(spec, blocks_bytes, layout.block_size, default_bytes)
     # By default a request may be as long as the pool can hold.
     max_model_len = spec.max_model_len or min(max_context, num_blocks * layout.block_size)
     if on_gpu:
         runner = build.runner(model, layout, num_blocks, max_model_len)
+        draft_runner = None if drafts is None else build.draft_runner(*drafts, num_blocks, max_model_len)
     else:
         runner = _cpu_runner(spec, weights, max_model_len, layout, num_blocks, memory_fd, share, others)
         if others is not None:
             others.begin(PoolReady(num_blocks, max_model_len))
         runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
+        draft_runner = None if draft is None else _cpu_draft_runner(spec, draft, num_blocks, max_model_len)
+    drafter: Drafter | None = NgramDrafter() if spec.ngram_drafts else None
+    if draft is not None and draft_runner is not None:
+        drafter = DraftModel(draft_runner, draft.max_positions, shape.vocab_size)
     tokenizer = None if source.folder is None else source.folder / "tokenizer.json"
     structures = Structures(tokenizer, shape.vocab_size, shape.eos_token_ids, woken)
     ready = Ready(
@@ -138,7 +168,7 @@ def build_engine(
         prefix_caching=spec.prefix_caching,
         chunk_tokens=None if spec.chunk_tokens == "off" else spec.chunk_tokens,
     )
-    return BuiltEngine(runner, limits, ready, structures)
+    return BuiltEngine(runner, limits, ready, structures, drafter)
 
 
 def build_rank(spec: EngineSpec, rank: int, sums: SharedSums) -> Callable[[int, int, int], ModelRunner]:
@@ -170,6 +200,29 @@ def _uses_long_rope(spec: EngineSpec, shape: ModelShape) -> bool:
 def _layout(spec: EngineSpec, shape: ModelShape, model_hash: str, dtype: str) -> KVLayout:
     block_size = spec.block_size or DEFAULT_BLOCK_SIZE
     return KVLayout.uniform(model_hash, dtype, block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+
+
+def _load_draft(
+    spec: EngineSpec, target: ModelSource, dtype: str, device: torch.device, cuda: Cuda | None
+) -> _Draft | None:
+    """The draft model that guesses tokens of ``target``, if ``spec`` names one. A tensor-parallel engine has all of it
+    in rank 0."""
+    if not spec.draft_model:
+        return None
+    source = resolve_draft(spec.draft_model, target, log.info)
+    keep_fp8 = multiplies_fp8(TORCH_DTYPES[dtype], device)
+    weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_fp8, cuda)
+    return _Draft(weights, _layout(spec, source.shape, "", dtype), _uses_long_rope(spec, source.shape))
+
+
+def _cpu_draft_runner(spec: EngineSpec, draft: _Draft, num_blocks: int, max_model_len: int) -> ModelRunner:
+    fd = memory_file.create("pdserve-draft")
+    try:
+        runner = _cpu_runner(spec, draft.weights, draft.max_positions, draft.layout, num_blocks, fd, None, None)
+    finally:
+        os.close(fd)
+    runner.warmup(min(spec.max_num_batched_tokens, max_model_len, draft.max_positions))
+    return runner
 
 
 def _cpu_runner(
@@ -231,13 +284,14 @@ def _gpu(cuda: Cuda) -> torch.device:
     return cuda.init(_GPU)
 
 
-def _num_blocks(spec: EngineSpec, layout: KVLayout, default_bytes: int) -> int:
+def _num_blocks(spec: EngineSpec, block_bytes: int, block_size: int, default_bytes: int) -> int:
+    """``block_bytes``: of a block of each pool."""
     if spec.num_blocks is not None:
         return spec.num_blocks
     available = default_bytes if spec.kv_memory_bytes is None else spec.kv_memory_bytes
-    if available < layout.block_bytes:
+    if available < block_bytes:
         raise ConfigError(
-            f"engine.kv_memory_mb: {available / 2**20:.1f} MiB are less than one block of {layout.block_size} tokens, "
-            f"which takes {layout.block_bytes / 2**20:.1f} MiB"
+            f"engine.kv_memory_mb: {available / 2**20:.1f} MiB are less than one block of {block_size} tokens, "
+            f"which takes {block_bytes / 2**20:.1f} MiB"
         )
-    return available // layout.block_bytes
+    return available // block_bytes

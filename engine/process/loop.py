@@ -32,7 +32,6 @@ from contract.engine import (
 from engine.core import EngineCore, Outbox, Runner
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation import NgramDrafter
 from engine.scheduling.structures import Structures
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
@@ -165,8 +164,8 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
     built = build_engine(spec, memory_fd, woken=pipe.wake, pool_memory=pool_memory)
     clock = MonotonicClock()
     connector = make_connector(spec, built.runner.pool, clock, pipe.put)
-    drafter = NgramDrafter if spec.speculation == "ngram" else None
-    scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector, drafter)
+    kind = scheduler_class(spec.batching, spec.chunk_tokens)
+    scheduler = kind(built.scheduler_config, clock, connector, built.drafter)
     core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead, built.structures)
     freeze_heap()
     with contextlib.suppress(ParentGone):

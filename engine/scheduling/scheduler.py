@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -20,12 +20,12 @@ from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.speculation import MAX_DRAFTS, Drafter, DraftPolicy, Speculation
+from engine.scheduling.speculation import MAX_DRAFTS, DraftContext, Drafter, DraftPolicy, Speculation
 from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
 from pdserve.core.prefix_digests import PrefixDigests
-from pdserve.core.request import AGED_S, EngineStatus, Request
+from pdserve.core.request import AGED_S, EngineStatus
 from pdserve.core.sampling import FinishReason
 
 SchedulerEvent = Rejected | Finished
@@ -159,7 +159,7 @@ class Scheduler:
         config: SchedulerConfig,
         clock: Clock,
         connector: KVConnector | None = None,
-        drafter: Callable[[Request], Drafter] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Create an idle scheduler. Without a ``connector`` it transfers no layers early, and without a ``drafter``
         steps verify no guesses."""
@@ -208,7 +208,7 @@ class Scheduler:
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         wanted = submit.request.sampling.speculation
         if self._drafter is not None and wanted is not False and seq.history is None and seq.max_tokens > 1:
-            seq.speculation = Speculation(self._drafter(submit.request), always=bool(wanted))
+            seq.speculation = self._draft_policy.start(bool(wanted), self._drafter.free)
         seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))
         self._arrivals += 1
         self._seqs[seq.attempt_id] = seq
@@ -347,7 +347,10 @@ class Scheduler:
             self._start(head)
             parts.append((head, num_tokens))
             budget.spend(num_tokens, wanted)
-        drafts = {} if self._drafter is None or preempted else self._draft(parts, budget.left)
+        drafts: dict[Sequence, list[int]] = {}
+        if self._drafter is not None and not preempted:
+            drafts, prepared_s = self._draft(self._drafter, parts, budget.left)
+            started_s += prepared_s
         return self._launch(parts, started_s, preempted, drafts)
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, Seq[SampledToken]], sampled_s: float) -> Step:
@@ -379,7 +382,7 @@ class Scheduler:
             if part.sample:
                 token = sampled[part.attempt_id][0]
                 if seq.speculation is not None and not part.num_drafts:
-                    seq.speculation.observe_next(seq.token_ids, token.token_id, draft_cost)
+                    self._observe_next(seq, seq.speculation, token.token_id, draft_cost)
                 reason = seq.append(token.token_id)
                 if seq.history is not None and self._reject_mismatch(seq):
                     any_ended = True
@@ -645,30 +648,60 @@ class Scheduler:
         seq.transition(EngineStatus.PREEMPTED)
         seq.num_computed_tokens = 0
         seq.queued_s = self._clock.now()
+        self._forget_drafts(seq)
         self._free(seq)
         insort(self._preempted, seq, key=_rank)
         self._preemptions += 1
 
-    def _draft(self, parts: list[tuple[Sequence, int]], left: int) -> dict[Sequence, list[int]]:
-        """The drafts of requests among ``parts``, at most ``left`` in all."""
-        decoding: list[tuple[Sequence, Speculation, list[int]]] = []
+    def _draft(
+        self, drafter: Drafter, parts: list[tuple[Sequence, int]], left: int
+    ) -> tuple[dict[Sequence, list[int]], float]:
+        """The drafts of requests among ``parts``, at most ``left`` in all, and the seconds for which the ``drafter``
+        has prepared guesses of later steps."""
+        rows = sum(num_tokens for _, num_tokens in parts)
+        tokens = sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts)
+        cost = self._draft_policy.first_cost(rows, tokens)
+        decoding: list[tuple[Sequence, Speculation]] = []
+        contexts: list[DraftContext] = []
         for seq, num_tokens in parts:
             speculation = seq.speculation
             if speculation is None or num_tokens > 1 or seq.pinned or seq.num_pending_tokens:
                 continue
             most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
-            if most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1:
-                decoding.append((seq, speculation, speculation.drafter.propose(seq.token_ids, most)))
-        rows = sum(num_tokens for _, num_tokens in parts)
-        tokens = sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts)
-        guesses = [(speculation, len(guess)) for _, speculation, guess in decoding]
-        drafts: dict[Sequence, list[int]] = {}
+            decodes = most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1
+            if decodes and speculation.gain(1, cost):
+                decoding.append((seq, speculation))
+                contexts.append(_context(seq, most))
+        if not contexts:
+            return {}, 0.0
+        began_s = self._clock.now()
+        ready = drafter.prepare(contexts, left)
+        prepared_s = self._clock.now() - began_s
+        guesses = [(speculation, count) for (_, speculation), count in zip(decoding, ready, strict=True)]
         lengths = self._draft_policy.lengths(guesses, rows, tokens, left)
-        for (seq, speculation, guess), length in zip(decoding, lengths, strict=True):
+        drafting: list[tuple[Sequence, Speculation]] = []
+        wanted: list[DraftContext] = []
+        for (seq, speculation), length in zip(decoding, lengths, strict=True):
             if length and (num_drafts := self._cut_drafts(seq, length)):
-                drafts[seq] = guess[:num_drafts]
+                drafting.append((seq, speculation))
+                wanted.append(_context(seq, num_drafts))
+        drafts: dict[Sequence, list[int]] = {}
+        for (seq, speculation), guess in zip(drafting, drafter.propose(wanted) if wanted else (), strict=True):
+            if guess:
+                drafts[seq] = guess
                 speculation.waits = True  # where it goes on is known when they are verified
-        return drafts
+        return drafts, prepared_s
+
+    def _observe_next(self, seq: Sequence, speculation: Speculation, token_id: int, cost: float | None) -> None:
+        """Note whether the guess of the next token of ``seq``, which no step has verified, would have been right, if
+        that costs nothing."""
+        assert self._drafter is not None
+        [guess] = self._drafter.propose([_context(seq, 1)]) if self._drafter.free else [[]]
+        speculation.observe(int(guess == [token_id]), len(guess), cost)
+
+    def _forget_drafts(self, seq: Sequence) -> None:
+        if self._drafter is not None and seq.speculation is not None:
+            self._drafter.forget(seq.attempt_id)
 
     def _cut_drafts(self, seq: Sequence, wanted: int) -> int:
         """How many of ``wanted`` drafts have a place in blocks of ``seq``, or in blocks that are free and not kept for
@@ -706,6 +739,7 @@ class Scheduler:
         accepted = len(step.tokens) - 1 - place
         self._draft_tokens += part.num_drafts
         self._accepted_draft_tokens += accepted
+        self._draft_policy.accept(accepted, part.num_drafts)
         if seq.speculation is not None:
             seq.speculation.observe(accepted, part.num_drafts, draft_cost)
         step.tokens[place] = msgspec.structs.replace(
@@ -786,6 +820,7 @@ class Scheduler:
 
     def _forget(self, seq: Sequence) -> None:
         del self._seqs[seq.attempt_id]
+        self._forget_drafts(seq)
         if not seq.num_running_steps:
             self._free(seq)
 
@@ -797,3 +832,7 @@ class Scheduler:
 
 def _rank(seq: Sequence) -> tuple[int, bool, int]:
     return seq.rank
+
+
+def _context(seq: Sequence, most: int) -> DraftContext:
+    return DraftContext(seq.attempt_id, seq.token_ids, seq.block_ids, most)

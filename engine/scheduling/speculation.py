@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import islice
-from typing import Protocol
-
-from pdserve.core.request import Request
+from typing import NamedTuple, Protocol
 
 MAX_DRAFTS = 8
 """Tokens of a request that a step verifies at most."""
@@ -26,51 +24,124 @@ LEAST_GAIN = 1.05
 """How many times the tokens per second a step with drafts has to promise: times are noisy."""
 _MEMORY = 0.9
 """The weight of a guess in the next one's estimate, so that some ten guesses count."""
+_UNKNOWN = 0.5
+"""The acceptance of a request of which nothing is known."""
+_FRESH_EVERY = 32
+"""Of so many requests, one starts with an acceptance as if nothing were known of those before it."""
+_LONG_MEMORY = 0.99
 _STEP_MEMORY = 0.98
 _LEAST_SPREAD = 1e-3
 _LEAST_WEIGHT = 0.1  # of a step that was made some hundred steps ago
 
 
-class Drafter(Protocol):
-    """Guesses the tokens of one request."""
+class DraftContext(NamedTuple):
+    """A request whose next tokens are guessed, at most ``most``: all of its tokens so far, which only grow until
+    `Drafter.forget`, and its block table, which covers them and ``most`` further ones when `Drafter.propose` gets it.
+    The KV of all tokens but the last is in these blocks."""
 
-    def propose(self, token_ids: Seq[int], most: int) -> list[int]:
-        """At most ``most`` tokens that may follow ``token_ids``, those of the request, which only grow."""
+    attempt_id: str
+    token_ids: Seq[int]
+    block_ids: Seq[int]
+    most: int
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of an engine's requests."""
+
+    free: bool
+    """Its guesses cost nothing. What no step verifies is compared with the sampled token then."""
+
+    def prepare(self, contexts: Seq[DraftContext], budget: int) -> list[int]:
+        """How many tokens it can guess now, of each request. It may compute ``budget`` tokens to be able to."""
+        ...
+
+    def propose(self, contexts: Seq[DraftContext]) -> list[list[int]]:
+        """Tokens that may follow, of each request; at most as many as `prepare` has told."""
+        ...
+
+    def forget(self, attempt_id: str) -> None:
+        """Drop what is known of a request: it has ended, or lost its blocks."""
         ...
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Guesses that after the last `NGRAM` tokens come those that came after them the last time, in prompt or output."""
 
-    def __init__(self, request: Request) -> None:
-        self._after: dict[tuple[int, ...], int] = {}
-        """Where the tokens go on after each n-gram."""
-        self._indexed = max(NGRAM, len(request.token_ids) - MAX_LOOKBACK)
+    free = True
 
-    def propose(self, token_ids: Seq[int], most: int) -> list[int]:
+    def __init__(self) -> None:
+        self._indexes: dict[str, _NgramIndex] = {}
+
+    def prepare(self, contexts: Seq[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
-        end = len(token_ids)
-        for place in range(self._indexed, end):
-            self._after[tuple(token_ids[place - NGRAM : place])] = place
-        self._indexed = max(self._indexed, end)
-        place = self._after.get(tuple(token_ids[end - NGRAM :]), end)
+        return [len(guess) for guess in self.propose(contexts)]
+
+    def propose(self, contexts: Seq[DraftContext]) -> list[list[int]]:
+        """See `Drafter`."""
+        return [self._propose(context) for context in contexts]
+
+    def forget(self, attempt_id: str) -> None:
+        """See `Drafter`."""
+        self._indexes.pop(attempt_id, None)
+
+    def _propose(self, context: DraftContext) -> list[int]:
+        token_ids, most = context.token_ids, context.most
+        index = self._indexes.get(context.attempt_id)
+        if index is None:
+            index = self._indexes[context.attempt_id] = _NgramIndex(token_ids)
+        place, end = index.place(token_ids), len(token_ids)
         # A guess may go on after the end: what repeats is as long as the way back.
         return [token_ids[place + number % (end - place)] for number in range(most)] if place < end else []
 
 
-class Speculation:
-    """The guesses for one request. With ``always`` a step verifies as many as it can, else as many as pay."""
+class _NgramIndex:
+    """Where the tokens of a request go on after each n-gram. The first call of `place` gets ``token_ids``."""
 
-    def __init__(self, drafter: Drafter, always: bool) -> None:
-        self.drafter, self.always = drafter, always
-        self.waits = False
-        """Its next step has to know its last token: drafts are being verified, or a guess is likely to be right."""
-        self._right, self._guesses = 0.5, 1.0
+    def __init__(self, token_ids: Seq[int]) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = max(NGRAM, len(token_ids) - MAX_LOOKBACK)
+
+    def place(self, token_ids: Seq[int]) -> int:
+        """Where they went on the last time after their last n-gram; their end if it is new."""
+        end = len(token_ids)
+        for place in range(self._indexed, end):
+            self._after[tuple(token_ids[place - NGRAM : place])] = place
+        self._indexed = max(self._indexed, end)
+        return self._after.get(tuple(token_ids[end - NGRAM :]), end)
+
+
+class Acceptance:
+    """The estimated probability that a guess is right, above 0 and below 1: a mean of which recent guesses are the
+    larger part."""
+
+    def __init__(self, start: float = _UNKNOWN, memory: float = _MEMORY) -> None:
+        self._right, self._guesses, self._memory = start, 1.0, memory
+
+    @property
+    def value(self) -> float:
+        """The estimate."""
+        return self._right / self._guesses
+
+    def observe(self, accepted: int, drafts: int) -> None:
+        """Note that the first ``accepted`` of ``drafts`` guesses were right; the one after them was wrong."""
+        for right in islice((*(1.0,) * accepted, 0.0), drafts):
+            self._right, self._guesses = self._right * self._memory + right, self._guesses * self._memory + 1.0
+
+
+class Speculation:
+    """The guesses for one request, by a drafter whose guesses are ``free`` or not. With ``always`` a step verifies as
+    many as it can, else as many as pay, if guesses are at first right with the probability ``acceptance``."""
+
+    def __init__(self, always: bool, free: bool = True, acceptance: float = _UNKNOWN) -> None:
+        self.always, self._free = always, free
+        self.waits = not free
+        """Its next step has to know its last token: drafts are being verified, or are likely to be worth it."""
+        self._acceptance = Acceptance(acceptance)
 
     @property
     def acceptance(self) -> float:
-        """The estimated probability that a guess is right, above 0 and below 1."""
-        return self._right / self._guesses
+        """See `Acceptance`."""
+        return self._acceptance.value
 
     def gain(self, depth: int, cost: float | None) -> float:
         """The tokens that draft number ``depth`` is expected to add; 0 if it does not pay: if a step makes as many in
@@ -80,14 +151,8 @@ class Speculation:
 
     def observe(self, accepted: int, drafts: int, cost: float | None) -> None:
         """Note that the first ``accepted`` of ``drafts`` guesses were right, and what a draft costs now."""
-        for right in islice((*(1.0,) * accepted, 0.0), drafts):
-            self._right, self._guesses = self._right * _MEMORY + right, self._guesses * _MEMORY + 1.0
-        self.waits = accepted > 0 and self.gain(1, cost) > 0.0
-
-    def observe_next(self, token_ids: Seq[int], token_id: int, cost: float | None) -> None:
-        """`observe` whether the guess after ``token_ids``, which no step has verified, would have been right."""
-        guess = self.drafter.propose(token_ids, 1)
-        self.observe(int(guess == [token_id]), len(guess), cost)
+        self._acceptance.observe(accepted, drafts)
+        self.waits = (accepted > 0 or not self._free) and self.gain(1, cost) > 0.0
 
 
 class _Steps:
@@ -160,6 +225,19 @@ class DraftPolicy:
     def __init__(self) -> None:
         self._times = StepTimes()
         self._pays = True
+        self._acceptance = Acceptance(memory=_LONG_MEMORY)
+        self._starts = 0
+
+    def start(self, always: bool, free: bool) -> Speculation:
+        """The speculation of a new request. Where guesses are not ``free``, it starts with the acceptance of others,
+        so that a drafter that is seldom right costs little."""
+        self._starts += 1
+        fresh = free or self._starts % _FRESH_EVERY == 1
+        return Speculation(always, free, _UNKNOWN if fresh else self._acceptance.value)
+
+    def accept(self, accepted: int, drafts: int) -> None:
+        """Note that a step has verified ``drafts`` guesses of a request, of which the first ``accepted`` were right."""
+        self._acceptance.observe(accepted, drafts)
 
     def lengths(self, guesses: Seq[tuple[Speculation, int]], rows: int, tokens: float, left: int) -> list[int]:
         """How many drafts of each request to verify, of those that it has: at most ``left`` in all, in a step that has
@@ -188,10 +266,14 @@ class DraftPolicy:
         """Note the time of a step of decodes: more than ``tokens`` rows are those of drafts."""
         self._times.observe(rows, rows > tokens, seconds)
 
-    def cost(self, rows: int, tokens: int) -> float | None:
-        """What a draft costs in a step of so many rows and tokens (see `Speculation.gain`)."""
+    def first_cost(self, rows: int, tokens: int) -> float | None:
+        """What the first draft costs in a step of so many rows and tokens (see `Speculation.gain`)."""
         plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
-        return _cost(plain_s, drafting_s, self._times.row_s, tokens) if self._pays else None
+        return _cost(plain_s, drafting_s, self._times.row_s, tokens)
+
+    def cost(self, rows: int, tokens: int) -> float | None:
+        """`first_cost`; None if the last drafts did not pay."""
+        return self.first_cost(rows, tokens) if self._pays else None
 
 
 def _cost(plain_s: float | None, drafting_s: float | None, row_s: float, tokens: float) -> float | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from contract.engine import EngineEvent, KVEvent, KVRole, Step, Submit
 from engine.core import EngineCore
 from engine.model.runner import ModelRunner
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.scheduling.speculation import Drafter, NgramDrafter
+from engine.scheduling.speculation import DraftContext, Drafter, NgramDrafter
 from experiments.engine_alone.steps import OFF, REPEATING, SPECULATION, GuessCase
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.request import Request
@@ -21,24 +22,39 @@ _REPEATED = 16
 """Tokens of a prompt that repeats, again and again."""
 
 
-class PlantedDrafter:
-    """Knows the answer of a request, and guesses each token of it with probability ``right``, else another one."""
+class PlantedDrafter(Drafter):
+    """Knows all tokens of requests, by their ids, and guesses each with probability ``right``, else another one."""
 
-    def __init__(self, request: Request, answer: Sequence[int], right: float, vocab_size: int) -> None:
-        self._tokens = [*request.token_ids, *answer]
-        self._right, self._vocab_size = right, vocab_size
-        self._draw = random.Random(request.attempt_id)
+    free = True
 
-    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+    def __init__(self, texts: Mapping[str, Sequence[int]], right: float, vocab_size: int) -> None:
+        self._texts, self._right, self._vocab_size = texts, right, vocab_size
+        self._draw = random.Random(vocab_size)
+
+    def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
+        """See `Drafter`."""
+        return [len(guess) for guess in map(self._next, contexts)]
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `Drafter`."""
         return [
-            token_id if self._draw.random() < self._right else (token_id + 1) % self._vocab_size
-            for token_id in self._tokens[len(token_ids) : len(token_ids) + most]
+            [
+                token_id if self._draw.random() < self._right else (token_id + 1) % self._vocab_size
+                for token_id in self._next(context)
+            ]
+            for context in contexts
         ]
+
+    def forget(self, attempt_id: str) -> None:
+        """Keeps what it knows."""
+
+    def _next(self, context: DraftContext) -> Sequence[int]:
+        end = len(context.token_ids)
+        return self._texts[context.attempt_id][end : end + context.most]
 
 
 class _Answers:
-    """Keeps the tokens of requests."""
+    """Keeps the tokens of requests, by their ids."""
 
     def __init__(self) -> None:
         self.token_ids: dict[str, list[int]] = {}
@@ -57,7 +73,7 @@ class _Answers:
 
 class _Served(NamedTuple):
     rate: float
-    answers: Mapping[str, list[int]]
+    texts: Mapping[str, list[int]]  # prompts and answers
     drafts: int
     accepted: int
 
@@ -73,20 +89,17 @@ class Guessing:
 
     def measure(self, case: GuessCase, arms: Sequence[str], seed: str) -> dict[str, dict[str, Any]]:
         """By arm: output tokens per second after the first of each request, and the drafts and accepted drafts."""
-        drafter: Callable[[Request], Drafter] = NgramDrafter
+        drafter: Callable[[], Drafter] = NgramDrafter
         if case.right is not None:
-            right, answers = case.right, self._serve(case, OFF, None, seed).answers
-
-            def drafter(request: Request) -> Drafter:
-                return PlantedDrafter(request, answers[request.attempt_id], right, self._vocab_size)
-
-        each = {arm: self._serve(case, arm, None if arm == OFF else drafter, seed) for arm in arms}
+            texts = self._serve(case, OFF, None, seed).texts
+            drafter = partial(PlantedDrafter, texts, case.right, self._vocab_size)
+        each = {arm: self._serve(case, arm, None if arm == OFF else drafter(), seed) for arm in arms}
         return {
             arm: {"rate": served.rate, "drafts": served.drafts, "accepted": served.accepted}
             for arm, served in each.items()
         }
 
-    def _serve(self, case: GuessCase, arm: str, drafter: Callable[[Request], Drafter] | None, seed: str) -> _Served:
+    def _serve(self, case: GuessCase, arm: str, drafter: Drafter | None, seed: str) -> _Served:
         clock, answers, draw = MonotonicClock(), _Answers(), random.Random(seed)
         scheduler = Scheduler(self._config, clock, None, drafter)
         core = EngineCore(scheduler, self._runner, clock, answers)
@@ -97,12 +110,14 @@ class Guessing:
             ignore_eos=True,
             speculation=SPECULATION[arm],
         )
+        texts: dict[str, list[int]] = {}
         for number in range(case.batch):
             prompt = [draw.randrange(self._vocab_size) for _ in range(self._prompt_len)]
             if case.text == REPEATING:
                 prompt = (prompt[:_REPEATED] * self._prompt_len)[: self._prompt_len]
             request = Request(str(number), tuple(prompt), sampling, attempt_id=str(number), salt=seed + arm)
             core.take(Submit(request, KVRole.LOCAL))
+            texts[str(number)] = prompt
         while len(answers.token_ids) < case.batch:
             core.step()
         began_s, before = time.perf_counter(), answers.count
@@ -110,4 +125,5 @@ class Guessing:
             pass
         rate = (answers.count - before) / (time.perf_counter() - began_s)
         load = scheduler.load()
-        return _Served(rate, answers.token_ids, load.draft_tokens, load.accepted_draft_tokens)
+        texts = {attempt_id: prompt + answers.token_ids[attempt_id] for attempt_id, prompt in texts.items()}
+        return _Served(rate, texts, load.draft_tokens, load.accepted_draft_tokens)

@@ -307,9 +307,10 @@ class EngineConfig(_Section):
     tensor_parallel: int | RoleNumbers = 1
     """device slots of a worker, over which its model is split (on CPUs; docs/engine.md): one number for both roles, or
     {prefill: N, decode: M}"""
-    speculation: Literal["off", "ngram"] = "off"
+    speculation: str = "off"
     """guess the next tokens of a request, and verify them in one step, as far as that pays. ngram: what followed the
-    last three tokens the last time, in prompt or output"""
+    last three tokens the last time, in prompt or output; else a draft model with the same tokens, named as in
+    model.path; off: never"""
     run_ahead: bool | None = None
     """prepare and launch the next step while the device computes the current one; default: on GPUs"""
 
@@ -324,6 +325,11 @@ class EngineConfig(_Section):
         if (self.offload_folder or self.offload_host_mb) and not self.prefix_caching:
             raise ValueError("offload_folder and offload_host_mb need prefix_caching: blocks are found by its digests")
         return self
+
+    @property
+    def draft_model(self) -> str:
+        """The draft model that ``speculation`` names; empty if it names none."""
+        return "" if self.speculation in ("off", "ngram") else self.speculation
 
     @property
     def slots(self) -> Mapping[Role, int]:

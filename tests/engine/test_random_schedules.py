@@ -3,8 +3,8 @@ cut, found in the cache, preempted or outlived by aborted ones, its tokens are t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.engine import Abort, KVRole, Submit, TokenOut
+from engine.model.draft_model import DraftModel
 from engine.model.runner import ModelRunner
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.scheduling.speculation import Drafter
 from experiments.engine_alone.guessing import PlantedDrafter
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.request import Request
 from tests.engine.harness import BLOCK, make_core, make_runner, submit
 from tests.engine.integrity import check_scheduler
 from tests.random_models import save_random_model
@@ -108,7 +108,7 @@ def run(
     plans: list[Plan],
     kind: type[Scheduler] = Scheduler,
     run_ahead: bool = False,
-    drafter: Callable[[Request], Drafter] | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[dict[str, Told], Scheduler]:
     """What the requests of ``plans`` are told, and the scheduler as they leave it. Logprobs of other batches differ in
     their last bits."""
@@ -139,11 +139,22 @@ def _told(token: TokenOut) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module", params=["gqa", "mistral_window"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
     """A runner in float32; nothing resets its pool between schedules, so stale blocks are everywhere. One of the two is
     batch invariant: without that, a draw next to the border between two tokens may become the other one."""
-    folder = save_random_model(tmp_path_factory.mktemp("model"), request.param)
-    return make_runner(folder, POOL_BLOCKS, batch_invariant=request.param == "gqa")
+    return make_runner(folder, POOL_BLOCKS, batch_invariant=folder.name == "gqa")
+
+
+@pytest.fixture(scope="module")
+def drafting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRunner]:
+    """Runners of draft models: guesses of the first are nearly always right, those of the second hardly ever."""
+    other = save_random_model(tmp_path_factory.mktemp("draft"), "mqa")
+    return {"same": make_runner(folder, POOL_BLOCKS), "other": make_runner(other, POOL_BLOCKS)}
 
 
 @pytest.fixture(scope="module")
@@ -152,30 +163,44 @@ def lone_runs(runner: ModelRunner) -> dict[Plan, Told]:
     return {}
 
 
-def guesses(request: Request, answer: Told, right: float) -> PlantedDrafter:
-    return PlantedDrafter(request, [token[0] for token in answer], right, 307)
+def guesses(plans: list[Plan], answers: list[Told], right: float) -> PlantedDrafter:
+    """Of the answers to plans, which are numbered."""
+    texts = {
+        str(i): [*plan.submit(str(i)).request.token_ids, *(token[0] for token in answer)]
+        for i, (plan, answer) in enumerate(zip(plans, answers, strict=True))
+    }
+    return PlantedDrafter(texts, right, 307)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(config=CONFIGS, plans=PLANS, kind=KINDS, run_ahead=st.booleans(), right=st.sampled_from([None, 1.0, 0.7]))
+@given(
+    config=CONFIGS,
+    plans=PLANS,
+    kind=KINDS,
+    run_ahead=st.booleans(),
+    right=st.sampled_from([None, 1.0, 0.7, "same", "other"]),
+)
 def test_tokens_are_those_of_the_lone_run(
     runner: ModelRunner,
+    drafting: dict[str, ModelRunner],
     lone_runs: dict[Plan, Told],
     config: SchedulerConfig,
     plans: list[Plan],
     kind: type[Scheduler],
     run_ahead: bool,
-    right: float | None,
+    right: float | str | None,
 ) -> None:
     each = [replace(plan, tick=0, salt="", aborted_after=None) for plan in plans]
     for alone in each:
         if alone not in lone_runs:
             lone_runs[alone] = run(runner, LONE, [alone])[0]["0"]
 
-    def drafter(request: Request) -> PlantedDrafter:
-        return guesses(request, lone_runs[each[int(request.attempt_id)]], right or 0.0)
-
-    told, scheduler = run(runner, config, plans, kind, run_ahead, None if right is None else drafter)
+    drafter: Drafter | None = None
+    if isinstance(right, str):
+        drafter = DraftModel(drafting[right], 100, 307)
+    elif right is not None:
+        drafter = guesses(plans, [lone_runs[alone] for alone in each], right)
+    told, scheduler = run(runner, config, plans, kind, run_ahead, drafter)
     assert scheduler.blocks.free_blocks == config.num_blocks
     for i, (plan, alone) in enumerate(zip(plans, each, strict=True)):
         mine, expected = told.get(str(i), []), lone_runs[alone]
@@ -193,7 +218,8 @@ def test_schedules_like_these_do_preempt_share_and_end_early(runner: ModelRunner
     assert load.prompt_tokens_cached > 0
     assert {tokens[-1][1] for tokens in told.values()} == {"stop", "length"}
     assert any(token[2] is not None for tokens in told.values() for token in tokens)
-    guessed = run(runner, config, plans, run_ahead=run_ahead, drafter=lambda r: guesses(r, told[r.attempt_id], 0.7))
+    drafter = guesses(plans, [told[str(i)] for i in range(len(plans))], 0.7)
+    guessed = run(runner, config, plans, run_ahead=run_ahead, drafter=drafter)
     assert guessed[0] == told
     drafts, accepted = guessed[1].load().draft_tokens, guessed[1].load().accepted_draft_tokens
     assert 0 < accepted < drafts

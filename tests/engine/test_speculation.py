@@ -15,43 +15,57 @@ from engine.core import ComputedStep, EngineCore
 from engine.model.sampler import sample
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.scheduling.speculation import MAX_DRAFTS, MAX_LOOKBACK, NgramDrafter, Speculation, StepTimes
+from engine.scheduling.speculation import (
+    MAX_DRAFTS,
+    MAX_LOOKBACK,
+    DraftContext,
+    Drafter,
+    NgramDrafter,
+    Speculation,
+    StepTimes,
+)
 from pdserve.core.clock import FakeClock, MonotonicClock
 from tests.engine.harness import BLOCK, Outbox, make_core, submit
 
 CONFIG = SchedulerConfig(512, 16, 4096, BLOCK, 2048, prefix_caching=False)
 
 
-def ngrams(*prompt: int) -> NgramDrafter:
-    return NgramDrafter(submit("r", KVRole.LOCAL, prompt, 8).request)
+def ngrams(*texts: Sequence[int], most: int = 3) -> list[int]:
+    """The guess after the last of ``texts``, each of which goes on the one before it."""
+    drafter, guess = NgramDrafter(), list[int]()
+    for text in texts:
+        [guess] = drafter.propose([DraftContext("r", text, [], most)])
+        assert drafter.prepare([DraftContext("r", text, [], most)], 0) == [len(guess)]
+    return guess
 
 
 def test_ngrams_guess_what_followed_the_last_time() -> None:
     text = [1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 8, 9, 1, 2, 3]
-    assert ngrams(*text).propose(text, 3) == [7, 8, 9]
-    assert ngrams(*text).propose(text, 1) == [7]
-    assert ngrams(*text).propose(text, 0) == []
-    assert ngrams(1, 2, 3, 4, 5).propose([1, 2, 3, 4, 5], 3) == []
-    assert ngrams(1, 2).propose([1, 2], 3) == []
+    assert ngrams(text) == [7, 8, 9]
+    assert ngrams(text, most=1) == [7]
+    assert ngrams(text, most=0) == []
+    assert ngrams([1, 2, 3, 4, 5]) == []
+    assert ngrams([1, 2]) == []
 
 
 def test_ngrams_learn_from_the_output() -> None:
-    drafter, text = ngrams(1, 2, 3), [1, 2, 3]
+    drafter, text = NgramDrafter(), [1, 2, 3]
     for token, guess in ((4, []), (1, []), (2, []), (3, []), (4, [4, 1, 2])):
-        assert drafter.propose(text, 3) == guess
+        assert drafter.propose([DraftContext("r", text, [], 3)]) == [guess]
         text.append(token)
+    drafter.forget("r")
+    assert drafter.propose([DraftContext("r", [4, 1, 2, 3], [], 3)]) == [[]]
 
 
 def test_what_repeats_is_guessed_beyond_its_end() -> None:
-    assert ngrams(7, 7, 7, 7).propose([7] * 4, 5) == [7] * 5
-    text = [1, 2, 3, 4, 1, 2, 3]
-    assert ngrams(*text).propose(text, 6) == [4, 1, 2, 3, 4, 1]
+    assert ngrams([7] * 4, most=5) == [7] * 5
+    assert ngrams([1, 2, 3, 4, 1, 2, 3], most=6) == [4, 1, 2, 3, 4, 1]
 
 
 def test_ngrams_search_the_end_of_a_long_prompt() -> None:
     text = [1, 2, 3, *[0] * MAX_LOOKBACK, 5, 6, 8, 1, 2, 3]
-    assert ngrams(*text).propose(text, 2) == []
-    assert ngrams(*text).propose([*text, 5, 6, 8], 2) == [1, 2]
+    assert ngrams(text) == []
+    assert ngrams(text, [*text, 5, 6, 8], most=2) == [1, 2]
 
 
 def test_times_of_steps_are_two_parallel_lines() -> None:
@@ -82,7 +96,7 @@ def test_the_cost_of_a_row_is_at_most_the_difference_of_both_kinds() -> None:
 
 
 def test_acceptance_follows_the_guesses() -> None:
-    speculation = Speculation(NgramDrafter(submit("r", KVRole.LOCAL, [1], 8).request), always=False)
+    speculation = Speculation(always=False)
     assert speculation.acceptance == 0.5
     for _ in range(40):
         speculation.observe(3, 3, 0.0)
@@ -119,7 +133,7 @@ def repeat(fixed_s: float, row_s: float, num_requests: int, **sampling: Any) -> 
     """Tokens per second, drafts of each step, and what was told."""
     clock = FakeClock()
     runner, outbox = Repeating(clock, fixed_s, row_s), Outbox()
-    core = EngineCore(Scheduler(CONFIG, clock, None, NgramDrafter), runner, clock, outbox)
+    core = EngineCore(Scheduler(CONFIG, clock, None, NgramDrafter()), runner, clock, outbox)
     for number in range(num_requests):
         core.take(submit(str(number), KVRole.LOCAL, [0], 200, ignore_eos=True, **sampling))
     while core.step():
@@ -154,7 +168,7 @@ def test_drafts_take_no_block_from_others() -> None:
     clock = FakeClock()
     runner, outbox = Repeating(clock, 0.010, 0.0), Outbox()
     config = SchedulerConfig(64, 4, 1024, BLOCK, 12, prefix_caching=False)
-    scheduler = Scheduler(config, clock, None, NgramDrafter)
+    scheduler = Scheduler(config, clock, None, NgramDrafter())
     core = EngineCore(scheduler, runner, clock, outbox)
     for name in "ab":
         core.take(submit(name, KVRole.LOCAL, [0], 48 - 1, ignore_eos=True))
@@ -194,12 +208,21 @@ class Drawing:
         return ComputedStep(drawn)
 
 
-class Threes:
+class Threes(Drafter):
     """Guesses that all tokens are 3."""
 
-    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+    free = True
+
+    def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
-        return [3] * most
+        return [context.most for context in contexts]
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+        """See `Drafter`."""
+        return [[3] * context.most for context in contexts]
+
+    def forget(self, attempt_id: str) -> None:
+        """Knows nothing."""
 
 
 PROBABILITIES = (0.05, 0.25, 0.1, 0.4, 0.2)
@@ -208,7 +231,7 @@ PROBABILITIES = (0.05, 0.25, 0.1, 0.4, 0.2)
 def deviation(bias: float, drafts: bool) -> float:
     """By how many standard deviations the least likely count of a token misses what is expected of its draws."""
     config = SchedulerConfig(2048, 256, 64, BLOCK, 2048, prefix_caching=False)
-    scheduler = Scheduler(config, MonotonicClock(), None, lambda _: Threes())
+    scheduler = Scheduler(config, MonotonicClock(), None, Threes())
     core, outbox = make_core(Drawing(PROBABILITIES, bias), scheduler)
     for number in range(8_000):
         core.take(drawn(number, drafts))

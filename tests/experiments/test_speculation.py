@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from engine.scheduling.speculation import DraftContext
 from experiments.engine_alone.guessing import PlantedDrafter
 from experiments.run_folder import FinishedCell, RunData
 from experiments.speculation import Speculation, SpeculationOptions
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.request import Request
-from pdserve.core.sampling import SamplingParams
 from tests.experiments.quiet import holds, judged, measured
 
 KINDS = [(0.5, "random"), (None, "repeating"), (None, "random")]
@@ -67,12 +66,12 @@ def test_what_is_refused() -> None:
 
 
 def test_planted_guesses_are_right_as_often_as_planned() -> None:
-    request = Request("r", (1, 2), SamplingParams(), attempt_id="r")
     answer = [number % 7 for number in range(2000)]
     for right in (0.0, 0.3, 1.0):
-        guesses = PlantedDrafter(request, answer, right, 10).propose([1, 2], 2000)
+        [guesses] = PlantedDrafter({"r": [1, 2, *answer]}, right, 10).propose([DraftContext("r", [1, 2], [], 2000)])
         assert sum(a == b for a, b in zip(guesses, answer, strict=True)) == pytest.approx(2000 * right, abs=90)
-    assert PlantedDrafter(request, answer, 1.0, 10).propose([1, 2, *answer[:5]], 3) == answer[5:8]
+    drafter = PlantedDrafter({"r": [1, 2, *answer]}, 1.0, 10)
+    assert drafter.propose([DraftContext("r", [1, 2, *answer[:5]], [], 3)]) == [answer[5:8]]
 
 
 def test_a_run(tmp_path: Path) -> None:
