@@ -122,18 +122,27 @@ class ServedModel:
     """0 for a GPU pool without a configured size, which takes the memory that is left."""
     activation_bytes: int
     """Of a full step that samples a token for each of its requests."""
+    draft_token_bytes: int = 0
+    """KV of a token in the pool of the draft model, which is a part of ``pool_bytes``."""
 
     @classmethod
-    def of(cls, source: ModelSource, config: PdserveConfig, device: str) -> ServedModel:
-        """``source`` on ``device`` (``cpu`` or ``cuda``). For the server of another engine, the weights are the model's
-        files in the type of the service, divided by the server's GPUs, and activations count as 0."""
+    def of(
+        cls, source: ModelSource, config: PdserveConfig, device: str, draft: ModelSource | None = None
+    ) -> ServedModel:
+        """``source`` on ``device`` (``cpu`` or ``cuda``), with the ``draft`` model that guesses its tokens. For the
+        server of another engine, the weights are the model's files in the type of the service, divided by the server's
+        GPUs, and activations count as 0."""
         engine, shape = config.engine, source.shape
         layout = layout_of(source, config, model_hash="")  # which sizes do not depend on
         dtype = _dtype_of(source, config)
         keep_fp8 = device == "cuda" and dtype == "bfloat16" and not engine.batch_invariant  # where the GPU can
         tokens = max(engine.max_num_seqs, *(engine.token_budget(device, role) for role in Role))
+        draft_weight_bytes = draft_token_bytes = 0
+        if draft is not None:
+            draft_weight_bytes = draft.shape.weight_bytes(dtype, keep_fp8)
+            draft_token_bytes = draft.shape.kv_bytes_per_token(dtype)
         if engine.num_blocks is not None:
-            pool_bytes = engine.num_blocks * layout.block_bytes
+            pool_bytes = engine.num_blocks * (layout.block_bytes + layout.block_size * draft_token_bytes)
         elif engine.kv_memory_mb is not None:
             pool_bytes = engine.kv_memory_mb * 2**20
         else:
@@ -151,9 +160,10 @@ class ServedModel:
         return cls(
             layout,
             context,
-            shape.weight_bytes(dtype, keep_fp8),
+            shape.weight_bytes(dtype, keep_fp8) + draft_weight_bytes,
             pool_bytes,
             activation_bytes(shape, dtype, tokens, engine.max_num_seqs),
+            draft_token_bytes,
         )
 
     @property
@@ -168,7 +178,7 @@ class ServedModel:
 
     def pool_tokens(self, left_bytes: int = 0) -> int:
         """Tokens that the pool holds, or that fit into the memory that is left if it takes all of it."""
-        return (self.pool_bytes or left_bytes) // self.layout.token_bytes
+        return (self.pool_bytes or left_bytes) // (self.layout.token_bytes + self.draft_token_bytes)
 
 
 def _dtype_of(source: ModelSource, config: PdserveConfig) -> str:

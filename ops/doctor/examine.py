@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from checkpoints.draft import resolve_draft
 from checkpoints.source import ModelSource, resolve_model
 from ops.doctor import checks
 from ops.doctor.handoff_prediction import LinkRate, handoff_parts, hidden_tokens_per_s, predict
@@ -25,7 +26,7 @@ from ops.launch.plan import Node, plan, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import first_port, port_base
 from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import LaunchError, ModelError, PdserveError
+from pdserve.core.errors import ConfigError, LaunchError, ModelError, PdserveError
 from pdserve.core.worker import Role
 from runtime.dtypes import NativeDtypes, choose_dtype
 from runtime.secret import ServiceSecret
@@ -145,7 +146,7 @@ class Examination:
         list(pool.map(lambda node: self._start_probes(node, report_s), seen.nodes))
         if seen.source is not None:
             self._decide_dtype(seen.source)
-            seen.need = ServedModel.of(seen.source, seen.config, seen.device)
+            seen.need = ServedModel.of(seen.source, seen.config, seen.device, self._draft(seen.source))
         self._say("opening the workers' ports and KV ends")
         list(pool.map(self._open, seen.nodes))
         self._say("connecting to workers, comparing clocks")
@@ -210,6 +211,18 @@ class Examination:
         with node.noting(node.name, _NO_PROBE):
             arguments = {"model": self._seen.config.model.path, "command": self._command}
             node.report = node.any_probe.call("report", arguments, report_s, NodeReport)
+
+    def _draft(self, source: ModelSource) -> ModelSource | None:
+        """The draft model, which guesses tokens of ``source``."""
+        path = self._seen.config.engine.draft_model
+        if not path:
+            return None
+        try:
+            return resolve_draft(path, source, self._say)
+        except ConfigError as error:
+            remedy = "name a smaller model of the same family, or set engine.speculation to ngram or off"
+            self._seen.findings.append(fail("model", _SERVICE, str(error), remedy))
+            return None
 
     def _decide_dtype(self, source: ModelSource) -> None:
         """Choose one dtype for all workers, as `up` would."""

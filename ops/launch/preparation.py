@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from checkpoints.draft import resolve_draft
 from checkpoints.source import ModelSource, check_weight_files, resolve_model, tokenizer_note
 from gateway.security import security_of
 from ops.launch.plan import roles_of
@@ -25,7 +26,7 @@ OTHER_ENGINE_START_S = 900.0
 class Preparation:
     """A service that can be started."""
 
-    config: PdserveConfig  # with the ports and the report that were chosen, and a model path that all hosts understand
+    config: PdserveConfig  # with the ports and the report that were chosen, and paths of models for all hosts
     source: ModelSource
     head: RayHead | None  # the Ray of its own that is to be started; None: it joins one
     cache_key: bytes | None  # of the KV that is kept in `engine.offload_folder`; None: none is
@@ -42,11 +43,14 @@ def prepare(
     ``check`` may raise to end that. PdserveError if the service cannot start."""
     source = resolve_model(config.model.path, report, check, served=config.has_own_engines)
     source.shape.check_context(config.engine.max_model_len)
+    sources, engine = [source], config.engine
+    if engine.draft_model:
+        sources.append(resolve_draft(engine.draft_model, source, report, check))
+        engine = engine.model_copy(update={"speculation": sources[-1].path})
     head = RayHead() if config.cluster.address == "local" else None
-    if (
-        source.folder is not None and head is not None and not config.cluster.servers
-    ):  # on a cluster, each host has its own files
-        check_weight_files(source.folder)
+    if head is not None and not config.cluster.servers:  # on a cluster, each host has its own files
+        for folder in [each.folder for each in sources if each.folder is not None]:
+            check_weight_files(folder)
     cluster = config.cluster
     if config.worker.engine != "pdserve":
         if source.folder is None:
@@ -67,7 +71,7 @@ def prepare(
     settled = {"port": port, "report": gateway.report or last_report()}
     model = config.model.model_copy(update={"path": source.path})
     chosen = config.model_copy(
-        update={"gateway": gateway.model_copy(update=settled), "model": model, "cluster": cluster}
+        update={"gateway": gateway.model_copy(update=settled), "model": model, "engine": engine, "cluster": cluster}
     )
     kept = cache_key() if config.engine.offload_folder is not None else None
     return Preparation(chosen, source, head, kept, tuple(notes))

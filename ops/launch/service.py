@@ -528,8 +528,9 @@ class Service:
 
     def _fetch_model(self, nodes: Sequence[Node], report: Report, check: Check = lambda: None) -> None:
         """Have the model's files on these nodes before workers start there, whose start has a time limit."""
-        if HubId.of(self._source.path) is not None and not self.session.owned:  # its own Ray has no other hosts
-            fetch_model(self._source.path, nodes, report, check)
+        for path in (self._source.path, self.config.engine.draft_model):
+            if HubId.of(path) is not None and not self.session.owned:  # its own Ray has no other hosts
+                fetch_model(path, nodes, report, check)
 
     def _start_gateways(self, config: PdserveConfig, registries: Sequence[str]) -> None:
         here = on_node(ray.get_runtime_context().get_node_id())

@@ -31,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
     prefill, decode = request.param
     engine: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 64, "max_num_batched_tokens": 64}
-    engine |= {"tensor_parallel": {"prefill": prefill, "decode": decode}, "speculation": "ngram", "hang_timeout_s": 8}
+    engine |= {"tensor_parallel": {"prefill": prefill, "decode": decode}, "hang_timeout_s": 8}
+    engine["speculation"] = str(model) if prefill > decode > 1 else "ngram"  # a draft model, whole in rank 0
     settings = {"model": {"path": str(model), "dtype": "float32"}, "engine": engine, "router": {"heartbeat_s": 0.2}}
     with local_cluster(settings) as started:
         yield started

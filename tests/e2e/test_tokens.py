@@ -119,6 +119,28 @@ def test_guesses_change_no_token(model: Path, client: Client, mode: str) -> None
         client.generate(PROMPT, speculation=True, repetition_penalty=1.2)
 
 
+def test_a_draft_model(model: Path) -> None:
+    """Half of a pool's bytes is that of the draft model, which is the model itself here; no token changes."""
+    layout_bytes = 2 * 3 * SHAPES[model.name]["num_key_value_heads"] * (64 // SHAPES[model.name]["num_attention_heads"])
+    engine = {"block_size": BLOCK, "kv_memory_mb": 1, "speculation": str(model)}
+    with local_cluster({"model": {"path": str(model), "dtype": "float32"}, "engine": engine}) as cluster:
+        with Client(cluster.target) as client:
+            for mode in ("pd", "colocated"):
+                prompt = prompt_of(5 * BLOCK + 3, 7)
+                plain, guessed = (
+                    client.generate(prompt, max_tokens=40, mode=mode, speculation=wanted).result()
+                    for wanted in (False, True)
+                )
+                assert guessed.token_ids == plain.token_ids == tuple(greedy_tokens(model, prompt, 40))
+                assert guessed.accepted_draft_tokens == guessed.draft_tokens > 30
+                assert (
+                    plain.kv_bytes == plain.kv_bytes_expected == (6 * BLOCK * 4 * layout_bytes if mode == "pd" else 0)
+                )
+            workers = client.status().workers
+        cluster.wait_idle()
+    assert {worker.num_blocks for worker in workers} == {2**20 // (2 * 4 * layout_bytes * BLOCK)}
+
+
 def test_coded_kv(model: Path) -> None:
     """Fewer bytes on the link, and the same tokens whichever way."""
     settings = {

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from checkpoints.shape import Experts, ModelShape, RopeScaling
+from checkpoints.source import resolve_model
 from ops import model_memory
+from pdserve.core.config import PdserveConfig
 
 LLAMA_8B = ModelShape(
     architecture="LlamaForCausalLM",
@@ -59,6 +61,20 @@ def test_what_fits() -> None:
     assert list(fit.values()) == [24 * 10**9, kv_bytes, tokens, tokens // 8192, 1]
     assert tokens // 8192 == 7
     assert list(none.values()) == [10 * 10**9, 0, 0, 0, 2]
+
+
+def test_a_draft_model_shares_the_pool() -> None:
+    tiny, other = resolve_model("tiny"), resolve_model("dummy:135m")
+    settings = {"engine": {"kv_memory_mb": 4}, "model": {"dtype": "bfloat16"}}
+    alone, drafting = (
+        model_memory.ServedModel.of(tiny, PdserveConfig.parse(settings), "cpu", draft) for draft in (None, other)
+    )
+    assert drafting.weight_bytes - alone.weight_bytes == other.shape.weight_bytes("bfloat16")
+    assert drafting.pool_bytes == alone.pool_bytes == 4 * 2**20
+    token_bytes = [each.shape.kv_bytes_per_token("bfloat16") for each in (tiny, other)]
+    assert (alone.pool_tokens(), drafting.pool_tokens()) == (4 * 2**20 // token_bytes[0], 4 * 2**20 // sum(token_bytes))
+    counted = PdserveConfig.parse({"engine": {"num_blocks": 8, "block_size": 16}, "model": {"dtype": "bfloat16"}})
+    assert model_memory.ServedModel.of(tiny, counted, "cpu", other).pool_bytes == 8 * 16 * sum(token_bytes)
 
 
 def test_a_token_uses_some_of_the_experts() -> None:

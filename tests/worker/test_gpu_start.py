@@ -15,6 +15,7 @@ from contract.engine import KVRole
 from engine.kernels.cpu_attention import CPUAttention
 from engine.model.attention import Attention, AttentionStep
 from engine.model.decoder import Decoder, DecoderLayer
+from engine.model.draft_model import DraftModel
 from engine.model.kv_pool import KVPool
 from engine.process.build import BuiltEngine, build_engine
 from engine.process.cuda_build import CONTEXT_BYTES, CudaParts, default_pool_bytes
@@ -160,6 +161,25 @@ def _compute_prompt(engine: Engine) -> int:
     while core.step():
         pass
     return len(outbox.kv_events)
+
+
+def test_a_draft_model_has_a_pool_of_as_many_blocks() -> None:
+    """The pools of both share what is left. The draft model's is the engine's own."""
+    gpus = StrictGpus(total_bytes=GPU_BYTES * 2)
+    engine, alone = Engine(gpus, draft_model=TINY), Engine(StrictGpus(total_bytes=GPU_BYTES * 2))
+    assert isinstance(engine.built.drafter, DraftModel)
+    layout, blocks = engine.built.ready.layout, engine.built.ready.num_blocks
+    graphs = alone.built.ready.num_blocks * layout.block_bytes - 2 * blocks * layout.block_bytes
+    assert STEP_BYTES // 5 <= graphs < STEP_BYTES // 5 + 3 * layout.block_bytes  # those of the draft model
+    assert engine.worker.calls.count("memory is allocated") == 1
+    clock = MonotonicClock()
+    scheduler = Scheduler(engine.built.scheduler_config, clock, None, engine.built.drafter)
+    core, outbox = make_core(engine.built.runner, scheduler, run_ahead=True)
+    core.take(submit("r", KVRole.LOCAL, list(range(70)), 30, speculation=True, ignore_eos=True))
+    while core.step():
+        pass
+    assert len(outbox.token_ids["r"]) == 30
+    assert scheduler.load().accepted_draft_tokens == scheduler.load().draft_tokens > 20
 
 
 def test_the_next_engine_gets_the_memory_of_one_that_has_died() -> None:
