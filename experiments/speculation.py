@@ -44,6 +44,7 @@ class SpeculationOptions(Options):
     )
     prompt_len: int = Field(256, ge=16, description="tokens of a prompt")
     output_len: int = option(128, ge=8, description="tokens of an output", quick=48)
+    draft_model: str = Field("", description="also measure the guesses of this draft model (as engine.speculation)")
     device: Literal["cpu", "cuda"] = Field("cpu", description="one core, or the first GPU")
     repeats: int = option(5, ge=1, description="how often each case is measured", quick=2)
 
@@ -72,6 +73,7 @@ class Speculation(Experiment):
         return (
             *(GuessCase(batch, right) for right in self.options.acceptances),
             *(GuessCase(batch, text=text) for text in (REPEATING, RANDOM)),
+            *(GuessCase(batch, None, text, True) for text in (REPEATING, RANDOM) if self.options.draft_model),
         )
 
     def _task(self, batch: int) -> Task:
@@ -86,6 +88,7 @@ class Speculation(Experiment):
             guesses=self._cases(batch),
             prompt_len=options.prompt_len,
             output_len=options.output_len,
+            draft_model=options.draft_model,
         )
 
     async def measure(self, bench: Bench) -> None:
@@ -104,17 +107,19 @@ class Speculation(Experiment):
 
     def summarise(self, run: RunData) -> Figures:
         """``guesses``, one per batch size and kind of guesses: ``batch``, ``guesses``, ``right`` (planted; null for
-        n-grams), ``text``, ``off_tokens_per_s``; by arm (``auto``, ``always``) ``ratio`` of the tokens per second to
-        those without speculation, ``drafts_per_token``, and ``accepted`` (share of the drafts; null without any).
+        n-grams and a draft model), ``text``, ``by_model``, ``off_tokens_per_s``; by arm (``auto``, ``always``)
+        ``ratio`` of the tokens per second to those without speculation, ``drafts_per_token``, and ``accepted`` (share
+        of the drafts; null without any).
         ``pays_from``: by batch size the share of right guesses from which on verifying all of them pays, interpolated
         between those measured; 0 if it always does, null if it never does."""
         rows = []
         for cell in run.cells:
             batch, samples = int(cell.parameters["batch"]), cell.facts.get("samples", ())
             for case in self._cases(batch):
-                mine = [s for s in samples if (s["right"], s["text"]) == (case.right, case.text)]
+                fields = msgspec.structs.asdict(case)
+                mine = [s for s in samples if fields.items() <= {"by_model": False, **s}.items()]
                 if mine:
-                    rows.append({**msgspec.structs.asdict(case), "guesses": case.guesses, **self._figures(mine, batch)})
+                    rows.append({**fields, "guesses": case.guesses, **self._figures(mine, batch)})
         pays_from = {
             str(batch): _pays_from([row for row in rows if row["batch"] == batch and row["right"] is not None])
             for batch in dict.fromkeys(row["batch"] for row in rows)

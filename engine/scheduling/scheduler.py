@@ -63,6 +63,7 @@ class SchedulerOutput:
     seqs: list[ScheduledSeq]
     started_s: float
     preempted: list[str]
+    drafted_s: float = -math.inf  # when its drafts were known
 
 
 class TokenBudget:
@@ -347,10 +348,7 @@ class Scheduler:
             self._start(head)
             parts.append((head, num_tokens))
             budget.spend(num_tokens, wanted)
-        drafts: dict[Sequence, list[int]] = {}
-        if self._drafter is not None and not preempted:
-            drafts, prepared_s = self._draft(self._drafter, parts, budget.left)
-            started_s += prepared_s
+        drafts = {} if self._drafter is None or preempted else self._draft(self._drafter, parts, budget.left)
         return self._launch(parts, started_s, preempted, drafts)
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, Seq[SampledToken]], sampled_s: float) -> Step:
@@ -366,10 +364,11 @@ class Scheduler:
         if oldest is not output:
             raise AssertionError("update() was called for another step than the oldest in flight")
         started_s = max(output.started_s, self._updated_s)
+        computed_s = sampled_s - max(output.drafted_s, started_s)
         self._updated_s = sampled_s
         step = Step(sampled_s, started_s)
         any_ended, block_size = False, self.config.block_size
-        draft_cost = None if self._drafter is None else self._learn_cost(output.seqs, sampled_s - started_s)
+        draft_cost = None if self._drafter is None else self._learn_cost(output.seqs, computed_s)
         for part, seq in zip(output.seqs, seqs, strict=True):
             num_tokens = len(part.token_ids) - part.num_drafts
             any_ended |= self._take_back(part, seq)
@@ -653,44 +652,41 @@ class Scheduler:
         insort(self._preempted, seq, key=_rank)
         self._preemptions += 1
 
-    def _draft(
-        self, drafter: Drafter, parts: list[tuple[Sequence, int]], left: int
-    ) -> tuple[dict[Sequence, list[int]], float]:
-        """The drafts of requests among ``parts``, at most ``left`` in all, and the seconds for which the ``drafter``
-        has prepared guesses of later steps."""
-        rows = sum(num_tokens for _, num_tokens in parts)
+    def _draft(self, drafter: Drafter, parts: list[tuple[Sequence, int]], left: int) -> dict[Sequence, list[int]]:
+        """The drafts of requests among ``parts``, at most ``left`` in all."""
+        policy, rows = self._draft_policy, sum(num_tokens for _, num_tokens in parts)
         tokens = sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts)
-        cost = self._draft_policy.first_cost(rows, tokens)
-        decoding: list[tuple[Sequence, Speculation]] = []
-        contexts: list[DraftContext] = []
+        decoding: list[tuple[Sequence, Speculation, int]] = []
         for seq, num_tokens in parts:
             speculation = seq.speculation
             if speculation is None or num_tokens > 1 or seq.pinned or seq.num_pending_tokens:
                 continue
             most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
-            decodes = most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1
-            if decodes and speculation.gain(1, cost):
-                decoding.append((seq, speculation))
-                contexts.append(_context(seq, most))
-        if not contexts:
-            return {}, 0.0
-        began_s = self._clock.now()
-        ready = drafter.prepare(contexts, left)
-        prepared_s = self._clock.now() - began_s
-        guesses = [(speculation, count) for (_, speculation), count in zip(decoding, ready, strict=True)]
-        lengths = self._draft_policy.lengths(guesses, rows, tokens, left)
-        drafting: list[tuple[Sequence, Speculation]] = []
-        wanted: list[DraftContext] = []
-        for (seq, speculation), length in zip(decoding, lengths, strict=True):
+            if most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1:
+                decoding.append((seq, speculation, most))
+        if not drafter.free:
+            guesses = [(speculation, most) for _, speculation, most in decoding]
+            worth = policy.worth_preparing(guesses, rows, tokens, left)
+            decoding = [each for each, is_worth in zip(decoding, worth, strict=True) if is_worth]
+        if not decoding:
+            return {}
+        ready = drafter.prepare([_context(seq, most) for seq, _, most in decoding], left)
+        guesses = [(speculation, count) for (_, speculation, _), count in zip(decoding, ready, strict=True)]
+        wanted: list[tuple[Sequence, DraftContext]] = []
+        for (seq, _, _), length in zip(decoding, policy.lengths(guesses, rows, tokens, left), strict=True):
             if length and (num_drafts := self._cut_drafts(seq, length)):
-                drafting.append((seq, speculation))
-                wanted.append(_context(seq, num_drafts))
-        drafts: dict[Sequence, list[int]] = {}
-        for (seq, speculation), guess in zip(drafting, drafter.propose(wanted) if wanted else (), strict=True):
-            if guess:
-                drafts[seq] = guess
-                speculation.waits = True  # where it goes on is known when they are verified
-        return drafts, prepared_s
+                wanted.append((seq, _context(seq, num_drafts)))
+        if not wanted:
+            return {}
+        began_s = self._clock.now()
+        found = drafter.propose([context for _, context in wanted])
+        if not drafter.free:
+            policy.observe_passes([context.most for _, context in wanted], self._clock.now() - began_s)
+        drafts = {seq: guess for (seq, _), guess in zip(wanted, found, strict=True) if guess}
+        for seq in drafts:
+            assert seq.speculation is not None
+            seq.speculation.waits = True  # where it goes on is known when they are verified
+        return drafts
 
     def _observe_next(self, seq: Sequence, speculation: Speculation, token_id: int, cost: float | None) -> None:
         """Note whether the guess of the next token of ``seq``, which no step has verified, would have been right, if
@@ -767,7 +763,8 @@ class Scheduler:
             taken = [self._take(seq, num_tokens, drafts.get(seq, ())) for seq, num_tokens in parts]
         else:
             taken = [self._take(seq, num_tokens) for seq, num_tokens in parts]
-        output = SchedulerOutput(taken, started_s, preempted or [])
+        drafted_s = -math.inf if self._drafter is None else self._clock.now()
+        output = SchedulerOutput(taken, started_s, preempted or [], drafted_s)
         if parts:
             self._in_flight.append((output, [seq for seq, _ in parts]))
         return output

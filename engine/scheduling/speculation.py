@@ -166,7 +166,7 @@ class _Steps:
         for name in ("weight", "rows", "seconds", "_rows_rows", "_rows_seconds"):
             setattr(self, name, getattr(self, name) * _STEP_MEMORY)
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: float, seconds: float) -> None:
         """Add a step."""
         self.weight += 1.0
         self.rows += rows
@@ -219,11 +219,39 @@ class StepTimes:
         return max(expected, self.row_s * rows)
 
 
+class PassTimes:
+    """The time of a pass of a draft model over its rows, fitted by a line. There is none of guesses that cost
+    nothing."""
+
+    def __init__(self) -> None:
+        self._passes = _Steps()
+        self._rows: set[int] = set()
+
+    def observe(self, counts: Seq[int], seconds: float) -> None:
+        """Note the time of the passes that have guessed so many tokens of each request, as `StepTimes.observe`
+        does."""
+        rows = sum(counts) / max(counts)
+        if round(rows) not in self._rows:
+            self._rows.add(round(rows))
+            return
+        self._passes.decay()
+        self._passes.add(rows, seconds / max(counts))
+
+    def seconds(self, rows: int) -> float:
+        """The expected time of a pass; 0 while it is unknown."""
+        passes = self._passes
+        if not passes.weight:
+            return 0.0
+        squares, products = passes.spread()
+        row_s = max(0.0, products / squares) if squares > _LEAST_SPREAD else 0.0
+        return max(0.0, (passes.seconds + row_s * (rows * passes.weight - passes.rows)) / passes.weight)
+
+
 class DraftPolicy:
     """Decides how many drafts a step verifies: as many as pay by the times of recent steps."""
 
     def __init__(self) -> None:
-        self._times = StepTimes()
+        self._times, self._passes = StepTimes(), PassTimes()
         self._pays = True
         self._acceptance = Acceptance(memory=_LONG_MEMORY)
         self._starts = 0
@@ -239,41 +267,64 @@ class DraftPolicy:
         """Note that a step has verified ``drafts`` guesses of a request, of which the first ``accepted`` were right."""
         self._acceptance.observe(accepted, drafts)
 
+    def worth_preparing(self, guesses: Seq[tuple[Speculation, int]], rows: int, tokens: float, left: int) -> list[bool]:
+        """For which requests guesses would pay that cost time, if a drafter were ready to make them (see `lengths`).
+        While that is unknown it is tried with one of them."""
+        worth = [length > 0 for length in self.lengths(guesses, rows, tokens, left)]
+        if self._times.seconds(rows, drafting=True) is None and True in worth:
+            first = worth.index(True)
+            worth = [
+                is_worth and (place == first or speculation.always)
+                for place, (is_worth, (speculation, _)) in enumerate(zip(worth, guesses, strict=True))
+            ]
+        return worth
+
     def lengths(self, guesses: Seq[tuple[Speculation, int]], rows: int, tokens: float, left: int) -> list[int]:
         """How many drafts of each request to verify, of those that it has: at most ``left`` in all, in a step that has
         ``rows`` and makes ``tokens`` without them."""
         row_s = self._times.row_s
         plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
-        counts, added, expected = [0] * len(guesses), 0, tokens
+        counts, added, expected, passes_s = [0] * len(guesses), 0, tokens, 0.0
         for depth in range(1, MAX_DRAFTS + 1):
+            deeper: list[int] = []
+            gained = 0.0
             for place, (speculation, most) in enumerate(guesses):
-                if added == left or most < depth or counts[place] < depth - 1:
+                more = added + len(deeper)
+                if more == left or most < depth or counts[place] < depth - 1:
                     continue
-                if drafting_s is None and added >= MAX_DRAFTS and not speculation.always:
+                if drafting_s is None and more >= MAX_DRAFTS and not speculation.always:
                     continue  # a trial
-                step_s = None if drafting_s is None else drafting_s + added * row_s
-                if gain := speculation.gain(depth, _cost(plain_s, step_s, row_s, expected)):
-                    counts[place] = depth
-                    added, expected = added + 1, expected + gain
+                step_s = None if drafting_s is None else drafting_s + passes_s + more * row_s
+                if gain := speculation.gain(depth, _cost(plain_s, step_s, row_s, expected + gained)):
+                    deeper.append(place)
+                    gained += gain
+            pass_s = self._passes.seconds(len(deeper))
+            if drafting_s is not None and not any(guesses[place][0].always for place in deeper):
+                step_s = drafting_s + passes_s + added * row_s
+                if gained * step_s <= expected * (pass_s + len(deeper) * row_s):
+                    break  # the draft model's pass costs more than its guesses save
+            for place in deeper:
+                counts[place] = depth
+            added, expected, passes_s = added + len(deeper), expected + gained, passes_s + pass_s
         if added:
             self._pays = True
             if plain_s is not None and drafting_s is not None:
-                self._pays = expected * plain_s > LEAST_GAIN * tokens * (drafting_s + added * row_s)
+                self._pays = expected * plain_s > LEAST_GAIN * tokens * (drafting_s + passes_s + added * row_s)
         each = zip(counts, guesses, strict=True)
         return [count if self._pays or speculation.always else 0 for count, (speculation, _) in each]
+
+    def observe_passes(self, counts: Seq[int], seconds: float) -> None:
+        """Note the time in which a draft model has guessed so many tokens of each request."""
+        self._passes.observe(counts, seconds)
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Note the time of a step of decodes: more than ``tokens`` rows are those of drafts."""
         self._times.observe(rows, rows > tokens, seconds)
 
-    def first_cost(self, rows: int, tokens: int) -> float | None:
-        """What the first draft costs in a step of so many rows and tokens (see `Speculation.gain`)."""
-        plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
-        return _cost(plain_s, drafting_s, self._times.row_s, tokens)
-
     def cost(self, rows: int, tokens: int) -> float | None:
-        """`first_cost`; None if the last drafts did not pay."""
-        return self.first_cost(rows, tokens) if self._pays else None
+        """What a draft costs in a step of so many rows and tokens (see `Speculation.gain`)."""
+        plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
+        return _cost(plain_s, drafting_s, self._times.row_s, tokens) if self._pays else None
 
 
 def _cost(plain_s: float | None, drafting_s: float | None, row_s: float, tokens: float) -> float | None:

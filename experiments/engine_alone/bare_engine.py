@@ -43,6 +43,7 @@ class BareEngine:
         dtype: str = "auto",
         max_num_seqs: int = 64,
         chunk: int | None = None,
+        draft_model: str = "",
     ) -> None:
         spec = EngineSpec(
             model=model,
@@ -52,13 +53,14 @@ class BareEngine:
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=chunk or EngineConfig().token_budget(device, Role.PREFILL),
+            draft_model=draft_model,
         )
         fd = memory_file.create("bare-engine")
         try:
             built = build_engine(spec, fd)
         finally:
             os.close(fd)
-        self._runner = built.runner
+        self._runner, self._drafter = built.runner, built.drafter
         self._cuda = None if device == "cpu" else Cuda()
         self.ready: Ready = built.ready
         self._config = built.scheduler_config
@@ -127,7 +129,7 @@ class BareEngine:
 
     def guessing(self, prompt_len: int, output_len: int) -> Guessing:
         """What measures guesses of next tokens, in outputs of ``output_len`` after prompts of ``prompt_len``."""
-        return Guessing(self._runner, self._config, self.ready.vocab_size, prompt_len, output_len)
+        return Guessing(self._runner, self._config, self._drafter, self.ready.vocab_size, prompt_len, output_len)
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The log-probability of each token of ``prompt`` after the first, in steps of ``chunk``."""

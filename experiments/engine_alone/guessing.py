@@ -82,9 +82,15 @@ class Guessing:
     """Measures cases with a ``runner``, whose prompts have ``prompt_len`` tokens and whose outputs ``output_len``."""
 
     def __init__(
-        self, runner: ModelRunner, config: SchedulerConfig, vocab_size: int, prompt_len: int, output_len: int
+        self,
+        runner: ModelRunner,
+        config: SchedulerConfig,
+        draft_model: Drafter | None,
+        vocab_size: int,
+        prompt_len: int,
+        output_len: int,
     ) -> None:
-        self._runner, self._config, self._vocab_size = runner, config, vocab_size
+        self._runner, self._config, self._draft_model, self._vocab_size = runner, config, draft_model, vocab_size
         self._prompt_len, self._output_len = prompt_len, output_len
 
     def measure(self, case: GuessCase, arms: Sequence[str], seed: str) -> dict[str, dict[str, Any]]:
@@ -93,6 +99,10 @@ class Guessing:
         if case.right is not None:
             texts = self._serve(case, OFF, None, seed).texts
             drafter = partial(PlantedDrafter, texts, case.right, self._vocab_size)
+        elif case.by_model:
+            assert self._draft_model is not None
+            draft_model = self._draft_model
+            drafter = lambda: draft_model  # noqa: E731
         each = {arm: self._serve(case, arm, None if arm == OFF else drafter(), seed) for arm in arms}
         return {
             arm: {"rate": served.rate, "drafts": served.drafts, "accepted": served.accepted}

@@ -35,7 +35,8 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure, ``repeats`` times after a warm-up: each of ``cases``, and generations of ``output_len`` tokens
     after ``prompt_len``, in each of ``arms``: with and without a KV cache; or, of each of ``guesses``, with speculation
-    and without. ``core``: None on a GPU. ``chunk``: most tokens of a step (default: a prefill worker's budget)."""
+    and without, of some by ``draft_model``. ``core``: None on a GPU. ``chunk``: most tokens of a step (default: a
+    prefill worker's budget)."""
 
     model: str
     device: str
@@ -48,6 +49,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     prompt_len: int = 0
     output_len: int = 0
     chunk: int | None = None
+    draft_model: str = ""
 
     @property
     def measurements(self) -> int:
@@ -136,7 +138,14 @@ def _run(task: Task) -> None:
     batch = max((1, *(case.batch for case in task.guesses)))
     num_blocks = max(blocks_of(task.cases), blocks_for(batch, task.prompt_len + task.output_len))
     most_seqs = max((64, *(case.batch for case in task.cases)))
-    engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs, chunk=task.chunk)
+    engine = BareEngine(
+        task.model,
+        task.device,
+        num_blocks=num_blocks,
+        max_num_seqs=most_seqs,
+        chunk=task.chunk,
+        draft_model=task.draft_model,
+    )
     dtype = engine.ready.dtype
     say(
         Built(

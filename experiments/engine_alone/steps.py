@@ -55,14 +55,17 @@ REPEATING, RANDOM = "repeating", "random"
 
 
 class GuessCase(msgspec.Struct, frozen=True):
-    """``batch`` requests whose guesses are right with the probability ``right``; or are those of n-grams in a ``text``
-    of a kind."""
+    """``batch`` requests whose guesses are right with the probability ``right``; or are those of n-grams, or of the
+    engine's draft model (``by_model``), in a ``text`` of a kind."""
 
     batch: int
     right: float | None = None
     text: str = RANDOM
+    by_model: bool = False
 
     @property
     def guesses(self) -> str:
         """What the guesses are."""
-        return f"n-grams, {self.text} text" if self.right is None else f"{self.right:.0%} right"
+        if self.right is not None:
+            return f"{self.right:.0%} right"
+        return f"{'draft model' if self.by_model else 'n-grams'}, {self.text} text"

@@ -264,8 +264,8 @@ MUTANTS = (
     Mutant(
         "a request is computed ahead while its guesses are verified",
         "engine/scheduling/scheduler.py",
-        "                speculation.waits = True  # where",
-        "                pass  # where",
+        "            seq.speculation.waits = True  # where",
+        "            pass  # where",
     ),
     Mutant(
         "guesses are written beyond a request's blocks",
