@@ -203,10 +203,14 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._pool = self.pool = pool
-        self.vocab_size = model.vocab_size
         self._device = pool.tensor.device
         self._watch: LayerWatch | None = None  # from the first step on that has layers announced
         self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of its model's tokens."""
+        return self._model.vocab_size
 
     def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
         """`launch` a step, sample, and wait for its tokens."""
