@@ -189,12 +189,14 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(Message, frozen=True):
     """The end of a step, and its tokens (none, if it computed a part of a prompt). ``sampled_s`` is when they were
-    known, and ``step_started_s`` when the step was scheduled, or the step before it had ended if that was later: both
-    in seconds of the host's monotonic clock."""
+    known, and ``step_started_s`` when the step was scheduled, or the step before it had ended if that was later.
+    ``drafted_s`` is when a draft model was done with guesses for it (None: it had none to make): all in seconds of the
+    host's monotonic clock."""
 
     sampled_s: float
     step_started_s: float
     tokens: list[TokenOut] = []  # noqa: RUF012 - each step gets a copy
+    drafted_s: float | None = None
 
 
 class Pong(Message, frozen=True):

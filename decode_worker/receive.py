@@ -44,8 +44,7 @@ async def receive(served: ServedRequest) -> None:
     served.tell(
         second,
         *events,
-        served.event(EventKind.DECODE_SCHEDULED, second.token.first_scheduled_s),
-        served.event(EventKind.TOKEN_2_SAMPLED, second.step.sampled_s),
+        *served.token_2_events(second, second.token.first_scheduled_s),
         finish_reason=reason,
         proof=kv.received.proof,
     )

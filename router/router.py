@@ -61,6 +61,7 @@ _TOKEN_2 = frozenset(
         EventKind.ROOM_MADE,
         EventKind.KV_VERIFIED,
         EventKind.DECODE_SCHEDULED,
+        EventKind.DRAFTED,
         EventKind.TOKEN_2_SAMPLED,
         EventKind.TOKEN_2_ARRIVED,
     }

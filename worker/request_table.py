@@ -157,6 +157,14 @@ class ServedRequest:
             self.event(EventKind.TOKEN_1_SAMPLED, first.step.sampled_s),
         )
 
+    def token_2_events(self, second: Sampled, scheduled_s: float) -> tuple[Event, ...]:
+        """The events of the step that sampled token 2; the first step with this request was scheduled at
+        ``scheduled_s``."""
+        step, events = second.step, [self.event(EventKind.DECODE_SCHEDULED, scheduled_s)]
+        if step.drafted_s is not None:
+            events.append(self.event(EventKind.DRAFTED, max(scheduled_s, step.drafted_s)))
+        return *events, self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s)
+
     # --- for the table and for hand-offs -----------------------------------------------------------------------------
 
     def on_token(self, token: TokenOut, step: Step) -> None:

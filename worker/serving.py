@@ -32,8 +32,7 @@ async def run(served: ServedRequest) -> None:
     reason = finish_reason(second.token)
     served.tell(
         second,
-        served.event(EventKind.DECODE_SCHEDULED, second.step.step_started_s),
-        served.event(EventKind.TOKEN_2_SAMPLED, second.step.sampled_s),
+        *served.token_2_events(second, second.step.step_started_s),
         finish_reason=reason,
     )
     if reason is None:

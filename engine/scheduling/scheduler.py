@@ -63,7 +63,7 @@ class SchedulerOutput:
     seqs: list[ScheduledSeq]
     started_s: float
     preempted: list[str]
-    drafted_s: float = -math.inf  # when its drafts were known
+    drafted_s: float | None = None  # when the drafter was done, if its guesses cost anything
 
 
 class TokenBudget:
@@ -348,8 +348,11 @@ class Scheduler:
             self._start(head)
             parts.append((head, num_tokens))
             budget.spend(num_tokens, wanted)
-        drafts = {} if self._drafter is None or preempted else self._draft(self._drafter, parts, budget.left)
-        return self._launch(parts, started_s, preempted, drafts)
+        drafts: dict[Sequence, list[int]] = {}
+        drafted_s: float | None = None
+        if self._drafter is not None and not preempted:
+            drafts, drafted_s = self._draft(self._drafter, parts, budget.left)
+        return self._launch(parts, started_s, preempted, drafts, drafted_s)
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, Seq[SampledToken]], sampled_s: float) -> Step:
         """Apply the results of the oldest step in flight and return its tokens. AssertionError if it is not ``output``.
@@ -364,11 +367,14 @@ class Scheduler:
         if oldest is not output:
             raise AssertionError("update() was called for another step than the oldest in flight")
         started_s = max(output.started_s, self._updated_s)
-        computed_s = sampled_s - max(output.drafted_s, started_s)
+        # A drafter that waits for the step before this one is done before that one's tokens are applied.
+        drafted_s = None if output.drafted_s is None else max(output.drafted_s, started_s)
         self._updated_s = sampled_s
-        step = Step(sampled_s, started_s)
+        step = Step(sampled_s, started_s, drafted_s=drafted_s)
         any_ended, block_size = False, self.config.block_size
-        draft_cost = None if self._drafter is None else self._learn_cost(output.seqs, computed_s)
+        draft_cost = (
+            None if self._drafter is None else self._learn_cost(output.seqs, sampled_s - (drafted_s or started_s))
+        )
         for part, seq in zip(output.seqs, seqs, strict=True):
             num_tokens = len(part.token_ids) - part.num_drafts
             any_ended |= self._take_back(part, seq)
@@ -652,41 +658,44 @@ class Scheduler:
         insort(self._preempted, seq, key=_rank)
         self._preemptions += 1
 
-    def _draft(self, drafter: Drafter, parts: list[tuple[Sequence, int]], left: int) -> dict[Sequence, list[int]]:
-        """The drafts of requests among ``parts``, at most ``left`` in all."""
+    def _draft(
+        self, drafter: Drafter, parts: list[tuple[Sequence, int]], left: int
+    ) -> tuple[dict[Sequence, list[int]], float | None]:
+        """The drafts of requests among ``parts``, at most ``left`` in all, and when the drafter was done, if its
+        guesses cost anything."""
         policy, rows = self._draft_policy, sum(num_tokens for _, num_tokens in parts)
         tokens = sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts)
+        least_outputs = 1 if drafter.free else 2  # the draft model does not delay a request's own token 2
         decoding: list[tuple[Sequence, Speculation, int]] = []
         for seq, num_tokens in parts:
             speculation = seq.speculation
             if speculation is None or num_tokens > 1 or seq.pinned or seq.num_pending_tokens:
                 continue
             most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
-            if most > 0 and seq.num_output_tokens and seq.num_uncomputed_tokens == 1:
+            if most > 0 and seq.num_output_tokens >= least_outputs and seq.num_uncomputed_tokens == 1:
                 decoding.append((seq, speculation, most))
         if not drafter.free:
             guesses = [(speculation, most) for _, speculation, most in decoding]
             worth = policy.worth_preparing(guesses, rows, tokens, left)
             decoding = [each for each, is_worth in zip(decoding, worth, strict=True) if is_worth]
         if not decoding:
-            return {}
+            return {}, None
         ready = drafter.prepare([_context(seq, most) for seq, _, most in decoding], left)
         guesses = [(speculation, count) for (_, speculation, _), count in zip(decoding, ready, strict=True)]
         wanted: list[tuple[Sequence, DraftContext]] = []
         for (seq, _, _), length in zip(decoding, policy.lengths(guesses, rows, tokens, left), strict=True):
             if length and (num_drafts := self._cut_drafts(seq, length)):
                 wanted.append((seq, _context(seq, num_drafts)))
-        if not wanted:
-            return {}
         began_s = self._clock.now()
-        found = drafter.propose([context for _, context in wanted])
-        if not drafter.free:
-            policy.observe_passes([context.most for _, context in wanted], self._clock.now() - began_s)
+        found = drafter.propose([context for _, context in wanted]) if wanted else []
+        drafted_s = None if drafter.free else self._clock.now()
+        if wanted and drafted_s is not None:
+            policy.observe_passes([context.most for _, context in wanted], drafted_s - began_s)
         drafts = {seq: guess for (seq, _), guess in zip(wanted, found, strict=True) if guess}
         for seq in drafts:
             assert seq.speculation is not None
             seq.speculation.waits = True  # where it goes on is known when they are verified
-        return drafts
+        return drafts, drafted_s
 
     def _observe_next(self, seq: Sequence, speculation: Speculation, token_id: int, cost: float | None) -> None:
         """Note whether the guess of the next token of ``seq``, which no step has verified, would have been right, if
@@ -756,14 +765,14 @@ class Scheduler:
         started_s: float,
         preempted: list[str] | None = None,
         drafts: Mapping[Sequence, list[int]] | None = None,
+        drafted_s: float | None = None,
     ) -> SchedulerOutput:
-        """The step of ``parts`` (requests, and how many of their tokens) with ``drafts``, which is in flight now unless
-        there are none."""
+        """The step of ``parts`` (requests, and how many of their tokens) with ``drafts``, which were known at
+        ``drafted_s``. It is in flight now unless there are no parts."""
         if drafts:
             taken = [self._take(seq, num_tokens, drafts.get(seq, ())) for seq, num_tokens in parts]
         else:
             taken = [self._take(seq, num_tokens) for seq, num_tokens in parts]
-        drafted_s = -math.inf if self._drafter is None else self._clock.now()
         output = SchedulerOutput(taken, started_s, preempted or [], drafted_s)
         if parts:
             self._in_flight.append((output, [seq for seq, _ in parts]))

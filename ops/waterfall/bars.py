@@ -21,6 +21,7 @@ COLORS: Mapping[str, str] = {
     "decode_queue": "#f79256",
     "leg_gap": "#8c564b",
     "decode_leg": "#e377c2",
+    "drafting": "#17becf",
     "first_decode": "#a0c55f",
     UNATTRIBUTED: "#444444",
 }

@@ -40,6 +40,7 @@ class EventKind(StrEnum):
     KV_VERIFIED = "kv_verified"  # d: the last block is verified and in the pool
     DECODE_READY = "decode_ready"  # d: the same, where token 1 was held back until then (router.first_token: decode)
     DECODE_SCHEDULED = "decode_scheduled"  # d: first step with this request begins
+    DRAFTED = "drafted"  # d: in the step of token 2, a draft model is done with guesses for other requests
     TOKEN_2_SAMPLED = "token_2_sampled"  # d
     TOKEN_2_ARRIVED = "token_2_arrived"  # g
     TOKEN_2_EMITTED = "token_2_emitted"  # g
@@ -136,10 +137,11 @@ _HANDOFF = (
         ((_K.DECODE_SENT, _K.PREFILL_ANSWERED, _K.DECODE_ANSWERED),),
         "KV transfer, allocation, waiting and the first step, on an external engine",
     ),
+    Stage("drafting", ((_K.DECODE_SCHEDULED, _K.DRAFTED),), "a draft model's guesses for other requests"),
     Stage(
         "first_decode",
         (
-            (_K.DECODE_SCHEDULED, _K.TOKEN_2_SAMPLED),
+            (_K.DRAFTED, _K.DECODE_SCHEDULED, _K.TOKEN_2_SAMPLED),
             (_K.DECODE_ANSWERED, _K.PREFILL_ANSWERED, _K.TOKEN_2_ARRIVED),
         ),
         "the step that makes token 2",

@@ -45,6 +45,7 @@ async def test_the_timeline_has_every_event_and_the_stages_leave_no_gap(make_clu
     record = cluster.record()
     await cluster.watched(record)
     others = {EventKind.FINISHED, EventKind.DECODE_READY, EventKind.PREFIX_AWAITED, EventKind.PREFIX_READY}
+    others.add(EventKind.DRAFTED)
     assert set(EventKind) - EXTERNAL_EVENTS - set(record.timeline.events) == others
     for figure in Figure:
         breakdown = record.timeline.breakdown(figure)

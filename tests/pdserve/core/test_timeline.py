@@ -41,6 +41,7 @@ TRUE_MS = {
     K.ROOM_MADE: 62.0,
     K.KV_VERIFIED: 77.0,
     K.DECODE_SCHEDULED: 84.0,
+    K.DRAFTED: 90.0,
     K.TOKEN_2_SAMPLED: 99.0,
     K.TOKEN_2_ARRIVED: 104.0,
     K.TOKEN_2_EMITTED: 107.0,
@@ -49,7 +50,7 @@ TRUE_MS = {
 # The same of a request to engines that tell nothing of what happens in them.
 EXTERNAL_MS = {K.PREFILL_ANSWERED: 58.0, K.DECODE_SENT: 61.0, K.DECODE_ANSWERED: 88.0}
 ON_PREFILL = {K.PREFILL_RECEIVED, K.PREFIX_AWAITED, K.PREFIX_READY, K.PREFILL_SCHEDULED, K.TOKEN_1_SAMPLED}
-ON_DECODE = {K.ROOM_MADE, K.KV_VERIFIED, K.DECODE_SCHEDULED, K.TOKEN_2_SAMPLED}
+ON_DECODE = {K.ROOM_MADE, K.KV_VERIFIED, K.DECODE_SCHEDULED, K.DRAFTED, K.TOKEN_2_SAMPLED}
 
 TTFT_MS = {
     "gateway": 2.0 + 1.0,
@@ -69,7 +70,8 @@ TTFT_DECODE_MS = {
     "prefill": 40.0,
     "kv_exposed": 20.0,
     "decode_queue": 7.0,
-    "first_decode": 15.0,
+    "drafting": 6.0,
+    "first_decode": 9.0,
     UNATTRIBUTED: 1.0,
 }
 
@@ -121,6 +123,9 @@ def test_a_prompt_of_which_nothing_is_fetched_waits_for_the_engine_alone() -> No
 
 def test_ttft_decode_of_a_handed_off_request() -> None:
     assert stages(timeline(), TTFT_DECODE) == pytest.approx(TTFT_DECODE_MS)
+    alone = TTFT_DECODE_MS | {"first_decode": 15.0}
+    del alone["drafting"]
+    assert stages(timeline(leave_out=(K.DRAFTED,)), TTFT_DECODE) == pytest.approx(alone)
 
 
 def test_ttft_decode_of_a_colocated_request_queues_from_token_1() -> None:
