@@ -169,6 +169,7 @@ class Connection:
         self._early: tuple[deque[Any], deque[Any]] = (deque(), deque())  # for an end that is not attached yet
         self._attached = [False, False]
         self._early_end = ""  # why it ended before both ends were attached
+        self._held_end: tuple[int, str] | None = None  # for which end, and why, behind what is held back
         self._watched = False
 
     def __hash__(self) -> int:
@@ -219,6 +220,9 @@ class Connection:
             if held and not self.network.blocked(self.processes[side], self.processes[1 - side]):
                 while held:
                     self._deliver(side, held.popleft(), self.network.delay_s())
+                if self._held_end is not None and self._held_end[0] == 1 - side:
+                    self._end_later(*self._held_end)
+                    self._forget()
 
     def watch(self) -> None:
         """Break the connection if its ends cannot reach each other for `KEEPALIVE_S`."""
@@ -256,16 +260,18 @@ class Connection:
 
     def close(self, why: str, by: int | None = None) -> None:
         """End the connection: the ends notice, except ``by``, which has closed it."""
-        if self.closed:
+        if self.closed or self._held_end is not None:
             return
-        self._forget()
         for side, end in enumerate(self.ends):
             if by == 1 - side and self._held[by] and end is not None:  # the end does not overtake what is held back
+                self._held_end = side, why
                 end[0].call_later(KEEPALIVE_S, self._end, side, "keepalive: no answer")
             elif side != by:
                 self._end_later(side, why)
         if by is not None:
             self.ends[by] = None
+        if self._held_end is None:
+            self._forget()
 
     def _end_later(self, side: int, why: str) -> None:
         """After the messages on their way."""
@@ -278,6 +284,7 @@ class Connection:
 
     def _end(self, side: int, why: str) -> None:
         end, self.ends[side] = self.ends[side], None
+        self._forget()
         if end is not None:
             end[2](why)
 
