@@ -139,7 +139,7 @@ class ServedModel:
         tokens = max(engine.max_num_seqs, *(engine.token_budget(device, role) for role in Role))
         draft_weight_bytes = draft_token_bytes = 0
         if draft is not None:
-            draft_weight_bytes = draft.shape.weight_bytes(dtype, keep_fp8)
+            draft_weight_bytes = draft.shape.weight_bytes(dtype, device == "cuda" and dtype == "bfloat16")
             draft_token_bytes = draft.shape.kv_bytes_per_token(dtype)
         if engine.num_blocks is not None:
             pool_bytes = engine.num_blocks * (layout.block_bytes + layout.block_size * draft_token_bytes)

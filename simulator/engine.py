@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
@@ -182,7 +183,11 @@ class WorldDrafter(Drafter):
     def __init__(self, start: Callable[[str], Chain], chance: random.Random) -> None:
         self._start, self._chance = start, chance
         self._chains: dict[str, Chain] = {}
-        self.free = chance.random() < 0.5
+        self.free, self.max_context, self.took_s = chance.random() < 0.5, sys.maxsize, 0.0
+
+    def missing(self, context: DraftContext) -> int:
+        """None."""
+        return 0
 
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""

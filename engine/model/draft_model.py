@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 
+from engine.core import CALM_STEPS
 from engine.model.runner import LaunchedStep, ModelRunner
 from engine.scheduling.batch import PENDING, ScheduledSeq, StepTooLarge
 from engine.scheduling.speculation import MAX_DRAFTS, DraftContext, Drafter
@@ -19,39 +22,46 @@ class DraftModel(Drafter):
     each request has the blocks of the same numbers in both. Blocks that requests share hold the same tokens, so they
     may write them again. Nothing depends on what is in them but whether guesses are right.
 
-    ``max_positions``: tokens of its longest sequence. ``vocab_size``: ids of the model whose tokens it guesses; ids
+    ``max_context``: tokens of its longest sequence. ``vocab_size``: ids of the model whose tokens it guesses; ids
     that only one of both has are those of no text.
     """
 
     free = False
 
-    def __init__(self, runner: ModelRunner, max_positions: int, vocab_size: int) -> None:
-        self._runner, self._max_positions, self._vocab_size = runner, max_positions, vocab_size
+    def __init__(self, runner: ModelRunner, max_context: int, vocab_size: int) -> None:
+        self._runner, self.max_context, self._vocab_size = runner, max_context, vocab_size
+        self._largest = sys.maxsize  # tokens of a pass for which memory does not lack
+        self._pause = 0  # calls
+        self.took_s = 0.0
         self._computed: dict[str, tuple[int, list[int]]] = {}
         """Of requests, how many of the first tokens have their KV in the pool, and the guesses whose KV follows."""
 
+    def missing(self, context: DraftContext) -> int:
+        """See `Drafter`."""
+        return len(context.token_ids) - 1 - self._start(context)
+
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
-        """See `Drafter`. It computes the KV of tokens that it was not asked about, of prompts above all."""
+        """See `Drafter`. A few missing tokens are computed with the first guess."""
+        if self._pause:
+            self._pause -= 1
+            return [0] * len(contexts)
+        budget = min(budget, self._largest)
         counts: list[int] = []
         parts: list[ScheduledSeq] = []
         for context in contexts:
-            room = max(0, self._max_positions - len(context.token_ids))
-            start = self._start(context)
-            missing = len(context.token_ids) - 1 - start if room else 0
-            if missing > MAX_DRAFTS:
-                count = min(missing, budget)
+            start, missing = self._start(context), self.missing(context)
+            if missing > MAX_DRAFTS and (count := min(missing, budget)):
                 budget, missing = budget - count, missing - count
-                if count:
-                    parts.append(self._part(context, start, start + count, sample=False))
-                    self._computed[context.attempt_id] = start + count, []
-            counts.append(min(context.most, room) if missing <= MAX_DRAFTS else 0)
+                parts.append(self._part(context, start, start + count, sample=False))
+            counts.append(context.most if missing <= MAX_DRAFTS else 0)
         if not parts:
             return counts
         try:
             self._runner.execute(parts)
         except StepTooLarge:
-            self._computed.clear()
+            self._give_up(parts)
             return [0] * len(contexts)
+        self._computed.update((part.attempt_id, (part.end, [])) for part in parts)
         return counts
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
@@ -59,6 +69,8 @@ class DraftModel(Drafter):
         asked = {context.attempt_id: context.most for context in contexts}
         parts = [self._part(each, self._start(each), len(each.token_ids), sample=True) for each in contexts]
         passes: list[LaunchedStep] = []
+        self._runner.synchronize()
+        began_s = time.perf_counter()
         guesses: dict[str, list[int]] = {attempt_id: [] for attempt_id in asked}
         try:
             for depth in range(1, max(asked.values()) + 1):
@@ -69,8 +81,9 @@ class DraftModel(Drafter):
                 for attempt_id, [token] in each.tokens().items():
                     guesses[attempt_id].append(token.token_id)
         except StepTooLarge:
-            self._computed.clear()
+            self._give_up(parts)
             return [[] for _ in contexts]
+        self.took_s = time.perf_counter() - began_s
         for context in contexts:
             self._computed[context.attempt_id] = len(context.token_ids), guesses[context.attempt_id][:-1]
         return [self._known_ids(guess) for guess in guesses.values()]
@@ -78,6 +91,11 @@ class DraftModel(Drafter):
     def forget(self, attempt_id: str) -> None:
         """See `Drafter`."""
         self._computed.pop(attempt_id, None)
+
+    def _give_up(self, parts: Sequence[ScheduledSeq]) -> None:
+        """Compute nothing for a while, and then passes of half the tokens of ``parts``, for which memory lacks."""
+        self._largest = max(1, sum(len(part.token_ids) for part in parts) // 2)
+        self._pause = CALM_STEPS
 
     def _start(self, context: DraftContext) -> int:
         """Where its tokens without KV begin: at the last one at the latest."""

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,10 @@ def build_engine(
         parts = cuda_parts(spec)
         build = CudaBuild(spec, cuda, _GPU, parts, pool_memory)
         model = Decoder(weights, max_context, parts.layer_type, long_rope, spec.batch_invariant)
-        drafts = None
-        if draft is not None:
-            drafts = Decoder(draft.weights, draft.max_positions, parts.layer_type, draft.long_rope), draft.layout
+        gpu_draft = None if draft is None else _GpuDraft(spec, draft, cuda, cuda_parts)
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
-        default_bytes = 0 if sized else build.pool_bytes(model, layout, max_context, drafts)
+        graph_bytes = 0 if sized or gpu_draft is None else gpu_draft.graph_bytes()
+        default_bytes = 0 if sized else build.pool_bytes(model, layout, max_context, graph_bytes)
     else:
         default_bytes = DEFAULT_CPU_KV_BYTES
     num_blocks = _num_blocks(spec, blocks_bytes, layout.block_size, default_bytes)
@@ -133,7 +132,7 @@ def build_engine(
     max_model_len = spec.max_model_len or min(max_context, num_blocks * layout.block_size)
     if on_gpu:
         runner = build.runner(model, layout, num_blocks, max_model_len)
-        draft_runner = None if drafts is None else build.draft_runner(*drafts, num_blocks, max_model_len)
+        draft_runner = None if gpu_draft is None else gpu_draft.runner(num_blocks, max_model_len)
     else:
         runner = _cpu_runner(spec, weights, max_model_len, layout, num_blocks, memory_fd, share, others)
         if others is not None:
@@ -215,7 +214,32 @@ def _load_draft(
     return _Draft(weights, _layout(spec, source.shape, "", dtype), _uses_long_rope(spec, source.shape))
 
 
+def _draft_spec(spec: EngineSpec) -> EngineSpec:
+    """How a draft model is computed: guesses may depend on the batch."""
+    return replace(spec, batch_invariant=False, prefill_attention="auto", tensor_parallel=1)
+
+
+class _GpuDraft:
+    """The draft model of an engine on a GPU, with a pool that nobody else reads."""
+
+    def __init__(
+        self, spec: EngineSpec, draft: _Draft, cuda: Cuda, cuda_parts: Callable[[EngineSpec], CudaParts]
+    ) -> None:
+        spec = _draft_spec(spec)
+        parts = cuda_parts(spec)
+        self._build = CudaBuild(spec, cuda, _GPU, parts, lambda num_bytes: [])
+        self._layout, self._max_positions = draft.layout, draft.max_positions
+        self._model = Decoder(draft.weights, draft.max_positions, parts.layer_type, draft.long_rope)
+
+    def graph_bytes(self) -> int:
+        return self._build.graph_bytes(self._model, self._layout)
+
+    def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
+        return self._build.runner(self._model, self._layout, num_blocks, min(max_model_len, self._max_positions))
+
+
 def _cpu_draft_runner(spec: EngineSpec, draft: _Draft, num_blocks: int, max_model_len: int) -> ModelRunner:
+    spec = _draft_spec(spec)
     fd = memory_file.create("pdserve-draft")
     try:
         runner = _cpu_runner(spec, draft.weights, draft.max_positions, draft.layout, num_blocks, fd, None, None)

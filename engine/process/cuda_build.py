@@ -90,19 +90,17 @@ class CudaBuild:
         self._spec, self._cuda, self._index, self._parts = spec, cuda, index, parts
         self._pool_memory = pool_memory
 
-    def pool_bytes(
-        self, model: Decoder, layout: KVLayout, max_context: int, drafts: tuple[Decoder, KVLayout] | None = None
-    ) -> int:
-        """The pool's default size, or that of the pools of both models, if a draft model ``drafts``. Runs the largest
-        steps over a pool of one block, whose content does not matter."""
+    def pool_bytes(self, model: Decoder, layout: KVLayout, max_context: int, draft_graphs: int = 0) -> int:
+        """The pool's default size, or that of the pools of both models, if there is a draft model, whose graphs keep
+        ``draft_graphs`` bytes. Runs the largest steps over a pool of one block, whose content does not matter."""
         figures = self._cuda.memory(self._index)
         held = figures.held
         largest = self._peak(model, layout, min(self._spec.max_num_batched_tokens, max_context)) - held
-        recorded = [each for each in ((model, layout), drafts) if each is not None and self._recordable(each[0])]
-        decodes = sum(self._peak(*each, 0) - held for each in recorded)
+        decodes = self._peak(model, layout, 0) - held if self._recordable(model) else 0
         limit = memory_limit(os.environ, self._index)
         size = default_pool_bytes(
-            figures.total, self._spec.device_share, held, largest, decodes, limit, self._spec.links_bytes
+            *(figures.total, self._spec.device_share, held + draft_graphs, largest, decodes, limit),
+            links_bytes=self._spec.links_bytes,
         )
         log.info(
             "of %.0f MiB x %.2f: %.0f MiB weights, %.0f MiB for a step, %.0f MiB for graphs, %.0f MiB KV pool",
@@ -115,14 +113,6 @@ class CudaBuild:
     def runner(self, model: Decoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
         """The pool and its runner, warmed up, with its graphs recorded."""
         pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index, self._pool_memory, model.dtype)
-        return self._runner(model, pool, max_model_len)
-
-    def draft_runner(self, model: Decoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
-        """The same for a draft model, whose pool nobody else reads."""
-        pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index, compute_dtype=model.dtype)
-        return self._runner(model, pool, min(max_model_len, model.shape.max_position_embeddings))
-
-    def _runner(self, model: Decoder, pool: KVPool, max_model_len: int) -> ModelRunner:
         self._parts.check(pool, model)
         attention = self._parts.attention(pool, model)
         graphs = None
@@ -130,13 +120,18 @@ class CudaBuild:
             log.warning("decode runs without CUDA graphs: experts need PyTorch's grouped products, which are native in "
                         "bfloat16 on some GPUs, and compute neither in FP8 nor batch-invariantly")  # fmt: skip
         if self._recordable(model):
-            blocks = pool.layout.blocks_for(max_model_len)
+            blocks = layout.blocks_for(max_model_len)
             graphs = self._parts.graphs(model, pool, attention, self._spec.max_num_seqs, blocks)
             graphs.capture(self._cuda, self._index)
         runner = ModelRunner(model, attention, pool, graphs, self._cuda, self._parts.draw_rows)
         runner.warmup(min(self._spec.max_num_batched_tokens, max_model_len))
         runner.execute([ScheduledSeq("warmup", [0], 0, [0], True, _COSTLY)])  # compiles the sampler's kernel
         return runner
+
+    def graph_bytes(self, model: Decoder, layout: KVLayout) -> int:
+        """What the recorded decode steps of a further model keep."""
+        held = self._cuda.memory(self._index).held
+        return self._peak(model, layout, 0) - held + _GRAPH_BYTES if self._recordable(model) else 0
 
     def _recordable(self, model: Decoder) -> bool:
         """Whether decode steps are recorded. Those of experts have to be native grouped products."""

@@ -20,7 +20,7 @@ from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.speculation import MAX_DRAFTS, DraftContext, Drafter, DraftPolicy, Speculation
+from engine.scheduling.speculation import MAX_DRAFTS, MOST_MISSING, DraftContext, Drafter, DraftPolicy, Speculation
 from engine.scheduling.structures import Matcher
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
@@ -181,6 +181,7 @@ class Scheduler:
         self._awaiting_kv: dict[str, Sequence] = {}
         self._in_flight: deque[tuple[SchedulerOutput, list[Sequence]]] = deque()  # steps and their requests
         self._updated_s = -math.inf
+        self._drafted_beside: SchedulerOutput | None = None  # the last step in flight while a drafter computed
         self._events: list[SchedulerEvent] = []
         self._arrivals = 0
         self._preemptions = 0
@@ -372,9 +373,7 @@ class Scheduler:
         self._updated_s = sampled_s
         step = Step(sampled_s, started_s, drafted_s=drafted_s)
         any_ended, block_size = False, self.config.block_size
-        draft_cost = (
-            None if self._drafter is None else self._learn_cost(output.seqs, sampled_s - (drafted_s or started_s))
-        )
+        draft_cost = None if self._drafter is None else self._learn_cost(output, sampled_s - (drafted_s or started_s))
         for part, seq in zip(output.seqs, seqs, strict=True):
             num_tokens = len(part.token_ids) - part.num_drafts
             any_ended |= self._take_back(part, seq)
@@ -671,26 +670,36 @@ class Scheduler:
             speculation = seq.speculation
             if speculation is None or num_tokens > 1 or seq.pinned or seq.num_pending_tokens:
                 continue
-            most = min(MAX_DRAFTS, seq.max_tokens - seq.num_output_tokens - 1)
-            if most > 0 and seq.num_output_tokens >= least_outputs and seq.num_uncomputed_tokens == 1:
+            to_come = seq.max_tokens - seq.num_output_tokens - 1
+            most = min(MAX_DRAFTS, to_come, drafter.max_context - len(seq.token_ids))
+            if seq.num_output_tokens < least_outputs or seq.num_uncomputed_tokens != 1:
+                continue
+            if most > 0 and drafter.missing(_context(seq, most)) <= MOST_MISSING * to_come:
                 decoding.append((seq, speculation, most))
+            else:
+                speculation.rest(policy.rest_steps)
         if not drafter.free:
             guesses = [(speculation, most) for _, speculation, most in decoding]
             worth = policy.worth_preparing(guesses, rows, tokens, left)
+            for (_, speculation, _), is_worth in zip(decoding, worth, strict=True):
+                if not is_worth:
+                    speculation.rest(policy.rest_steps)
             decoding = [each for each, is_worth in zip(decoding, worth, strict=True) if is_worth]
         if not decoding:
             return {}, None
-        ready = drafter.prepare([_context(seq, most) for seq, _, most in decoding], left)
+        budget = left if self.config.chunk_tokens is None else min(left, self.config.chunk_tokens)
+        ready = drafter.prepare([_context(seq, most) for seq, _, most in decoding], budget)
         guesses = [(speculation, count) for (_, speculation, _), count in zip(decoding, ready, strict=True)]
         wanted: list[tuple[Sequence, DraftContext]] = []
         for (seq, _, _), length in zip(decoding, policy.lengths(guesses, rows, tokens, left), strict=True):
             if length and (num_drafts := self._cut_drafts(seq, length)):
                 wanted.append((seq, _context(seq, num_drafts)))
-        began_s = self._clock.now()
         found = drafter.propose([context for _, context in wanted]) if wanted else []
         drafted_s = None if drafter.free else self._clock.now()
+        if drafted_s is not None and self._in_flight:  # its end is seen when the drafter is done, too
+            self._drafted_beside = self._in_flight[-1][0]
         if wanted and drafted_s is not None:
-            policy.observe_passes([context.most for _, context in wanted], drafted_s - began_s)
+            policy.observe_passes([context.most for _, context in wanted], drafter.took_s)
         drafts = {seq: guess for (seq, _), guess in zip(wanted, found, strict=True) if guess}
         for seq in drafts:
             assert seq.speculation is not None
@@ -742,20 +751,22 @@ class Scheduler:
                 TokenOut(seq.attempt_id, token.token_id, finish_reason, first.first_scheduled_s, token.logprobs)
             )
         accepted = len(step.tokens) - 1 - place
+        compared = part.num_drafts if reason is None else accepted
         self._draft_tokens += part.num_drafts
         self._accepted_draft_tokens += accepted
-        self._draft_policy.accept(accepted, part.num_drafts)
+        self._draft_policy.accept(accepted, compared)
         if seq.speculation is not None:
-            seq.speculation.observe(accepted, part.num_drafts, draft_cost)
+            seq.speculation.observe(accepted, compared, draft_cost)
         step.tokens[place] = msgspec.structs.replace(
             first, draft_tokens=part.num_drafts, accepted_draft_tokens=accepted
         )
         return reason
 
-    def _learn_cost(self, parts: list[ScheduledSeq], step_s: float) -> float | None:
-        """Note the time of a step of ``parts``, and return what a draft costs in one like it."""
+    def _learn_cost(self, output: SchedulerOutput, step_s: float) -> float | None:
+        """Note the time of a step, and return what a draft costs in one like it."""
+        parts = output.seqs
         rows = sum(len(part.token_ids) for part in parts)
-        if all(part.decodes for part in parts):
+        if output is not self._drafted_beside and all(part.decodes for part in parts):
             self._draft_policy.observe(rows, len(parts), step_s)
         return self._draft_policy.cost(rows, len(parts))
 

@@ -8,6 +8,8 @@ guess is accepted with the probability that the model gives it, as by rejection 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -26,6 +28,14 @@ _MEMORY = 0.9
 """The weight of a guess in the next one's estimate, so that some ten guesses count."""
 _UNKNOWN = 0.5
 """The acceptance of a request of which nothing is known."""
+MOST_MISSING = 64
+"""Tokens that a draft model computes before its first guess, at most, for each token that is still to come: guesses
+save no more than a step each."""
+_COSTLY_TRIAL_DRAFTS = 2
+_REST_STEPS = 64
+"""Requests without drafts are tried again every so many steps, at once, because they share the passes."""
+_LARGEST = 4.0
+"""How many times the expected time of a pass counts at most: a pass may be interrupted."""
 _FRESH_EVERY = 32
 """Of so many requests, one starts with an acceptance as if nothing were known of those before it."""
 _LONG_MEMORY = 0.99
@@ -50,9 +60,17 @@ class Drafter(Protocol):
 
     free: bool
     """Its guesses cost nothing. What no step verifies is compared with the sampled token then."""
+    max_context: int
+    """Tokens of a request and of guesses, at most."""
+    took_s: float
+    """Seconds of the last `propose`, without those in which it has waited for steps. Not read if guesses are free."""
+
+    def missing(self, context: DraftContext) -> int:
+        """How many tokens of a request it has to compute before it can guess."""
+        ...
 
     def prepare(self, contexts: Seq[DraftContext], budget: int) -> list[int]:
-        """How many tokens it can guess now, of each request. It may compute ``budget`` tokens to be able to."""
+        """How many tokens it can guess now, of each request. It computes at most ``budget`` missing tokens before."""
         ...
 
     def propose(self, contexts: Seq[DraftContext]) -> list[list[int]]:
@@ -67,14 +85,18 @@ class Drafter(Protocol):
 class NgramDrafter(Drafter):
     """Guesses that after the last `NGRAM` tokens come those that came after them the last time, in prompt or output."""
 
-    free = True
+    free, max_context, took_s = True, sys.maxsize, 0.0
 
     def __init__(self) -> None:
         self._indexes: dict[str, _NgramIndex] = {}
 
+    def missing(self, context: DraftContext) -> int:
+        """None."""
+        return 0
+
     def prepare(self, contexts: Seq[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
-        return [len(guess) for guess in self.propose(contexts)]
+        return [context.most if self._place(context) < len(context.token_ids) else 0 for context in contexts]
 
     def propose(self, contexts: Seq[DraftContext]) -> list[list[int]]:
         """See `Drafter`."""
@@ -84,12 +106,15 @@ class NgramDrafter(Drafter):
         """See `Drafter`."""
         self._indexes.pop(attempt_id, None)
 
-    def _propose(self, context: DraftContext) -> list[int]:
-        token_ids, most = context.token_ids, context.most
+    def _place(self, context: DraftContext) -> int:
         index = self._indexes.get(context.attempt_id)
         if index is None:
-            index = self._indexes[context.attempt_id] = _NgramIndex(token_ids)
-        place, end = index.place(token_ids), len(token_ids)
+            index = self._indexes[context.attempt_id] = _NgramIndex(context.token_ids)
+        return index.place(context.token_ids)
+
+    def _propose(self, context: DraftContext) -> list[int]:
+        token_ids, most = context.token_ids, context.most
+        place, end = self._place(context), len(token_ids)
         # A guess may go on after the end: what repeats is as long as the way back.
         return [token_ids[place + number % (end - place)] for number in range(most)] if place < end else []
 
@@ -129,19 +154,25 @@ class Acceptance:
 
 
 class Speculation:
-    """The guesses for one request, by a drafter whose guesses are ``free`` or not. With ``always`` a step verifies as
-    many as it can, else as many as pay, if guesses are at first right with the probability ``acceptance``."""
+    """The guesses for one request. With ``always`` a step verifies as many as it can, else as many as pay. If they cost
+    something, ``start`` returns how often guesses of others are right, else it is None."""
 
-    def __init__(self, always: bool, free: bool = True, acceptance: float = _UNKNOWN) -> None:
-        self.always, self._free = always, free
-        self.waits = not free
+    def __init__(self, always: bool, start: Callable[[], float] | None = None) -> None:
+        self.always, self._start = always, start
+        self.waits = start is not None
         """Its next step has to know its last token: drafts are being verified, or are likely to be worth it."""
-        self._acceptance = Acceptance(acceptance)
+        self._acceptance = Acceptance(_UNKNOWN if start is None else start())
+        self._rest = 0  # steps
 
     @property
     def acceptance(self) -> float:
         """See `Acceptance`."""
         return self._acceptance.value
+
+    @property
+    def trial_drafts(self) -> int:
+        """Drafts of a step at most, while it is not known what they cost."""
+        return MAX_DRAFTS if self._start is None else _COSTLY_TRIAL_DRAFTS
 
     def gain(self, depth: int, cost: float | None) -> float:
         """The tokens that draft number ``depth`` is expected to add; 0 if it does not pay: if a step makes as many in
@@ -152,7 +183,20 @@ class Speculation:
     def observe(self, accepted: int, drafts: int, cost: float | None) -> None:
         """Note that the first ``accepted`` of ``drafts`` guesses were right, and what a draft costs now."""
         self._acceptance.observe(accepted, drafts)
-        self.waits = (accepted > 0 or not self._free) and self.gain(1, cost) > 0.0
+        if self._start is None:
+            self.waits = accepted > 0 and self.gain(1, cost) > 0.0
+            return
+        if self._rest and not drafts:
+            self._rest -= 1
+            if not self._rest:
+                self._acceptance = Acceptance(self._start())
+        self.waits = not self._rest
+
+    def rest(self, steps: int) -> None:
+        """Note that its guesses are not worth their cost now: so many steps need not know its last token. Then its
+        acceptance is estimated anew."""
+        self._rest = self._rest or steps
+        self.waits = False
 
 
 class _Steps:
@@ -230,17 +274,21 @@ class PassTimes:
     def observe(self, counts: Seq[int], seconds: float) -> None:
         """Note the time of the passes that have guessed so many tokens of each request, as `StepTimes.observe`
         does."""
-        rows = sum(counts) / max(counts)
-        if round(rows) not in self._rows:
-            self._rows.add(round(rows))
+        rows = round(sum(counts) / max(counts))
+        if rows not in self._rows:
+            self._rows.add(rows)
             return
+        expected_s, pass_s = self.seconds(rows), seconds / max(counts)
+        self._passes.add(rows, min(pass_s, _LARGEST * expected_s) if expected_s else pass_s)
+
+    def decay(self) -> None:
+        """Let all passes so far count less."""
         self._passes.decay()
-        self._passes.add(rows, seconds / max(counts))
 
     def seconds(self, rows: int) -> float:
-        """The expected time of a pass; 0 while it is unknown."""
+        """The expected time of a pass; 0 while it is unknown, or if there was none for long."""
         passes = self._passes
-        if not passes.weight:
+        if passes.weight < _LEAST_WEIGHT:
             return 0.0
         squares, products = passes.spread()
         row_s = max(0.0, products / squares) if squares > _LEAST_SPREAD else 0.0
@@ -254,14 +302,22 @@ class DraftPolicy:
         self._times, self._passes = StepTimes(), PassTimes()
         self._pays = True
         self._acceptance = Acceptance(memory=_LONG_MEMORY)
-        self._starts = 0
+        self._starts = self._steps = 0
 
     def start(self, always: bool, free: bool) -> Speculation:
         """The speculation of a new request. Where guesses are not ``free``, it starts with the acceptance of others,
         so that a drafter that is seldom right costs little."""
+        return Speculation(always, None if free else self._prior)
+
+    def _prior(self) -> float:
         self._starts += 1
-        fresh = free or self._starts % _FRESH_EVERY == 1
-        return Speculation(always, free, _UNKNOWN if fresh else self._acceptance.value)
+        return _UNKNOWN if self._starts % _FRESH_EVERY == 1 else self._acceptance.value
+
+    @property
+    def rest_steps(self) -> int:
+        """After so many steps, requests without drafts are tried again; at once, while no step has been timed."""
+        timed = self._times.seconds(1, drafting=False) is not None
+        return _REST_STEPS - self._steps % _REST_STEPS if timed else 0
 
     def accept(self, accepted: int, drafts: int) -> None:
         """Note that a step has verified ``drafts`` guesses of a request, of which the first ``accepted`` were right."""
@@ -292,8 +348,8 @@ class DraftPolicy:
                 more = added + len(deeper)
                 if more == left or most < depth or counts[place] < depth - 1:
                     continue
-                if drafting_s is None and more >= MAX_DRAFTS and not speculation.always:
-                    continue  # a trial
+                if drafting_s is None and more >= speculation.trial_drafts and not speculation.always:
+                    continue
                 step_s = None if drafting_s is None else drafting_s + passes_s + more * row_s
                 if gain := speculation.gain(depth, _cost(plain_s, step_s, row_s, expected + gained)):
                     deeper.append(place)
@@ -320,9 +376,11 @@ class DraftPolicy:
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Note the time of a step of decodes: more than ``tokens`` rows are those of drafts."""
         self._times.observe(rows, rows > tokens, seconds)
+        self._passes.decay()
 
     def cost(self, rows: int, tokens: int) -> float | None:
-        """What a draft costs in a step of so many rows and tokens (see `Speculation.gain`)."""
+        """What a draft costs in a step of so many rows and tokens (see `Speculation.gain`), which has just ended."""
+        self._steps += 1
         plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
         return _cost(plain_s, drafting_s, self._times.row_s, tokens) if self._pays else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,11 +26,15 @@ _REPEATED = 16
 class PlantedDrafter(Drafter):
     """Knows all tokens of requests, by their ids, and guesses each with probability ``right``, else another one."""
 
-    free = True
+    free, max_context, took_s = True, sys.maxsize, 0.0
 
     def __init__(self, texts: Mapping[str, Sequence[int]], right: float, vocab_size: int) -> None:
         self._texts, self._right, self._vocab_size = texts, right, vocab_size
         self._draw = random.Random(vocab_size)
+
+    def missing(self, context: DraftContext) -> int:
+        """None."""
+        return 0
 
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""

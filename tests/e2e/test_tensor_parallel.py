@@ -54,6 +54,15 @@ def test_tokens_are_those_of_one_process(client: Client, model: Path, length: in
     assert apart.kv_bytes == apart.kv_bytes_expected > 0
 
 
+def test_guesses_change_no_token(client: Client, model: Path, request: pytest.FixtureRequest) -> None:
+    prompt = [*prompt_of(20, 1)] * 3
+    result = client.generate(prompt, max_tokens=40, mode="pd", speculation=True).result()
+    assert result.token_ids == tuple(greedy_tokens(model, prompt, 40))
+    assert result.draft_tokens > 0
+    if "(4, 2)" in request.node.name:  # with the model itself as the draft model
+        assert result.accepted_draft_tokens == result.draft_tokens > 20
+
+
 def test_all_of_sampling(client: Client) -> None:
     apart, together = (
         client.generate(prompt_of(40, 40), max_tokens=30, seed=3, mode=mode, **EVERYTHING).result()

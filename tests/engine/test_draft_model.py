@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from checkpoints.draft import resolve_draft
 from checkpoints.source import resolve_model
 from contract.engine import KVRole
+from engine.core import CALM_STEPS
 from engine.model.draft_model import DraftModel
 from engine.model.runner import LaunchedStep, ModelRunner
 from engine.scheduling.batch import LayerHook, ScheduledSeq, StepTooLarge
@@ -99,11 +100,23 @@ def test_what_was_forgotten_is_computed_again(passes: Passes) -> None:
     assert drafter.prepare([context(PROMPT, 2)], 0) == [0]
 
 
-def test_its_context_is_its_own(passes: Passes) -> None:
-    drafter = DraftModel(passes, len(PROMPT) + 2, 307)
-    assert drafter.prepare([context(PROMPT, 5)], 100) == [2]
-    assert len(drafter.propose([context(PROMPT, 2)])[0]) == 2
-    assert drafter.prepare([context([*PROMPT, 1, 2], 5)], 100) == [0]
+@pytest.mark.parametrize(("context_length", "max_tokens"), [(50, 40), (512, 20)])
+def test_requests_that_cannot_gain_are_left_out(folder: Path, context_length: int, max_tokens: int) -> None:
+    """Those longer than the draft model's context, and long prompts with few tokens to come, in whose place others
+    are tried."""
+    config = SchedulerConfig(64, 8, 512, BLOCK, BLOCKS, prefix_caching=False)
+    scheduler = Scheduler(config, MonotonicClock(), None, DraftModel(make_runner(folder, BLOCKS), context_length, 307))
+    core, outbox = make_core(make_runner(folder, BLOCKS), scheduler, run_ahead=True)
+    long = [(5 * i) % 307 for i in range(420)]
+    core.take(submit("long", KVRole.LOCAL, long, 6, ignore_eos=True))
+    core.take(submit("short", KVRole.LOCAL, PROMPT[:8], max_tokens, ignore_eos=True))
+    while core.step():
+        pass
+    drafts = {name: sum(token.draft_tokens for token in tokens) for name, tokens in outbox.tokens.items()}
+    assert drafts["long"] == 0
+    assert drafts["short"] > 0
+    assert outbox.token_ids["long"] == greedy_tokens(folder, long, 6)
+    assert outbox.token_ids["short"] == greedy_tokens(folder, PROMPT[:8], max_tokens)
 
 
 def test_ids_that_only_one_model_has(folder: Path, passes: Passes) -> None:
@@ -118,11 +131,12 @@ def test_ids_that_only_one_model_has(folder: Path, passes: Passes) -> None:
 
 
 def test_it_guesses_nothing_without_memory(passes: Passes) -> None:
+    """It tries again after a while, with less."""
     drafter = DraftModel(passes, 512, 307)
     passes.most = 20
-    assert drafter.prepare([context(PROMPT, 2)], 100) == [0]
-    assert drafter.prepare([context(PROMPT, 2)], 20) == [0]
-    assert drafter.prepare([context(PROMPT, 2)], 20) == [2]
+    for expected in [0] * (CALM_STEPS + 1) + [0, 2]:
+        assert drafter.prepare([context(PROMPT, 2)], 100) == [expected]
+    assert passes.sizes == [39, 19, 19]
     passes.most = 0
     assert drafter.propose([context(PROMPT, 2)]) == [[]]
     assert drafter.prepare([context(PROMPT, 2)], 0) == [0]

@@ -43,8 +43,8 @@ class Plan:
     salt: str = ""
     aborted_after: int | None = None
 
-    def submit(self, name: str) -> Submit:
-        """As the engine gets it."""
+    def submit(self, name: str, insists: bool = False) -> Submit:
+        """As the engine gets it; if it ``insists``, with speculation where that can be."""
         return submit(
             name,
             KVRole.LOCAL,
@@ -59,6 +59,7 @@ class Plan:
             frequency_penalty=0.3 if self.topic else 0.0,
             logprobs=self.topic or None,
             salt=self.salt,
+            speculation=True if insists and self.repetition_penalty == 1.0 and not self.topic else None,
         )
 
 
@@ -118,7 +119,7 @@ def run(
     for tick in range(MAX_STEPS):
         for i, plan in enumerate(plans):
             if plan.tick == tick:
-                core.take(plan.submit(str(i)))
+                core.take(plan.submit(str(i), isinstance(drafter, DraftModel)))
             if plan.aborted_after is not None and plan.tick + plan.aborted_after == tick:
                 core.take(Abort(str(i)))
         busy = core.step()
@@ -208,7 +209,9 @@ def test_tokens_are_those_of_the_lone_run(
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_schedules_like_these_do_preempt_share_and_end_early(runner: ModelRunner, run_ahead: bool) -> None:
+def test_schedules_like_these_do_preempt_share_and_end_early(
+    runner: ModelRunner, drafting: dict[str, ModelRunner], run_ahead: bool
+) -> None:
     """Else the test above would show nothing of it."""
     config = SchedulerConfig(48, 6, 128, BLOCK, 10)
     plans = [Plan(2 * i, i % 3, 16, 12, 0.8, stops=True) for i in range(9)]
@@ -218,6 +221,14 @@ def test_schedules_like_these_do_preempt_share_and_end_early(runner: ModelRunner
     assert load.prompt_tokens_cached > 0
     assert {tokens[-1][1] for tokens in told.values()} == {"stop", "length"}
     assert any(token[2] is not None for tokens in told.values() for token in tokens)
+    greedy = [replace(plan, topic=0, temperature=0.0, prompt_tokens=16 + i) for i, plan in enumerate(plans)]
+    expected = run(runner, config, greedy, run_ahead=run_ahead)[0]
+    for name in ("same", "other"):
+        by_model = run(runner, config, greedy, run_ahead=run_ahead, drafter=DraftModel(drafting[name], 100, 307))
+        assert by_model[0] == expected
+        load = by_model[1].load()
+        assert load.draft_tokens > 10
+        assert (load.accepted_draft_tokens > 5) == (name == "same")
     drafter = guesses(plans, [told[str(i)] for i in range(len(plans))], 0.7)
     guessed = run(runner, config, plans, run_ahead=run_ahead, drafter=drafter)
     assert guessed[0] == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -129,17 +130,54 @@ class Repeating:
         )
 
 
-def repeat(fixed_s: float, row_s: float, num_requests: int, **sampling: Any) -> tuple[float, list[int], Outbox]:
-    """Tokens per second, drafts of each step, and what was told."""
+class Costly(Drafter):
+    """Guesses right, in passes that take ``pass_s`` each, those of its sixth call two seconds longer."""
+
+    free, max_context, took_s = False, sys.maxsize, 0.0
+
+    def __init__(self, clock: FakeClock, pass_s: float) -> None:
+        self._clock, self._pass_s, self._calls = clock, pass_s, 0
+
+    def missing(self, context: DraftContext) -> int:
+        """None."""
+        return 0
+
+    def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
+        """See `Drafter`."""
+        return [context.most for context in contexts]
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+        """See `Drafter`."""
+        self._calls += 1
+        self.took_s = self._pass_s * max(context.most for context in contexts) + 2.0 * (self._calls == 6)
+        self._clock.advance(self.took_s)
+        return [[(len(c.token_ids) + number) % 4 for number in range(c.most)] for c in contexts]
+
+    def forget(self, attempt_id: str) -> None:
+        """Knows nothing."""
+
+
+def repeat(
+    fixed_s: float,
+    row_s: float,
+    num_requests: int,
+    pass_s: float | None = None,
+    *,
+    num_tokens: int = 200,
+    run_ahead: bool = False,
+    **sampling: Any,
+) -> tuple[float, list[int], Outbox]:
+    """Tokens per second, drafts of each step, and what was told. With ``pass_s`` the drafter is `Costly`."""
     clock = FakeClock()
     runner, outbox = Repeating(clock, fixed_s, row_s), Outbox()
-    core = EngineCore(Scheduler(CONFIG, clock, None, NgramDrafter()), runner, clock, outbox)
+    drafter = NgramDrafter() if pass_s is None else Costly(clock, pass_s)
+    core = EngineCore(Scheduler(CONFIG, clock, None, drafter), runner, clock, outbox, run_ahead)
     for number in range(num_requests):
-        core.take(submit(str(number), KVRole.LOCAL, [0], 200, ignore_eos=True, **sampling))
+        core.take(submit(str(number), KVRole.LOCAL, [0], num_tokens, ignore_eos=True, **sampling))
     while core.step():
         pass
     told = sum(map(len, outbox.tokens.values()))
-    assert told == 200 * num_requests
+    assert told == num_tokens * num_requests
     return told / clock.now(), runner.drafts, outbox
 
 
@@ -161,6 +199,20 @@ def test_drafts_are_left_out_where_rows_cost_as_much_as_steps(num_requests: int)
     assert speculating > 0.97 * plain
     assert sum(map(bool, drafts)) < 8
     assert sum(map(bool, repeat(0.0, 0.010, num_requests, speculation=True)[1])) > 20
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_passes_of_a_draft_model_pay_or_are_left_out(num_requests: int, run_ahead: bool) -> None:
+    """One that took long, which may be chance, does not end them."""
+    more: dict[str, Any] = {"num_tokens": 2000, "run_ahead": run_ahead}
+    plain, _, _ = repeat(0.010, 0.0001, num_requests, 0.0005, speculation=False, **more)
+    cheap, drafts, _ = repeat(0.010, 0.0001, num_requests, 0.0005, **more)
+    assert cheap > 2 * plain
+    assert sum(map(bool, drafts)) > 0.6 * len(drafts)
+    costly, drafts, _ = repeat(0.010, 0.0001, num_requests, 0.02, **more)
+    assert sum(map(bool, drafts)) < 0.03 * len(drafts)
+    assert costly > 0.8 * plain
 
 
 def test_drafts_take_no_block_from_others() -> None:
@@ -211,7 +263,11 @@ class Drawing:
 class Threes(Drafter):
     """Guesses that all tokens are 3."""
 
-    free = True
+    free, max_context, took_s = True, sys.maxsize, 0.0
+
+    def missing(self, context: DraftContext) -> int:
+        """None."""
+        return 0
 
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""

@@ -165,12 +165,12 @@ def _compute_prompt(engine: Engine) -> int:
 
 def test_a_draft_model_has_a_pool_of_as_many_blocks() -> None:
     """The pools of both share what is left. The draft model's is the engine's own."""
-    gpus = StrictGpus(total_bytes=GPU_BYTES * 2)
-    engine, alone = Engine(gpus, draft_model=TINY), Engine(StrictGpus(total_bytes=GPU_BYTES * 2))
+    engine, alone = (Engine(StrictGpus(total_bytes=GPU_BYTES * 3), draft_model=name) for name in (TINY, ""))
     assert isinstance(engine.built.drafter, DraftModel)
     layout, blocks = engine.built.ready.layout, engine.built.ready.num_blocks
     graphs = alone.built.ready.num_blocks * layout.block_bytes - 2 * blocks * layout.block_bytes
-    assert STEP_BYTES // 5 <= graphs < STEP_BYTES // 5 + 3 * layout.block_bytes  # those of the draft model
+    expected = STEP_BYTES // 5 + 64 * 2**20  # those of the draft model
+    assert expected <= graphs < expected + 3 * layout.block_bytes
     assert engine.worker.calls.count("memory is allocated") == 1
     clock = MonotonicClock()
     scheduler = Scheduler(engine.built.scheduler_config, clock, None, engine.built.drafter)
