@@ -1,4 +1,7 @@
-"""Decode steps as CUDA graphs: one launch for the whole model, for a fixed set of batch sizes.
+"""Decode steps as CUDA graphs: one launch for the whole model, for a fixed set of rows.
+
+A row is a token of a request, or a draft after it: a draft is computed like a request of its own with the same block
+table, since each layer writes the keys and values of all rows before any row reads them.
 
 A graph has a fixed size and reads its inputs from fixed addresses. The inputs of a step are copied there and padded to
 the next size. Rows of padding have no slot and no context, so they read and write no block.
@@ -80,12 +83,12 @@ class BlockTables:
 
 
 class DecodeGraphs:
-    """Steps that only decode, of up to ``max_seqs`` requests with block tables of up to ``max_blocks`` blocks.
+    """Steps that only decode, of up to ``max_seqs`` rows with block tables of up to ``max_blocks`` blocks.
 
     All sizes share one int32 array for their inputs. For size n it is ``[5 + max_blocks, n]``: token ids, positions,
     slots, contexts, the row of the last step that sampled the token (-1: the id is known), then the block tables, with
-    one sequence per column. So the inputs of a step are contiguous, and one copy of the length of the longest context
-    brings them to the GPU. Without `capture`, the same step runs launch by launch.
+    one row of the step per column. So the inputs of a step are contiguous, and one copy of the length of the longest
+    context brings them to the GPU. Without `capture`, the same step runs launch by launch.
     """
 
     def __init__(self, model: Decoder, attention: CUDAAttention, pool: KVPool, max_seqs: int, max_blocks: int) -> None:
@@ -104,22 +107,24 @@ class DecodeGraphs:
 
     def fits(self, seqs: Sequence[ScheduledSeq]) -> bool:
         """Whether `logits` can run this step: it has only decodes, and all of them sample."""
-        return 0 < len(seqs) <= self.sizes[-1] and all(
-            len(s.token_ids) == 1 and s.sample and s.start < self._max_blocks * self._attention.block_size for s in seqs
+        most = self._max_blocks * self._attention.block_size
+        return 0 < sum(len(s.token_ids) for s in seqs) <= self.sizes[-1] and all(
+            s.decodes and s.sample and s.end <= most for s in seqs
         )
 
     @torch.inference_mode()
     def logits(self, seqs: Sequence[ScheduledSeq], before: LastTokens) -> torch.Tensor:
-        """Compute ``seqs`` and write their keys and values to the pool. Returns logits ``[len(seqs), vocabulary]``,
-        which the next step overwrites. `PENDING` tokens are those of ``before``."""
-        size = next(size for size in self.sizes if size >= len(seqs))
+        """Compute ``seqs`` and write their keys and values to the pool. Returns logits ``[rows, vocabulary]``, which
+        the next step overwrites. `PENDING` tokens are those of ``before``."""
+        rows = sum(len(seq.token_ids) for seq in seqs)
+        size = next(size for size in self.sizes if size >= rows)
         self._load(seqs, size, before.rows)
         if any(seq.token_ids[0] == PENDING for seq in seqs):
             self._last[: before.token_ids.shape[0]].copy_(before.token_ids)
         if self._logits is None or size not in self._graphs:
-            return self._compute(size)[: len(seqs)]
+            return self._compute(size)[:rows]
         self._graphs[size].replay()
-        return self._logits[: len(seqs)]
+        return self._logits[:rows]
 
     @torch.inference_mode()
     def capture(self, cuda: Cuda, index: int) -> None:
@@ -170,22 +175,25 @@ class DecodeGraphs:
     def _load(self, seqs: Sequence[ScheduledSeq], size: int, last_rows: Mapping[str, int]) -> None:
         """Copy ``seqs`` and padding to the inputs of ``size``. ``last_rows`` are the rows of `PENDING` tokens."""
         block_size = self._attention.block_size
-        blocks = max((s.start // block_size + 1 for s in seqs), default=0)
+        blocks = max(((s.end - 1) // block_size + 1 for s in seqs), default=0)
+        lengths = [len(seq.token_ids) for seq in seqs]
+        used = sum(lengths)
         pinned = self._device.type == "cuda"
         host = torch.empty((_HEADER + blocks, size), dtype=torch.int32, pin_memory=pinned)
         inputs: np.ndarray = host.numpy()
-        inputs[:, len(seqs) :] = 0
-        inputs[2, len(seqs) :] = NO_SLOT
-        inputs[_HEADER - 1, len(seqs) :] = -1
-        used, tables = len(seqs), self._tables.of(seqs, blocks)
-        positions = np.array([seq.start for seq in seqs], dtype=np.int32)
-        inputs[0, :used] = token_ids = [seq.token_ids[0] for seq in seqs]
+        inputs[:, used:] = 0
+        inputs[2, used:] = NO_SLOT
+        inputs[_HEADER - 1, used:] = -1
+        tables = self._tables.of(seqs, blocks)
+        if used > len(seqs):
+            tables = np.repeat(tables, lengths, axis=0)
+        positions = np.array([place for seq in seqs for place in range(seq.start, seq.end)], dtype=np.int32)
+        inputs[0, :used] = [token_id for seq in seqs for token_id in seq.token_ids]
         inputs[1, :used] = positions
         inputs[2, :used] = tables[np.arange(used), positions // block_size] * block_size + positions % block_size
         inputs[3, :used] = positions + 1
         inputs[4, :used] = [
-            last_rows[seq.attempt_id] if token_id == PENDING else -1
-            for seq, token_id in zip(seqs, token_ids, strict=True)
+            last_rows[seq.attempt_id] if token_id == PENDING else -1 for seq in seqs for token_id in seq.token_ids
         ]
         inputs[_HEADER:, :used] = tables.T
         # PyTorch keeps the pinned memory alive until the copy is done.

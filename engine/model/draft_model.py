@@ -78,8 +78,8 @@ class DraftModel(Drafter):
                 passes[-1].sample()
                 parts = [self._next(part) for part in parts if asked[part.attempt_id] > depth]
             for each in passes:
-                for attempt_id, [token] in each.tokens().items():
-                    guesses[attempt_id].append(token.token_id)
+                for attempt_id, tokens in each.tokens().items():
+                    guesses[attempt_id].append(tokens[-1].token_id)
         except StepTooLarge:
             self._give_up(parts)
             return [[] for _ in contexts]
@@ -110,7 +110,8 @@ class DraftModel(Drafter):
     def _part(self, context: DraftContext, start: int, end: int, *, sample: bool) -> ScheduledSeq:
         most = self._runner.vocab_size
         token_ids = [token_id if token_id < most else 0 for token_id in context.token_ids[start:end]]
-        return ScheduledSeq(context.attempt_id, token_ids, start, context.block_ids, sample, _GREEDY)
+        drafts = len(token_ids) - 1 if sample else 0  # so that a recorded step can compute a few tokens, too
+        return ScheduledSeq(context.attempt_id, token_ids, start, context.block_ids, sample, _GREEDY, num_drafts=drafts)
 
     @staticmethod
     def _next(part: ScheduledSeq) -> ScheduledSeq:

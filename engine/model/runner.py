@@ -107,7 +107,7 @@ class RecordedSteps(Protocol):
         ...
 
     def logits(self, seqs: Sequence[ScheduledSeq], before: LastTokens) -> torch.Tensor:
-        """Replay the step; logits ``[len(seqs), vocabulary]``. `PENDING` tokens are those of ``before``."""
+        """Replay the step; logits ``[rows, vocabulary]``. `PENDING` tokens are those of ``before``."""
         ...
 
     def capture(self, cuda: Cuda, index: int) -> None:

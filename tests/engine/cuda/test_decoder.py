@@ -155,6 +155,32 @@ def test_tokens_of_recorded_steps(device: torch.device, tmp_path: Path) -> None:
     assert 2 in graphs.batches
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_logits_of_drafts_in_recorded_steps(batch_invariant: bool, device: torch.device, tmp_path: Path) -> None:
+    """They are those of the same tokens as a chunk of a prompt, over the ends of blocks, and beside other requests."""
+    save_random(tmp_path, BASE | FAMILIES["qwen2"], seed=9)
+    prompts = {"a": torch.randint(0, 131, (BLOCK + 2,)).tolist(), "b": torch.randint(0, 131, (2 * BLOCK,)).tolist()}
+    tables, drafted = {"a": [3, 5, 6], "b": [9, 10, 11]}, {"a": [7, 8], "b": [11]}
+    logits = []
+    for as_drafts in (True, False):
+        runner, graphs = make_engine(tmp_path, device, BLOCK, recorded=True, batch_invariant=batch_invariant)
+        runner.execute([ScheduledSeq(name, ids[:-1], 0, tables[name], False, GREEDY) for name, ids in prompts.items()])
+        step = []
+        for name, ids in prompts.items():
+            tokens, drafts = [ids[-1], *drafted[name]], len(drafted[name])
+            step.append(ScheduledSeq(name, tokens, len(ids) - 1, tables[name], True, GREEDY, num_drafts=drafts))
+        if not as_drafts:
+            runner._graphs = None
+        logits.append({name: [each.token_id for each in tokens] for name, tokens in runner.execute(step).items()})
+        assert getattr(graphs, "batches", []) == [2] * as_drafts
+    assert logits[0] == logits[1]
+    assert [len(logits[0][name]) for name in "ab"] == [3, 2]
+    for name, ids in prompts.items():
+        for place, token_id in enumerate(logits[0][name]):
+            prefix = [*ids, *drafted[name][:place]]
+            assert [token_id] == greedy_tokens_of_all(tmp_path, {"p": prefix}, 1, use_cache=False)["p"]
+
+
 def test_tokens_of_weights_that_are_dequantized_at_loading(device: torch.device, tmp_path: Path) -> None:
     stored, plain = write_quantized(tmp_path, "mixtral", "fp8_block")
     prompts = prompts_of(1, 11)
