@@ -698,7 +698,7 @@ class Scheduler:
         drafted_s = None if drafter.free else self._clock.now()
         if drafted_s is not None and self._in_flight:  # its end is seen when the drafter is done, too
             self._drafted_beside = self._in_flight[-1][0]
-        if wanted and drafted_s is not None:
+        if drafted_s is not None and any(found):
             policy.observe_passes([context.most for _, context in wanted], drafter.took_s)
         drafts = {seq: guess for (seq, _), guess in zip(wanted, found, strict=True) if guess}
         for seq in drafts:
