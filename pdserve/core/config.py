@@ -307,7 +307,7 @@ class EngineConfig(_Section):
     tensor_parallel: int | RoleNumbers = 1
     """device slots of a worker, over which its model is split (on CPUs; docs/engine.md): one number for both roles, or
     {prefill: N, decode: M}"""
-    speculation: str = "off"
+    speculation: Annotated[str, Field(min_length=1), Off] = "off"
     """guess the next tokens of a request, and verify them in one step, as far as that pays. ngram: what followed the
     last three tokens the last time, in prompt or output; else a draft model with the same tokens, named as in
     model.path; off: never"""

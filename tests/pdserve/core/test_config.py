@@ -242,6 +242,20 @@ def test_engine_defaults_hold_no_surprise() -> None:
 
 # --- the scaling controller ------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(
+    ("value", "draft_model"), [(False, ""), ("off", ""), ("ngram", ""), ("org/name", "org/name"), ("tiny", "tiny")]
+)
+def test_speculation_names_a_draft_model_or_none(value: object, draft_model: str) -> None:
+    """YAML takes a bare off for a boolean."""
+    assert PdserveConfig.parse({"engine": {"speculation": value}}).engine.draft_model == draft_model
+
+
+def test_speculation_by_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.speculation: String should have at least 1 character"):
+        PdserveConfig.parse({"engine": {"speculation": ""}})
+
+
 OBJECTIVES = {"ttft_ms": 500, "itl_ms": 50}
 
 
