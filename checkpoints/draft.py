@@ -7,7 +7,9 @@ from checkpoints.source import TOKENIZER, ModelSource, resolve_model
 from pdserve.core.errors import ConfigError, ModelError
 
 
-def resolve_draft(path: str, target: ModelSource, report: Report, check: Check = lambda: None) -> ModelSource:
+def resolve_draft(
+    path: str, target: ModelSource, report: Report | None = None, check: Check = lambda: None
+) -> ModelSource:
     """The model at ``path`` (see `resolve_model`), which is to guess tokens of ``target``. ConfigError if there is
     none, or if its ids stand for other tokens."""
     try:

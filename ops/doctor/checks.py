@@ -62,6 +62,9 @@ def check_models(seen: DoctorReport) -> Iterator[Finding]:
     here, model = seen.gateway_host, seen.config.model.path
     if here.model_error:
         yield fail("model", _HERE, here.model_error, "put the model there: the gateway reads its tokenizer")
+    draft_remedy = "name a smaller model of the same family, on every host, or set engine.speculation to ngram or off"
+    if here.draft_error:
+        yield fail("model", _HERE, here.draft_error, draft_remedy)
     remedy = f"copy the model to the same path on every host, or name a path that all share (model.path: {model})"
     known = here.model_hash
     for node, report in _reported(seen):
@@ -76,6 +79,9 @@ def check_models(seen: DoctorReport) -> Iterator[Finding]:
         elif report.model_hash != known:
             what = f"{model} is a different model there: weights {report.model_hash}, elsewhere {known}"
             yield fail("model", node.name, what, remedy)
+        if report.draft_error and not here.draft_error:
+            finding = fail if HubId.of(seen.config.engine.draft_model) is None else warn  # `up` downloads it
+            yield finding("model", node.name, report.draft_error, draft_remedy)
 
 
 def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:

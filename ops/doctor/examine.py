@@ -136,17 +136,18 @@ class Examination:
         seen = self._seen
         seats = self._seat(list(self._site.nodes))
         seen.nodes = [*self._nodes.values()]
-        model_bytes = _UNKNOWN_MODEL_BYTES
+        model_bytes, draft = _UNKNOWN_MODEL_BYTES, None
         with contextlib.suppress(ModelError, OSError):  # a finding of check_models
             seen.source = source = resolve_model(seen.config.model.path, self._say, served=seen.config.has_own_engines)
             seen.set_model(path=source.path)
             model_bytes = sum(path.stat().st_size for path in source.weight_files())
+            draft = self._draft(source)
         self._say(f"starting probes for {len(seats)} workers on {len(seen.nodes)} nodes, which read the model's files")
         report_s = _REPORT_S + model_bytes / _READ_BYTES_PER_S
         list(pool.map(lambda node: self._start_probes(node, report_s), seen.nodes))
         if seen.source is not None:
             self._decide_dtype(seen.source)
-            seen.need = ServedModel.of(seen.source, seen.config, seen.device, self._draft(seen.source))
+            seen.need = ServedModel.of(seen.source, seen.config, seen.device, draft)
         self._say("opening the workers' ports and KV ends")
         list(pool.map(self._open, seen.nodes))
         self._say("connecting to workers, comparing clocks")
@@ -157,7 +158,7 @@ class Examination:
         if seen.config.moves_kv:
             seen.pairs = [*self._pairs(seats, pool)]
         self._say("reading the model's files here")
-        seen.here = report_versions(seen.config.model.path, self._command)
+        seen.here = report_versions(seen.config.model.path, self._command, seen.config.engine.draft_model)
         for check in checks.CHECKS:
             seen.findings += check(seen)
         seen.findings[:0] = [each for node in seen.nodes for each in node.findings]
@@ -209,20 +210,21 @@ class Examination:
         for name in [seat.worker_id for seat in node.seats] or ["no worker"]:
             node.probes[name] = self._site.start(node.node, f"the probe of {name}")
         with node.noting(node.name, _NO_PROBE):
-            arguments = {"model": self._seen.config.model.path, "command": self._command}
+            config = self._seen.config
+            arguments = {"model": config.model.path, "command": self._command, "draft": config.engine.draft_model}
             node.report = node.any_probe.call("report", arguments, report_s, NodeReport)
 
     def _draft(self, source: ModelSource) -> ModelSource | None:
-        """The draft model, which guesses tokens of ``source``."""
-        path = self._seen.config.engine.draft_model
+        """The draft model, which guesses tokens of ``source``; None if there is none that can."""
+        seen, path = self._seen, self._seen.config.engine.draft_model
         if not path:
             return None
-        try:
-            return resolve_draft(path, source, self._say)
-        except ConfigError as error:
-            remedy = "name a smaller model of the same family, or set engine.speculation to ngram or off"
-            self._seen.findings.append(fail("model", _SERVICE, str(error), remedy))
-            return None
+        with contextlib.suppress(ConfigError):  # a finding of check_models
+            draft = resolve_draft(path, source, self._say)
+            engine = seen.config.engine.model_copy(update={"speculation": draft.path})
+            seen.config = seen.config.model_copy(update={"engine": engine})
+            return draft
+        return None
 
     def _decide_dtype(self, source: ModelSource) -> None:
         """Choose one dtype for all workers, as `up` would."""

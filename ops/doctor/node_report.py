@@ -15,10 +15,11 @@ from pathlib import Path
 
 import xxhash
 
+from checkpoints.draft import resolve_draft
 from checkpoints.source import resolve_model
 from ops.doctor.affinity import Affinity, affinity_of, pci_addresses
 from pdserve.core.clock import clock_id
-from pdserve.core.errors import ModelError
+from pdserve.core.errors import ConfigError, ModelError
 from pdserve.version import VERSION
 from runtime.dtypes import NativeDtypes, native_dtypes
 from runtime.host_memory import available_bytes
@@ -72,6 +73,7 @@ class NodeReport:
     source: str  # the hash of pdserve's modules
     model_hash: str  # of the weights; empty if they cannot be read
     model_error: str  # why the model cannot be loaded
+    draft_error: str = ""  # the same of the draft model, if one is wanted
     torch_error: str = ""  # why torch or its GPUs cannot be used
     devices: tuple[Device, ...] = ()
     memory_bytes: int  # available to a process now
@@ -85,14 +87,19 @@ class NodeReport:
     server_command: str = ""  # the path of the program that starts servers of another engine; empty: not found
 
 
-def report_versions(model: str, command: str = "") -> NodeReport:
+def report_versions(model: str, command: str = "", draft: str = "") -> NodeReport:
     """The report without the parts that need torch, which takes seconds to import. ``command`` starts servers of
-    another engine (empty: none are started)."""
-    model_hash = model_error = ""
+    another engine (empty: none are started). ``draft`` is the draft model (empty: there is none)."""
+    model_hash = model_error = draft_error = ""
     try:
-        model_hash = resolve_model(model, served=not command).model_hash()
+        source = resolve_model(model, served=not command)
+        model_hash = source.model_hash()
+        if draft:
+            resolve_draft(draft, source)
     except ModelError as error:
         model_error = str(error)
+    except ConfigError as error:
+        draft_error = str(error)
     return NodeReport(
         host=socket.gethostname(),
         python=platform.python_version(),
@@ -102,6 +109,7 @@ def report_versions(model: str, command: str = "") -> NodeReport:
         source=source_hash(),
         model_hash=model_hash,
         model_error=model_error,
+        draft_error=draft_error,
         memory_bytes=available_bytes(),
         clock_id=clock_id(),
         native={"cpu": tuple(native_dtypes("cpu"))},
@@ -111,9 +119,9 @@ def report_versions(model: str, command: str = "") -> NodeReport:
     )
 
 
-def report_node(model: str, command: str = "") -> NodeReport:
+def report_node(model: str, command: str = "", draft: str = "") -> NodeReport:
     """The whole report of this node. Imports torch."""
-    report = report_versions(model, command)
+    report = report_versions(model, command, draft)
     try:
         import torch
     except (ImportError, OSError) as error:

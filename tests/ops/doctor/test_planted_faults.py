@@ -84,6 +84,27 @@ def test_another_model(tmp_path: Path) -> None:
     assert [each.where for each in found(report, "tokenizer", "warn")] == ["the gateway"]
 
 
+def test_a_draft_model_that_one_host_lacks(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    shutil.copytree(ROOT / "models" / "tiny", tmp_path / "first" / "draft")
+    host = PlantedHost(first=Planted(cwd=tmp_path / "first"), second=Planted(cwd=tmp_path / "second"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "first")
+        report = examine(host, cluster={"port_base": free_ports(12)}, engine={"speculation": "draft"})
+    (finding,) = found(report, "model")
+    assert finding.where == SECOND
+    assert finding.what.startswith(
+        "engine.speculation: neither off nor ngram, and no draft model: draft: no such folder"
+    )
+    alone = examine(PlantedHost(), cluster={"port_base": free_ports(12)}).need
+    assert report.need is not None
+    assert alone is not None
+    assert report.need.weight_bytes == 2 * alone.weight_bytes
+    (finding,) = found(examine(PlantedHost(), engine={"speculation": "dummy:135m"}), "model")
+    assert (finding.where, "has other tokens than tiny" in finding.what) == ("the gateway's host", True)
+
+
 def test_an_installation_without_a_doctor(tmp_path: Path) -> None:
     """An old pdserve without a doctor cannot report its version, which is a finding."""
     other = installation(tmp_path)
