@@ -48,11 +48,21 @@ class RunningEngine:
         return int(status["VmHWM"].split()[0]) * 1024
 
     async def steps(
-        self, prompts: Sequence[tuple[int, ...]], output_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        output_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        speculation: bool | None = None,
     ) -> Sequence[Step]:
         """Send requests, all at once; returns the steps until they have ended."""
         sampling = SamplingParams(
-            temperature=temperature, top_p=top_p, max_tokens=output_tokens, seed=0, ignore_eos=True
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=output_tokens,
+            seed=0,
+            ignore_eos=True,
+            speculation=speculation,
         )
         for prompt in prompts:
             self._sent += 1

@@ -179,6 +179,41 @@ def sampling(options: Options) -> Findings:
     return _compared(options, {"greedy": {}, "sampled": {}}, rows, batches=(32,))
 
 
+def speculation(options: Options) -> Findings:
+    """Greedy tokens in float32 without guesses, with those of n-grams, and with those of a draft model, which is the
+    model itself and so is right. Four requests, of which two have prompts that repeat."""
+    from experiments.engine_alone.bare_engine import blocks_for
+
+    model, prompt, outputs = ("dummy:135m", 512, 128) if options.on_gpu else ("tiny", 64, 40)
+    spec = EngineSpec(model, "float32", options.device, num_blocks=blocks_for(8, prompt + outputs))
+    texts = [random_tokens(f"{number}", prompt, 300) for number in range(4)]
+    prompts = [text if number % 2 else (text[:16] * prompt)[:prompt] for number, text in enumerate(texts)]
+    variants: dict[str, dict[str, Any]] = {"n-grams": {"ngram_drafts": True}, "draft model": {"draft_model": model}}
+    findings = Findings()
+
+    async def made(changes: Mapping[str, Any]) -> tuple[list[list[int]], int, int]:
+        """The outputs, and how many drafts were verified and accepted."""
+        async with running_engine(replace(spec, **changes)) as engine:
+            tokens = [
+                t for s in await engine.steps(prompts, outputs, speculation=bool(changes) or None) for t in s.tokens
+            ]
+        named: dict[str, list[int]] = {}
+        for token in tokens:
+            named.setdefault(token.attempt_id, []).append(token.token_id)
+        drafts, accepted = sum(t.draft_tokens for t in tokens), sum(t.accepted_draft_tokens for t in tokens)
+        return [named[name] for name in sorted(named)], drafts, accepted
+
+    expected, _, _ = asyncio.run(made({}))
+    for name, changes in variants.items():
+        told, drafts, accepted = asyncio.run(made(changes))
+        findings.figures[name] = {"drafts": drafts, "accepted": accepted}
+        findings.require(told == expected, f"{name}: tokens are not those without guesses")
+        findings.require(drafts > 0, f"{name}: no guess was verified")
+    right = findings.figures["draft model"]
+    findings.require(right["accepted"] > 0.9 * right["drafts"], f"a draft model that is the model itself: {right}")
+    return findings
+
+
 def choices(options: Options) -> Findings:
     """Engines that run ahead beside engines that wait for each step, and on GPUs both kernels for prompts."""
     from engine.kernels.cuda_flashinfer import installed_version
@@ -216,7 +251,7 @@ def _compared(
 
     async def measured(name: str, changes: Mapping[str, Any]) -> Times:
         numbers, times = itertools.count(), {}
-        drawn = {"temperature": 0.7, "top_p": 0.9} if name == "sampled" else {"temperature": 0.0}
+        drawn: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if name == "sampled" else {}
 
         async def made(count: int, tokens: int, outputs: int) -> Sequence[Step]:
             prompts = [random_tokens(f"{next(numbers)}", tokens, 300) for _ in range(count)]

@@ -93,6 +93,10 @@ STEPS = (
     Step("budgets", "the default token budget is near the best", engine.budgets, 15 * _MINUTE, 10 * _MINUTE),
     Step("sampling", "sampling 32 rows costs little beside greedy steps", engine.sampling, 10 * _MINUTE, 10 * _MINUTE),
     Step(
+        "speculation", "guesses change no token, and a draft model computes what the model computes",
+        engine.speculation, 10 * _MINUTE, 10 * _MINUTE,
+    ),
+    Step(
         "link-loss", "peers that die or stop are given up in time",
         tests((_PROCESSES, "tests/kv_transfer/test_two_gpus.py", "-m", "cuda2"), (_PROCESSES, "-k", "gloo")),
         30 * _MINUTE, 30 * _MINUTE, gpus=2,

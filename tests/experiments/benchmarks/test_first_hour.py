@@ -202,6 +202,7 @@ def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
                 "bench",
                 "budgets",
                 "sampling",
+                "speculation",
                 "choices",
                 "loss",
                 "links",
