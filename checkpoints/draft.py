@@ -35,5 +35,8 @@ def _vocabulary(source: ModelSource) -> dict[str, int] | None:
         return None
     from tokenizers import Tokenizer
 
-    ids: dict[str, int] = Tokenizer.from_file(str(source.folder / TOKENIZER)).get_vocab()
+    try:
+        ids: dict[str, int] = Tokenizer.from_file(str(source.folder / TOKENIZER)).get_vocab()
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        raise ConfigError(f"engine.speculation: {source.folder / TOKENIZER} cannot be read: {error}") from None
     return ids

@@ -115,7 +115,8 @@ class EngineCore:
     With ``run_ahead`` the next step is scheduled and launched while the device computes the current one, so that the
     device need not wait for the host. The order of calls is then launch n + 1, tokens n, sample n + 1: nothing is
     waited for between the launches of n and n + 1, and what depends on token ids on the host (ends of requests,
-    penalties) depends on those of n when n + 1 is sampled. The layers of n + 1 are announced after the end of n.
+    penalties) depends on those of n when n + 1 is sampled. The layers of n + 1 are announced after the end of n. A step
+    for which a draft model computes guesses is scheduled after the end of the one before it.
 
     A request with structured outputs is submitted to the scheduler when ``structures`` have compiled them, in another
     thread, so that others need not wait for that.
@@ -182,6 +183,8 @@ class EngineCore:
     def step(self) -> bool:
         """Launch one step, or wait for one, or both. Returns False if there is nothing to compute until the next
         command, or the next structure is compiled."""
+        if self._in_flight and self.scheduler.will_draft:
+            self.finish(0)
         began = self.begin()
         if not self._in_flight:
             return began

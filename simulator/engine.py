@@ -183,7 +183,7 @@ class WorldDrafter(Drafter):
     def __init__(self, start: Callable[[str], Chain], chance: random.Random) -> None:
         self._start, self._chance = start, chance
         self._chains: dict[str, Chain] = {}
-        self.free, self.max_context, self.took_s = chance.random() < 0.5, sys.maxsize, 0.0
+        self.free, self.max_context = chance.random() < 0.5, sys.maxsize
 
     def missing(self, context: DraftContext) -> int:
         """None."""

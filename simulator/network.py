@@ -260,6 +260,9 @@ class Connection:
 
     def close(self, why: str, by: int | None = None) -> None:
         """End the connection: the ends notice, except ``by``, which has closed it."""
+        if self._held_end is not None and by is not None:
+            self.ends[by] = None
+            self._forget()
         if self.closed or self._held_end is not None:
             return
         for side, end in enumerate(self.ends):

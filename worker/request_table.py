@@ -161,8 +161,8 @@ class ServedRequest:
         """The events of the step that sampled token 2; the first step with this request was scheduled at
         ``scheduled_s``."""
         step, events = second.step, [self.event(EventKind.DECODE_SCHEDULED, scheduled_s)]
-        if step.drafted_s is not None:
-            events.append(self.event(EventKind.DRAFTED, max(scheduled_s, step.drafted_s)))
+        if step.drafted_s is not None and step.step_started_s == scheduled_s:  # else it computed its prompt before
+            events.append(self.event(EventKind.DRAFTED, step.drafted_s))
         return *events, self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s)
 
     # --- for the table and for hand-offs -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
 from engine.model.runner import LastTokens
 from engine.scheduling.batch import PENDING, ScheduledSeq
-from runtime.cuda import Cuda, Graph
+from runtime.cuda import Cuda, Graph, upload
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,13 @@ class DecodeGraphs:
         the next step overwrites. `PENDING` tokens are those of ``before``."""
         rows = sum(len(seq.token_ids) for seq in seqs)
         size = next(size for size in self.sizes if size >= rows)
-        self._load(seqs, size, before.rows)
-        if any(seq.token_ids[0] == PENDING for seq in seqs):
-            self._last[: before.token_ids.shape[0]].copy_(before.token_ids)
+        last_rows, last_ids = before.rows, before.token_ids
+        if pending := [seq.attempt_id for seq in seqs if seq.token_ids[0] == PENDING]:
+            if last_ids.shape[0] > self._last.shape[0]:  # it had more rows, those of drafts
+                last_ids = last_ids[upload([last_rows[each] for each in pending], torch.int64, self._device)]
+                last_rows = {each: row for row, each in enumerate(pending)}
+            self._last[: last_ids.shape[0]].copy_(last_ids)
+        self._load(seqs, size, last_rows)
         if self._logits is None or size not in self._graphs:
             return self._compute(size)[:rows]
         self._graphs[size].replay()

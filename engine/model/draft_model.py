@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 
 from engine.core import CALM_STEPS
@@ -30,9 +29,8 @@ class DraftModel(Drafter):
 
     def __init__(self, runner: ModelRunner, max_context: int, vocab_size: int) -> None:
         self._runner, self.max_context, self._vocab_size = runner, max_context, vocab_size
-        self._largest = sys.maxsize  # tokens of a pass for which memory does not lack
-        self._pause = 0  # calls
-        self.took_s = 0.0
+        self._largest = sys.maxsize  # tokens of a pass of `prepare` for which memory does not lack
+        self._pause = self._num_calm = 0  # calls
         self._computed: dict[str, tuple[int, list[int]]] = {}
         """Of requests, how many of the first tokens have their KV in the pool, and the guesses whose KV follows."""
 
@@ -41,7 +39,8 @@ class DraftModel(Drafter):
         return len(context.token_ids) - 1 - self._start(context)
 
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
-        """See `Drafter`. A few missing tokens are computed with the first guess."""
+        """See `Drafter`. A few missing tokens are computed with the first guess. If memory lacks, nothing is computed
+        for a while, then passes of half the tokens, and after a while larger ones again."""
         if self._pause:
             self._pause -= 1
             return [0] * len(contexts)
@@ -59,8 +58,12 @@ class DraftModel(Drafter):
         try:
             self._runner.execute(parts)
         except StepTooLarge:
-            self._give_up(parts)
+            self._largest = max(1, sum(len(part.token_ids) for part in parts) // 2)
+            self._pause, self._num_calm = CALM_STEPS, 0
             return [0] * len(contexts)
+        self._num_calm += 1
+        if self._num_calm >= CALM_STEPS:
+            self._largest, self._num_calm = min(sys.maxsize, 2 * self._largest), 0
         self._computed.update((part.attempt_id, (part.end, [])) for part in parts)
         return counts
 
@@ -69,8 +72,6 @@ class DraftModel(Drafter):
         asked = {context.attempt_id: context.most for context in contexts}
         parts = [self._part(each, self._start(each), len(each.token_ids), sample=True) for each in contexts]
         passes: list[LaunchedStep] = []
-        self._runner.synchronize()
-        began_s = time.perf_counter()
         guesses: dict[str, list[int]] = {attempt_id: [] for attempt_id in asked}
         try:
             for depth in range(1, max(asked.values()) + 1):
@@ -81,9 +82,8 @@ class DraftModel(Drafter):
                 for attempt_id, tokens in each.tokens().items():
                     guesses[attempt_id].append(tokens[-1].token_id)
         except StepTooLarge:
-            self._give_up(parts)
+            self._pause = CALM_STEPS
             return [[] for _ in contexts]
-        self.took_s = time.perf_counter() - began_s
         for context in contexts:
             self._computed[context.attempt_id] = len(context.token_ids), guesses[context.attempt_id][:-1]
         return [self._known_ids(guess) for guess in guesses.values()]
@@ -91,11 +91,6 @@ class DraftModel(Drafter):
     def forget(self, attempt_id: str) -> None:
         """See `Drafter`."""
         self._computed.pop(attempt_id, None)
-
-    def _give_up(self, parts: Sequence[ScheduledSeq]) -> None:
-        """Compute nothing for a while, and then passes of half the tokens of ``parts``, for which memory lacks."""
-        self._largest = max(1, sum(len(part.token_ids) for part in parts) // 2)
-        self._pause = CALM_STEPS
 
     def _start(self, context: DraftContext) -> int:
         """Where its tokens without KV begin: at the last one at the latest."""

@@ -36,6 +36,9 @@ MAX_IN_FLIGHT = 2
 OVERTAKEN_S = 1.0
 """Requests whose client has few (`Request.ahead`) overtake others of their priority that came less than this before."""
 
+_LEAST_OUTPUTS = 2
+"""A request has so many tokens before a draft model guesses its next ones, so that it does not delay its token 2."""
+
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept free for running requests to grow
 
 
@@ -181,7 +184,6 @@ class Scheduler:
         self._awaiting_kv: dict[str, Sequence] = {}
         self._in_flight: deque[tuple[SchedulerOutput, list[Sequence]]] = deque()  # steps and their requests
         self._updated_s = -math.inf
-        self._drafted_beside: SchedulerOutput | None = None  # the last step in flight while a drafter computed
         self._events: list[SchedulerEvent] = []
         self._arrivals = 0
         self._preemptions = 0
@@ -308,6 +310,17 @@ class Scheduler:
             return True
         return self._admissible(len(self._batch())) is not None
 
+    @property
+    def will_draft(self) -> bool:
+        """Whether a drafter whose guesses cost time may be asked for some of the next step, if none is in flight."""
+        if self._drafter is None or self._drafter.free:
+            return False
+        return any(
+            seq.speculation is not None and seq.speculation.waits
+            for seq in self._batch()
+            if _decodes_known(seq) and seq.num_output_tokens >= _LEAST_OUTPUTS
+        )
+
     def schedule(self) -> SchedulerOutput:
         """Return the next step. AssertionError if `MAX_IN_FLIGHT` steps are in flight. With one in flight, call it only
         if `has_work`."""
@@ -351,8 +364,9 @@ class Scheduler:
             budget.spend(num_tokens, wanted)
         drafts: dict[Sequence, list[int]] = {}
         drafted_s: float | None = None
-        if self._drafter is not None and not preempted:
-            drafts, drafted_s = self._draft(self._drafter, parts, budget.left)
+        drafter = self._drafter
+        if drafter is not None and not preempted and (drafter.free or not self._in_flight):
+            drafts, drafted_s = self._draft(drafter, parts, budget.left)
         return self._launch(parts, started_s, preempted, drafts, drafted_s)
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, Seq[SampledToken]], sampled_s: float) -> Step:
@@ -368,12 +382,14 @@ class Scheduler:
         if oldest is not output:
             raise AssertionError("update() was called for another step than the oldest in flight")
         started_s = max(output.started_s, self._updated_s)
-        # A drafter that waits for the step before this one is done before that one's tokens are applied.
-        drafted_s = None if output.drafted_s is None else max(output.drafted_s, started_s)
         self._updated_s = sampled_s
-        step = Step(sampled_s, started_s, drafted_s=drafted_s)
+        step = Step(sampled_s, started_s, drafted_s=output.drafted_s)
         any_ended, block_size = False, self.config.block_size
-        draft_cost = None if self._drafter is None else self._learn_cost(output, sampled_s - (drafted_s or started_s))
+        draft_cost = (
+            None
+            if self._drafter is None
+            else self._learn_cost(output.seqs, sampled_s - (output.drafted_s or started_s))
+        )
         for part, seq in zip(output.seqs, seqs, strict=True):
             num_tokens = len(part.token_ids) - part.num_drafts
             any_ended |= self._take_back(part, seq)
@@ -664,16 +680,14 @@ class Scheduler:
         guesses cost anything."""
         policy, rows = self._draft_policy, sum(num_tokens for _, num_tokens in parts)
         tokens = sum(seq.num_uncomputed_tokens == num_tokens for seq, num_tokens in parts)
-        least_outputs = 1 if drafter.free else 2  # the draft model does not delay a request's own token 2
+        least_outputs = 1 if drafter.free else _LEAST_OUTPUTS
         decoding: list[tuple[Sequence, Speculation, int]] = []
-        for seq, num_tokens in parts:
+        for seq, _ in parts:
             speculation = seq.speculation
-            if speculation is None or num_tokens > 1 or seq.pinned or seq.num_pending_tokens:
+            if speculation is None or not _decodes_known(seq) or seq.num_output_tokens < least_outputs:
                 continue
             to_come = seq.max_tokens - seq.num_output_tokens - 1
             most = min(MAX_DRAFTS, to_come, drafter.max_context - len(seq.token_ids))
-            if seq.num_output_tokens < least_outputs or seq.num_uncomputed_tokens != 1:
-                continue
             if most > 0 and drafter.missing(_context(seq, most)) <= MOST_MISSING * to_come:
                 decoding.append((seq, speculation, most))
             else:
@@ -694,12 +708,11 @@ class Scheduler:
         for (seq, _, _), length in zip(decoding, policy.lengths(guesses, rows, tokens, left), strict=True):
             if length and (num_drafts := self._cut_drafts(seq, length)):
                 wanted.append((seq, _context(seq, num_drafts)))
+        began_s = self._clock.now()
         found = drafter.propose([context for _, context in wanted]) if wanted else []
         drafted_s = None if drafter.free else self._clock.now()
-        if drafted_s is not None and self._in_flight:  # its end is seen when the drafter is done, too
-            self._drafted_beside = self._in_flight[-1][0]
         if drafted_s is not None and any(found):
-            policy.observe_passes([context.most for _, context in wanted], drafter.took_s)
+            policy.observe_passes([context.most for _, context in wanted], drafted_s - began_s)
         drafts = {seq: guess for (seq, _), guess in zip(wanted, found, strict=True) if guess}
         for seq in drafts:
             assert seq.speculation is not None
@@ -762,11 +775,10 @@ class Scheduler:
         )
         return reason
 
-    def _learn_cost(self, output: SchedulerOutput, step_s: float) -> float | None:
-        """Note the time of a step, and return what a draft costs in one like it."""
-        parts = output.seqs
+    def _learn_cost(self, parts: list[ScheduledSeq], step_s: float) -> float | None:
+        """Note the time of a step of ``parts``, and return what a draft costs in one like it."""
         rows = sum(len(part.token_ids) for part in parts)
-        if output is not self._drafted_beside and all(part.decodes for part in parts):
+        if all(part.decodes for part in parts):
             self._draft_policy.observe(rows, len(parts), step_s)
         return self._draft_policy.cost(rows, len(parts))
 
@@ -849,6 +861,12 @@ class Scheduler:
 
 def _rank(seq: Sequence) -> tuple[int, bool, int]:
     return seq.rank
+
+
+def _decodes_known(seq: Sequence) -> bool:
+    """Whether what it computes next is its last token, which is known, and nothing outside the engine reads its
+    blocks."""
+    return seq.num_uncomputed_tokens == 1 and not seq.num_pending_tokens and not seq.pinned
 
 
 def _context(seq: Sequence, most: int) -> DraftContext:

@@ -62,8 +62,6 @@ class Drafter(Protocol):
     """Its guesses cost nothing. What no step verifies is compared with the sampled token then."""
     max_context: int
     """Tokens of a request and of guesses, at most."""
-    took_s: float
-    """Seconds of the last `propose`, without those in which it has waited for steps. Not read if guesses are free."""
 
     def missing(self, context: DraftContext) -> int:
         """How many tokens of a request it has to compute before it can guess."""
@@ -85,7 +83,7 @@ class Drafter(Protocol):
 class NgramDrafter(Drafter):
     """Guesses that after the last `NGRAM` tokens come those that came after them the last time, in prompt or output."""
 
-    free, max_context, took_s = True, sys.maxsize, 0.0
+    free, max_context = True, sys.maxsize
 
     def __init__(self) -> None:
         self._indexes: dict[str, _NgramIndex] = {}
@@ -186,7 +184,9 @@ class Speculation:
         if self._start is None:
             self.waits = accepted > 0 and self.gain(1, cost) > 0.0
             return
-        if self._rest and not drafts:
+        if drafts:
+            self._rest = 0
+        elif self._rest:
             self._rest -= 1
             if not self._rest:
                 self._acceptance = Acceptance(self._start())

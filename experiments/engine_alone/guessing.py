@@ -26,7 +26,7 @@ _REPEATED = 16
 class PlantedDrafter(Drafter):
     """Knows all tokens of requests, by their ids, and guesses each with probability ``right``, else another one."""
 
-    free, max_context, took_s = True, sys.maxsize, 0.0
+    free, max_context = True, sys.maxsize
 
     def __init__(self, texts: Mapping[str, Sequence[int]], right: float, vocab_size: int) -> None:
         self._texts, self._right, self._vocab_size = texts, right, vocab_size

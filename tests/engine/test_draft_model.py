@@ -139,7 +139,13 @@ def test_it_guesses_nothing_without_memory(passes: Passes) -> None:
     assert passes.sizes == [39, 19, 19]
     passes.most = 0
     assert drafter.propose([context(PROMPT, 2)]) == [[]]
-    assert drafter.prepare([context(PROMPT, 2)], 0) == [0]
+    for _ in range(CALM_STEPS):
+        assert drafter.prepare([context(PROMPT, 2)], 100) == [0]
+    passes.most = 10**9  # memory is back: passes become larger again
+    del passes.sizes[:]
+    for number in range(2 * CALM_STEPS):
+        drafter.prepare([context(PROMPT, 2, str(number))], 100)
+    assert (passes.sizes[0], passes.sizes[-1]) == (19, 39)
 
 
 def served(folder: Path, draft: ModelRunner, run_ahead: bool, wanted: bool | None) -> tuple[Scheduler, Outbox]:
@@ -190,6 +196,9 @@ def test_a_model_with_other_tokens_is_refused(folder: Path, tmp_path: Path) -> N
     target = resolve_model(str(tmp_path / "target"))
     assert resolve_draft(str(tmp_path / "more"), target, print).shape.vocab_size == 320
     with pytest.raises(ConfigError, match="other tokens"):
+        resolve_draft(str(tmp_path / "draft"), target, print)
+    (tmp_path / "draft" / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ConfigError, match=r"^engine\.speculation: .*draft/tokenizer\.json cannot be read: "):
         resolve_draft(str(tmp_path / "draft"), target, print)
 
 

@@ -6,7 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -109,31 +109,51 @@ def test_acceptance_follows_the_guesses() -> None:
     assert speculation.gain(1, 0.5) == 0.0
 
 
+class OnDevice(NamedTuple):
+    """A step that a device ends at ``end_s``."""
+
+    clock: FakeClock
+    end_s: float
+    sampled: dict[str, list[SampledToken]]
+
+    def sample(self) -> None:
+        """Does nothing."""
+
+    def tokens(self) -> dict[str, list[SampledToken]]:
+        """Wait for its end."""
+        self.clock.advance(max(0.0, self.end_s - self.clock.now()))
+        return self.sampled
+
+
 class Repeating:
-    """A runner whose steps take ``step_s(rows)``, and whose tokens repeat a period of four."""
+    """A runner whose steps take a fixed time and one for each row, one after the other, and whose tokens repeat a
+    period of four."""
 
     def __init__(self, clock: FakeClock, fixed_s: float, row_s: float) -> None:
         self._clock, self._fixed_s, self._row_s = clock, fixed_s, row_s
+        self._end_s = 0.0
         self.drafts: list[int] = []
 
-    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> OnDevice:
         """See `engine.core.Runner`."""
         rows = sum(len(seq.token_ids) for seq in seqs)
-        self._clock.advance(self._fixed_s + self._row_s * rows)
+        self._end_s = max(self._end_s, self._clock.now()) + self._fixed_s + self._row_s * rows
         self.drafts.append(sum(seq.num_drafts for seq in seqs))
-        return ComputedStep(
+        return OnDevice(
+            self._clock,
+            self._end_s,
             {
                 seq.attempt_id: [SampledToken(place % 4) for place in range(seq.end - seq.num_drafts, seq.end + 1)]
                 for seq in seqs
                 if seq.sample
-            }
+            },
         )
 
 
 class Costly(Drafter):
     """Guesses right, in passes that take ``pass_s`` each, those of its sixth call two seconds longer."""
 
-    free, max_context, took_s = False, sys.maxsize, 0.0
+    free, max_context = False, sys.maxsize
 
     def __init__(self, clock: FakeClock, pass_s: float) -> None:
         self._clock, self._pass_s, self._calls = clock, pass_s, 0
@@ -149,8 +169,7 @@ class Costly(Drafter):
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `Drafter`."""
         self._calls += 1
-        self.took_s = self._pass_s * max(context.most for context in contexts) + 2.0 * (self._calls == 6)
-        self._clock.advance(self.took_s)
+        self._clock.advance(self._pass_s * max(context.most for context in contexts) + 2.0 * (self._calls == 6))
         return [[(len(c.token_ids) + number) % 4 for number in range(c.most)] for c in contexts]
 
     def forget(self, attempt_id: str) -> None:
@@ -215,6 +234,24 @@ def test_passes_of_a_draft_model_pay_or_are_left_out(num_requests: int, run_ahea
     assert costly > 0.8 * plain
 
 
+def test_steps_tell_the_time_of_a_draft_model() -> None:
+    """It never computes beside a step, whose end would be seen too late: here beside that of another request."""
+    clock = FakeClock()
+    runner, outbox = Repeating(clock, 0.010, 0.0001), Outbox()
+    core = EngineCore(Scheduler(CONFIG, clock, None, Costly(clock, 0.002)), runner, clock, outbox, run_ahead=True)
+    for name, speculation in (("a", True), ("b", False)):
+        core.take(submit(name, KVRole.LOCAL, [0], 200, ignore_eos=True, speculation=speculation))
+    while core.step():
+        pass
+    drafted = [step for step in outbox.steps if step.drafted_s is not None]
+    assert len(drafted) > 20
+    for step in outbox.steps:
+        began_s = step.drafted_s or step.step_started_s
+        assert step.sampled_s - began_s == pytest.approx(0.0102, abs=0.001)
+        if step.drafted_s is not None:
+            assert step.drafted_s - step.step_started_s >= 0.002
+
+
 def test_drafts_take_no_block_from_others() -> None:
     """They have what is free beyond the watermark, and the budget that prompts leave."""
     clock = FakeClock()
@@ -263,7 +300,7 @@ class Drawing:
 class Threes(Drafter):
     """Guesses that all tokens are 3."""
 
-    free, max_context, took_s = True, sys.maxsize, 0.0
+    free, max_context = True, sys.maxsize
 
     def missing(self, context: DraftContext) -> int:
         """None."""

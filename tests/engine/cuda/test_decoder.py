@@ -26,7 +26,7 @@ from engine.model.kv_pool import POOL_DTYPES, TORCH_DTYPES, KVPool
 from engine.model.layers import FP8Linear, groups_natively
 from engine.model.loader import load_weights
 from engine.model.runner import LastTokens, ModelRunner
-from engine.scheduling.batch import ScheduledSeq
+from engine.scheduling.batch import PENDING, ScheduledSeq
 from pdserve.core.kv_layout import FP8, KVLayout
 from pdserve.core.sampling import SamplingParams
 from runtime.cuda import Cuda
@@ -179,6 +179,34 @@ def test_logits_of_drafts_in_recorded_steps(batch_invariant: bool, device: torch
         for place, token_id in enumerate(logits[0][name]):
             prefix = [*ids, *drafted[name][:place]]
             assert [token_id] == greedy_tokens_of_all(tmp_path, {"p": prefix}, 1, use_cache=False)["p"]
+
+
+def test_pending_tokens_after_a_step_that_is_too_large_for_a_graph(device: torch.device, tmp_path: Path) -> None:
+    """It has more rows than a graph, those of drafts, and the next step takes the last ones."""
+    save_random(tmp_path, BASE | FAMILIES["qwen2"], seed=9)
+    runner, graphs = make_engine(tmp_path, device, BLOCK, recorded=True)
+    names, prompt = ("a", "b"), torch.randint(0, 131, (6,)).tolist()
+    tables = {"a": [3, 5, 6], "b": [9, 10, 11]}
+    first = [
+        ScheduledSeq(name, [*prompt, number], 0, tables[name], True, GREEDY, num_drafts=3)
+        for number, name in enumerate(names)
+    ]
+    launched = runner.launch(
+        [ScheduledSeq(s.attempt_id, s.token_ids[:-4], 0, s.block_ids, False, GREEDY) for s in first]
+    )
+    launched.sample()
+    large = [ScheduledSeq(s.attempt_id, s.token_ids[-4:], 3, s.block_ids, True, GREEDY, num_drafts=3) for s in first]
+    launched = runner.launch(large)
+    launched.sample()
+    assert not hasattr(graphs, "batches")
+    nexts = runner.launch([ScheduledSeq(s.attempt_id, [PENDING], 7, s.block_ids, True, GREEDY) for s in first])
+    nexts.sample()
+    assert graphs.batches == [2]
+    drawn, after = launched.tokens(), nexts.tokens()
+    for number, name in enumerate(names):
+        text = [*prompt, number]
+        expected = greedy_tokens_of_all(tmp_path, {"p": text}, 2, use_cache=False)["p"]
+        assert [drawn[name][-1].token_id, after[name][0].token_id] == expected
 
 
 def test_tokens_of_weights_that_are_dequantized_at_loading(device: torch.device, tmp_path: Path) -> None:
