@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
@@ -183,11 +182,7 @@ class WorldDrafter(Drafter):
     def __init__(self, start: Callable[[str], Chain], chance: random.Random) -> None:
         self._start, self._chance = start, chance
         self._chains: dict[str, Chain] = {}
-        self.free, self.max_context = chance.random() < 0.5, sys.maxsize
-
-    def missing(self, context: DraftContext) -> int:
-        """None."""
-        return 0
+        self.free = chance.random() < 0.5
 
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""

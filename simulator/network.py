@@ -259,8 +259,9 @@ class Connection:
         self._end_later(1 - side, "connection reset")
 
     def close(self, why: str, by: int | None = None) -> None:
-        """End the connection: the ends notice, except ``by``, which has closed it."""
-        if self._held_end is not None and by is not None:
+        """End the connection: the ends notice, except ``by``, which has closed it. The other one first gets what a
+        partition holds back of ``by``."""
+        if self._held_end is not None and by is not None:  # nobody is left who could get it
             self.ends[by] = None
             self._forget()
         if self.closed or self._held_end is not None:

@@ -15,7 +15,7 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 class DraftModel(Drafter):
-    """Guesses the tokens that a model thinks the likeliest.
+    """Guesses the tokens to which its model gives the highest probability.
 
     The pool of its ``runner`` has as many blocks as that of the model whose tokens it guesses, of as many tokens, and
     each request has the blocks of the same numbers in both. Blocks that requests share hold the same tokens, so they
@@ -48,7 +48,8 @@ class DraftModel(Drafter):
         counts: list[int] = []
         parts: list[ScheduledSeq] = []
         for context in contexts:
-            start, missing = self._start(context), self.missing(context)
+            start = self._start(context)
+            missing = len(context.token_ids) - 1 - start
             if missing > MAX_DRAFTS and (count := min(missing, budget)):
                 budget, missing = budget - count, missing - count
                 parts.append(self._part(context, start, start + count, sample=False))

@@ -115,7 +115,7 @@ def build_engine(
         model_hash = xxhash.xxh3_128_hexdigest(model_hash.encode() + weights.scale_kv())
     layout = _layout(spec, shape, model_hash, FP8 if spec.kv_dtype == "fp8" else dtype)
     draft = _load_draft(spec, source, dtype, device, cuda if on_gpu else None)
-    blocks_bytes = layout.block_bytes + (0 if draft is None else draft.layout.block_bytes)
+    block_bytes = layout.block_bytes + (0 if draft is None else draft.layout.block_bytes)
     max_context = spec.max_model_len or shape.max_position_embeddings
     if on_gpu:
         parts = cuda_parts(spec)
@@ -127,7 +127,7 @@ def build_engine(
         default_bytes = 0 if sized else build.pool_bytes(model, layout, max_context, graph_bytes)
     else:
         default_bytes = DEFAULT_CPU_KV_BYTES
-    num_blocks = _num_blocks(spec, blocks_bytes, layout.block_size, default_bytes)
+    num_blocks = _num_blocks(spec, block_bytes, layout.block_size, default_bytes)
     # By default a request may be as long as the pool can hold.
     max_model_len = spec.max_model_len or min(max_context, num_blocks * layout.block_size)
     if on_gpu:

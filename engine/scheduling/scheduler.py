@@ -134,8 +134,9 @@ class Scheduler:
     **Speculation.** A request that decodes may get drafts in a step (`engine.scheduling.speculation`): from what the
     budget leaves, into blocks that it has or that are free beyond the watermark. They count for nothing until `update`:
     their KV is computed once they are accepted, and is else written over by the next step. While guesses are right, the
-    request is not computed ahead, because what comes next is guessed from known tokens. Requests with penalties or
-    structured outputs have no drafts, since each of their tokens changes the logits after it.
+    request is not computed ahead, because what comes next is guessed from known tokens. A draft model computes while no
+    step is in flight (`will_draft`). Requests with penalties or structured outputs have no drafts, since each of their
+    tokens changes the logits after it.
 
     **KV transfer** is up to a connector (`engine.scheduling.kv_connector`). The scheduler knows two facts about a
     request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
@@ -767,7 +768,7 @@ class Scheduler:
         compared = part.num_drafts if reason is None else accepted
         self._draft_tokens += part.num_drafts
         self._accepted_draft_tokens += accepted
-        self._draft_policy.accept(accepted, compared)
+        self._draft_policy.observe_drafts(accepted, compared)
         if seq.speculation is not None:
             seq.speculation.observe(accepted, compared, draft_cost)
         step.tokens[place] = msgspec.structs.replace(
@@ -778,8 +779,8 @@ class Scheduler:
     def _learn_cost(self, parts: list[ScheduledSeq], step_s: float) -> float | None:
         """Note the time of a step of ``parts``, and return what a draft costs in one like it."""
         rows = sum(len(part.token_ids) for part in parts)
-        if all(part.decodes for part in parts):
-            self._draft_policy.observe(rows, len(parts), step_s)
+        only_decodes = all(part.decodes for part in parts)
+        self._draft_policy.observe(rows, len(parts), step_s if only_decodes else None)
         return self._draft_policy.cost(rows, len(parts))
 
     def _launch(

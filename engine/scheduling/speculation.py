@@ -29,13 +29,14 @@ _MEMORY = 0.9
 _UNKNOWN = 0.5
 """The acceptance of a request of which nothing is known."""
 MOST_MISSING = 64
-"""Tokens that a draft model computes before its first guess, at most, for each token that is still to come: guesses
-save no more than a step each."""
+"""Tokens that a draft model computes before its first guess, at most, for each token that is still to come: a guess
+saves no more than a step."""
 _COSTLY_TRIAL_DRAFTS = 2
+"""Drafts of a step at most, while it is not known what they cost, if guesses cost something, too."""
 _REST_STEPS = 64
-"""Requests without drafts are tried again every so many steps, at once, because they share the passes."""
-_LARGEST = 4.0
-"""How many times the expected time of a pass counts at most: a pass may be interrupted."""
+"""Requests without drafts are tried again every so many steps, all together, because they share the passes."""
+_MOST_EXPECTED = 4.0
+"""The time of a pass counts as so many times the expected one at most, because a pass may be interrupted."""
 _FRESH_EVERY = 32
 """Of so many requests, one starts with an acceptance as if nothing were known of those before it."""
 _LONG_MEMORY = 0.99
@@ -56,16 +57,16 @@ class DraftContext(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of an engine's requests."""
+    """Guesses the next tokens of an engine's requests. The defaults are those of guesses that cost nothing."""
 
-    free: bool
+    free: bool = True
     """Its guesses cost nothing. What no step verifies is compared with the sampled token then."""
-    max_context: int
+    max_context: int = sys.maxsize
     """Tokens of a request and of guesses, at most."""
 
     def missing(self, context: DraftContext) -> int:
         """How many tokens of a request it has to compute before it can guess."""
-        ...
+        return 0
 
     def prepare(self, contexts: Seq[DraftContext], budget: int) -> list[int]:
         """How many tokens it can guess now, of each request. It computes at most ``budget`` missing tokens before."""
@@ -77,20 +78,14 @@ class Drafter(Protocol):
 
     def forget(self, attempt_id: str) -> None:
         """Drop what is known of a request: it has ended, or lost its blocks."""
-        ...
+        return
 
 
 class NgramDrafter(Drafter):
     """Guesses that after the last `NGRAM` tokens come those that came after them the last time, in prompt or output."""
 
-    free, max_context = True, sys.maxsize
-
     def __init__(self) -> None:
         self._indexes: dict[str, _NgramIndex] = {}
-
-    def missing(self, context: DraftContext) -> int:
-        """None."""
-        return 0
 
     def prepare(self, contexts: Seq[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
@@ -153,13 +148,13 @@ class Acceptance:
 
 class Speculation:
     """The guesses for one request. With ``always`` a step verifies as many as it can, else as many as pay. If they cost
-    something, ``start`` returns how often guesses of others are right, else it is None."""
+    something, ``prior`` returns the acceptance that is expected of them, else it is None."""
 
-    def __init__(self, always: bool, start: Callable[[], float] | None = None) -> None:
-        self.always, self._start = always, start
-        self.waits = start is not None
+    def __init__(self, always: bool, prior: Callable[[], float] | None = None) -> None:
+        self.always, self._prior = always, prior
+        self.waits = prior is not None
         """Its next step has to know its last token: drafts are being verified, or are likely to be worth it."""
-        self._acceptance = Acceptance(_UNKNOWN if start is None else start())
+        self._acceptance = Acceptance(_UNKNOWN if prior is None else prior())
         self._rest = 0  # steps
 
     @property
@@ -170,7 +165,7 @@ class Speculation:
     @property
     def trial_drafts(self) -> int:
         """Drafts of a step at most, while it is not known what they cost."""
-        return MAX_DRAFTS if self._start is None else _COSTLY_TRIAL_DRAFTS
+        return MAX_DRAFTS if self._prior is None else _COSTLY_TRIAL_DRAFTS
 
     def gain(self, depth: int, cost: float | None) -> float:
         """The tokens that draft number ``depth`` is expected to add; 0 if it does not pay: if a step makes as many in
@@ -181,7 +176,7 @@ class Speculation:
     def observe(self, accepted: int, drafts: int, cost: float | None) -> None:
         """Note that the first ``accepted`` of ``drafts`` guesses were right, and what a draft costs now."""
         self._acceptance.observe(accepted, drafts)
-        if self._start is None:
+        if self._prior is None:
             self.waits = accepted > 0 and self.gain(1, cost) > 0.0
             return
         if drafts:
@@ -189,11 +184,11 @@ class Speculation:
         elif self._rest:
             self._rest -= 1
             if not self._rest:
-                self._acceptance = Acceptance(self._start())
+                self._acceptance = Acceptance(self._prior())
         self.waits = not self._rest
 
     def rest(self, steps: int) -> None:
-        """Note that its guesses are not worth their cost now: so many steps need not know its last token. Then its
+        """Note that its guesses are not worth their cost now. For so many steps it does not wait, and then its
         acceptance is estimated anew."""
         self._rest = self._rest or steps
         self.waits = False
@@ -222,6 +217,10 @@ class _Steps:
         """The sums of squares of rows, and of products of rows and seconds, each from its mean."""
         mean_rows = self.rows / self.weight if self.weight else 0.0
         return self._rows_rows - mean_rows * self.rows, self._rows_seconds - mean_rows * self.seconds
+
+    def at(self, rows: int, row_s: float) -> float:
+        """The expected seconds of a step of so many rows, if a row takes ``row_s``. There must have been steps."""
+        return (self.seconds + row_s * (rows * self.weight - self.rows)) / self.weight
 
 
 class StepTimes:
@@ -259,8 +258,7 @@ class StepTimes:
         steps = self._drafting if drafting else self._plain
         if steps.weight < _LEAST_WEIGHT:
             return None
-        expected = (steps.seconds + self.row_s * (rows * steps.weight - steps.rows)) / steps.weight
-        return max(expected, self.row_s * rows)
+        return max(steps.at(rows, self.row_s), self.row_s * rows)
 
 
 class PassTimes:
@@ -279,7 +277,7 @@ class PassTimes:
             self._rows.add(rows)
             return
         expected_s, pass_s = self.seconds(rows), seconds / max(counts)
-        self._passes.add(rows, min(pass_s, _LARGEST * expected_s) if expected_s else pass_s)
+        self._passes.add(rows, min(pass_s, _MOST_EXPECTED * expected_s) if expected_s else pass_s)
 
     def decay(self) -> None:
         """Let all passes so far count less."""
@@ -292,7 +290,7 @@ class PassTimes:
             return 0.0
         squares, products = passes.spread()
         row_s = max(0.0, products / squares) if squares > _LEAST_SPREAD else 0.0
-        return max(0.0, (passes.seconds + row_s * (rows * passes.weight - passes.rows)) / passes.weight)
+        return max(0.0, passes.at(rows, row_s))
 
 
 class DraftPolicy:
@@ -315,17 +313,17 @@ class DraftPolicy:
 
     @property
     def rest_steps(self) -> int:
-        """After so many steps, requests without drafts are tried again; at once, while no step has been timed."""
+        """After how many steps requests without drafts are tried again: 0 while no step has been timed."""
         timed = self._times.seconds(1, drafting=False) is not None
         return _REST_STEPS - self._steps % _REST_STEPS if timed else 0
 
-    def accept(self, accepted: int, drafts: int) -> None:
+    def observe_drafts(self, accepted: int, drafts: int) -> None:
         """Note that a step has verified ``drafts`` guesses of a request, of which the first ``accepted`` were right."""
         self._acceptance.observe(accepted, drafts)
 
     def worth_preparing(self, guesses: Seq[tuple[Speculation, int]], rows: int, tokens: float, left: int) -> list[bool]:
-        """For which requests guesses would pay that cost time, if a drafter were ready to make them (see `lengths`).
-        While that is unknown it is tried with one of them."""
+        """For which requests a drafter whose guesses cost time should prepare some: those whose guesses would pay (see
+        `lengths`). While it is unknown what they cost, one request tries them."""
         worth = [length > 0 for length in self.lengths(guesses, rows, tokens, left)]
         if self._times.seconds(rows, drafting=True) is None and True in worth:
             first = worth.index(True)
@@ -373,14 +371,16 @@ class DraftPolicy:
         """Note the time in which a draft model has guessed so many tokens of each request."""
         self._passes.observe(counts, seconds)
 
-    def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Note the time of a step of decodes: more than ``tokens`` rows are those of drafts."""
-        self._times.observe(rows, rows > tokens, seconds)
-        self._passes.decay()
+    def observe(self, rows: int, tokens: int, seconds: float | None) -> None:
+        """Note the end of a step, and its time if it has decodes alone: more than ``tokens`` rows are those of
+        drafts."""
+        self._steps += 1
+        if seconds is not None:
+            self._times.observe(rows, rows > tokens, seconds)
+            self._passes.decay()
 
     def cost(self, rows: int, tokens: int) -> float | None:
-        """What a draft costs in a step of so many rows and tokens (see `Speculation.gain`), which has just ended."""
-        self._steps += 1
+        """What a draft costs in a step of so many rows and tokens (see `Speculation.gain`)."""
         plain_s, drafting_s = (self._times.seconds(rows, drafting) for drafting in (False, True))
         return _cost(plain_s, drafting_s, self._times.row_s, tokens) if self._pays else None
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from contract.engine import EngineEvent, KVEvent, KVRole, Step, Submit
@@ -26,15 +24,9 @@ _REPEATED = 16
 class PlantedDrafter(Drafter):
     """Knows all tokens of requests, by their ids, and guesses each with probability ``right``, else another one."""
 
-    free, max_context = True, sys.maxsize
-
     def __init__(self, texts: Mapping[str, Sequence[int]], right: float, vocab_size: int) -> None:
         self._texts, self._right, self._vocab_size = texts, right, vocab_size
         self._draw = random.Random(vocab_size)
-
-    def missing(self, context: DraftContext) -> int:
-        """None."""
-        return 0
 
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
@@ -49,9 +41,6 @@ class PlantedDrafter(Drafter):
             ]
             for context in contexts
         ]
-
-    def forget(self, attempt_id: str) -> None:
-        """Keeps what it knows."""
 
     def _next(self, context: DraftContext) -> Sequence[int]:
         end = len(context.token_ids)
@@ -100,19 +89,18 @@ class Guessing:
 
     def measure(self, case: GuessCase, arms: Sequence[str], seed: str) -> dict[str, dict[str, Any]]:
         """By arm: output tokens per second after the first of each request, and the drafts and accepted drafts."""
-        drafter: Callable[[], Drafter] = NgramDrafter
-        if case.right is not None:
-            texts = self._serve(case, OFF, None, seed).texts
-            drafter = partial(PlantedDrafter, texts, case.right, self._vocab_size)
-        elif case.by_model:
-            assert self._draft_model is not None
-            draft_model = self._draft_model
-            drafter = lambda: draft_model  # noqa: E731
-        each = {arm: self._serve(case, arm, None if arm == OFF else drafter(), seed) for arm in arms}
+        texts = {} if case.right is None else self._serve(case, OFF, None, seed).texts
+        each = {arm: self._serve(case, arm, None if arm == OFF else self._drafter(case, texts), seed) for arm in arms}
         return {
             arm: {"rate": served.rate, "drafts": served.drafts, "accepted": served.accepted}
             for arm, served in each.items()
         }
+
+    def _drafter(self, case: GuessCase, texts: Mapping[str, Sequence[int]]) -> Drafter | None:
+        """What guesses in a case: from the ``texts`` if its guesses are planted."""
+        if case.right is not None:
+            return PlantedDrafter(texts, case.right, self._vocab_size)
+        return self._draft_model if case.by_model else NgramDrafter()
 
     def _serve(self, case: GuessCase, arm: str, drafter: Drafter | None, seed: str) -> _Served:
         clock, answers, draw = MonotonicClock(), _Answers(), random.Random(seed)

@@ -1,4 +1,4 @@
-"""A draft model guesses what it would say itself, costs as few passes as it can, and changes no token."""
+"""What a draft model guesses, how few passes that takes, and that it changes no token."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def context(token_ids: Sequence[int], most: int, attempt_id: str = "r", first_bl
     return DraftContext(attempt_id, token_ids, list(range(first_block, first_block + blocks)), most)
 
 
-def test_it_guesses_what_it_would_say(folder: Path, passes: Passes) -> None:
+def test_it_guesses_the_tokens_of_its_own_answer(folder: Path, passes: Passes) -> None:
     drafter, answer = DraftModel(passes, 512, 307), greedy_tokens(folder, PROMPT, 16)
     assert drafter.prepare([context(PROMPT, 5)], 100) == [5]
     assert passes.sizes == [len(PROMPT) - 1]  # the last token is computed with the first guess

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -153,14 +152,10 @@ class Repeating:
 class Costly(Drafter):
     """Guesses right, in passes that take ``pass_s`` each, those of its sixth call two seconds longer."""
 
-    free, max_context = False, sys.maxsize
+    free = False
 
     def __init__(self, clock: FakeClock, pass_s: float) -> None:
         self._clock, self._pass_s, self._calls = clock, pass_s, 0
-
-    def missing(self, context: DraftContext) -> int:
-        """None."""
-        return 0
 
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
@@ -171,9 +166,6 @@ class Costly(Drafter):
         self._calls += 1
         self._clock.advance(self._pass_s * max(context.most for context in contexts) + 2.0 * (self._calls == 6))
         return [[(len(c.token_ids) + number) % 4 for number in range(c.most)] for c in contexts]
-
-    def forget(self, attempt_id: str) -> None:
-        """Knows nothing."""
 
 
 def repeat(
@@ -300,12 +292,6 @@ class Drawing:
 class Threes(Drafter):
     """Guesses that all tokens are 3."""
 
-    free, max_context = True, sys.maxsize
-
-    def missing(self, context: DraftContext) -> int:
-        """None."""
-        return 0
-
     def prepare(self, contexts: Sequence[DraftContext], budget: int) -> list[int]:
         """See `Drafter`."""
         return [context.most for context in contexts]
@@ -313,9 +299,6 @@ class Threes(Drafter):
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `Drafter`."""
         return [[3] * context.most for context in contexts]
-
-    def forget(self, attempt_id: str) -> None:
-        """Knows nothing."""
 
 
 PROBABILITIES = (0.05, 0.25, 0.1, 0.4, 0.2)
