@@ -13,6 +13,18 @@ SHARES = (0.25, 1 / 3, 0.4, 0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 1.0)
 """Shares of an objective up to which durations are counted apart."""
 
 
+PROMPT_SIZES = tuple(round(16 * 2 ** (step / 2)) for step in range(33))
+"""Tokens up to which prompts are counted apart: from 16 to a million, each 1.4 times the one before."""
+
+
+class WorkerSteps(msgspec.Struct, array_like=True):
+    """The steps that a worker's engine has computed, and the seconds that they took."""
+
+    role: Role
+    steps: int
+    busy_s: float
+
+
 class RoleSamples(msgspec.Struct):
     """Sums over all looks at the workers of a role."""
 
@@ -37,8 +49,13 @@ class GatewayLoad(msgspec.Struct):
     first_tokens: int = 0
     prompt_tokens: int = 0
     """Of the requests with a first token."""
+    prompts: list[int] = []
+    """The same requests by the tokens of their prompts that were computed: for each of `PROMPT_SIZES` those with more
+    than the size before and at most this one, then longer ones."""
     gaps: int = 0
     """Further tokens."""
+    steps: dict[str, WorkerSteps] = {}
+    """Those of each worker so far."""
     looks: int = 0
     """At the workers."""
     samples: dict[Role, RoleSamples] = {}

@@ -15,7 +15,6 @@ from pydantic import Field
 from checkpoints.source import ModelSource, resolve_model
 from experiments.experiment import Options, option
 from experiments.modes import COLOCATED, PD, SLO, Split
-from experiments.profile import Profiled
 from experiments.workloads.options import WorkloadOptions
 from ops.model_memory import ServedModel, activation_bytes
 from pdserve.core.config import PdserveConfig
@@ -23,8 +22,9 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role
 from simulator.planning.devices import USABLE_MEMORY, DeviceKind, device_kind
+from simulator.planning.profile import Profiled
 from simulator.planning.service import LinkClass, Overheads, PlannedService, PlannedWorker
-from simulator.planning.step_time import Scaled, StepTime
+from simulator.planning.step_time import Scaled
 
 _MOST_CANDIDATES = 32
 _MOST_DEGREE = 4096
@@ -156,7 +156,7 @@ class Site:
         source = resolve_model(options.model)
         layout = ServedModel.of(source, config, "cuda").layout
         if isinstance(kinds[0], Profiled):
-            layout = msgspec.structs.replace(layout, dtype=kinds[0].dtype, block_size=kinds[0].block_size)
+            layout = kinds[0].layout(layout)
         return cls(options, config, source, layout, kinds)
 
     @property
@@ -287,27 +287,24 @@ class Site:
 
     def _worker(self, candidate: Candidate, role: Role, degree: int, worker_id: str, host: str) -> PlannedWorker:
         kind, engine = self._kind_of(role if candidate.mode == PD else Role.PREFILL), self.config.engine
-        on_gpu = isinstance(kind, DeviceKind)
-        steps: StepTime
-        if isinstance(kind, DeviceKind):
-            steps, pool = kind.steps(self.source.shape, self.dtype, degree), self._pool_bytes(kind, degree)
-            budget, num_blocks = engine.token_budget("cuda", role), int(pool) // self.layout.block_bytes
+        if isinstance(kind, Profiled):
+            worker = kind.worker(worker_id, role, host, engine)
         else:
-            steps, budget, num_blocks = kind.steps, kind.chunk, kind.pool_tokens // kind.block_size
-        return PlannedWorker(
-            worker_id,
-            role,
-            host,
-            steps,
-            num_blocks,
-            candidate.budget or budget,
-            engine.max_num_seqs,
-            run_ahead=on_gpu,
-        )
+            worker = PlannedWorker(
+                worker_id,
+                role,
+                host,
+                kind.steps(self.source.shape, self.dtype, degree),
+                int(self._pool_bytes(kind, degree)) // self.layout.block_bytes,
+                engine.token_budget("cuda", role),
+                engine.max_num_seqs,
+                run_ahead=True,
+            )
+        return replace(worker, token_budget=candidate.budget or worker.token_budget)
 
 
 def _kind(text: str) -> DeviceKind | Profiled:
-    return Profiled.read(Path(text)) if Path(text).is_dir() else device_kind(text)
+    return Profiled.read(Path(text), "--device") if Path(text).is_dir() else device_kind(text)
 
 
 def _about(kind: DeviceKind | Profiled) -> dict[str, str]:

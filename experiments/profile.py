@@ -15,8 +15,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Unpack
 
 import msgspec
 from pydantic import Field
@@ -29,7 +28,7 @@ from experiments.experiment import Bench, Cell, Experiment, Options, option
 from experiments.modes import COLOCATED, PD, Split
 from experiments.report.drawing import Mark, Panel, Picture, Rule, TableBlock, table
 from experiments.report.page import Report, setup_of
-from experiments.run_folder import Figures, RequestRow, RunData, RunFolder, faults
+from experiments.run_folder import Figures, RequestRow, RunData, faults
 from experiments.served_steps import measure_served, served_cases, unshared_salt
 from experiments.workloads.conversation import random_tokens
 from pdserve.client.async_client import AsyncClient
@@ -37,7 +36,8 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode, counted
 from pdserve.core.timeline import Figure
-from simulator.planning.service import LinkClass, Overheads
+from simulator.planning.profile import PROFILE
+from simulator.planning.service import Overheads
 from simulator.planning.step_time import KNOTS, MeasuredSteps, StepShape
 
 STEPS, BETWEEN, SERVED = "steps", "between", "served"
@@ -69,7 +69,7 @@ class ProfileOptions(Options):
 class Profile(Experiment):
     """See the module."""
 
-    name = "profile"
+    name = PROFILE
     question = "How long do steps of this machine take, and what does a service add to them?"
     options_type = ProfileOptions
     options: ProfileOptions
@@ -385,34 +385,3 @@ def _picture(cases: Sequence[Figures]) -> Picture:
             )
         ],
     )
-
-
-class Profiled(msgspec.Struct, frozen=True):
-    """A finished profile, as `experiments.plan` uses it. ``chunk``: tokens of a step; ``pool_tokens``: of a worker."""
-
-    path: str
-    model: str
-    dtype: str
-    device: str
-    chunk: int
-    block_size: int
-    pool_tokens: int
-    steps: MeasuredSteps
-    error: float
-    overheads: Overheads
-    link: LinkClass
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """The profile in the folder of a run. InvalidRequest if it is none, or not complete."""
-        folder = RunFolder.open(path, "--device")
-        name, _ = folder.config
-        if name != Profile.name:
-            raise InvalidRequest(f"--device: {path} is a run of {name}, not of {Profile.name}")
-        summary = folder.summary
-        if summary["overheads"] is None or summary["link"] is None:
-            raise InvalidRequest(f"--device: the profile in {path} is not complete; go on with --resume {path}")
-        if tuple(summary["steps"]["knots"]) != KNOTS:
-            raise InvalidRequest(f"--device: the profile in {path} is of another version; measure it again")
-        kept = {key: summary[key] for key in cls.__struct_fields__ if key in summary}
-        return msgspec.convert({**kept, "path": str(path), "error": summary["steps"]["error"]}, cls)

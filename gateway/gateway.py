@@ -267,7 +267,7 @@ class Gateway:
 
     def load(self) -> GatewayLoad:
         """What a controller of the workers needs to know."""
-        return self._meter.load()
+        return self._meter.load(self.registry.ready())
 
     def drain(self) -> int:
         """Refuse new requests (UNAVAILABLE). Returns the number of requests in progress, which go on, with retries,

@@ -7,12 +7,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from contract.scaling import SHARES, GatewayLoad, RoleSamples
+from contract.scaling import PROMPT_SIZES, SHARES, GatewayLoad, RoleSamples, WorkerSteps
 from gateway.inference import Observer
 from pdserve.core.clock import Clock
 from pdserve.core.config import SloConfig
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role
+from router.registered_worker import RegisteredWorker
 from router.session import Session
 from router.view import WorkerView
 
@@ -32,13 +33,16 @@ class LoadMeter(Observer):
         self._load = GatewayLoad(
             ttft=[0] * (len(self._ttft) + 1) if self._ttft else [],
             itl=[0] * (len(self._itl) + 1) if self._itl else [],
+            prompts=[0] * (len(PROMPT_SIZES) + 1),
             samples={role: RoleSamples() for role in Role},
         )
 
     def first(self, record: Session, seconds: float) -> None:
         """Count the first token of a request."""
         self._load.first_tokens += 1
-        self._load.prompt_tokens += len(record.request.prompt_token_ids)
+        tokens = len(record.request.prompt_token_ids)
+        self._load.prompt_tokens += tokens
+        self._load.prompts[bisect_left(PROMPT_SIZES, tokens - record.result.prefill_cached_tokens)] += 1
         if self._ttft:
             time = record.timeline.gateway_time
             seconds = time(EventKind.TOKEN_1_ARRIVED) - time(EventKind.TOKENIZED)
@@ -61,9 +65,12 @@ class LoadMeter(Observer):
                 samples.load += fmean([_in_use(worker) for worker in ready])
                 samples.running += fmean([worker.running for worker in ready])
 
-    def load(self) -> GatewayLoad:
-        """The load now."""
+    def load(self, workers: Iterable[RegisteredWorker] = ()) -> GatewayLoad:
+        """The load now, with the steps of ``workers``."""
         now_s, load = self._clock.now(), self._load
+        load.steps = {
+            each.info.worker_id: WorkerSteps(each.info.role, each.load.steps, each.load.busy_s) for each in workers
+        }
         waits_s, load.decoding = [], 0
         for record in self._running():
             if record.output_token_ids:

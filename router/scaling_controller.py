@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 from contract.scaling import SHARES
 from pdserve.core.config import ScalingConfig
 from pdserve.core.worker import Role
+from router.forecast import Counts, Demand, Forecast, Forecaster
 
 MIN_REQUESTS = 6
 """First tokens within ``hold_s``, those overdue included, below which an attainment says nothing. Gaps: ten times as
@@ -29,9 +30,8 @@ REMOVE_HOLDS = 4
 """A worker is removed only after so many times `ScalingConfig.hold_s`: what is removed is slow to get back."""
 SAME = 1.5
 """Loads count as the same if they differ by less than this factor."""
-
-Counts = tuple[int, int]
-"""Prefill and decode workers."""
+GAIN = 0.05
+"""A worker moves only if a forecast says that so many more of the first tokens, or gaps, meet their objective."""
 
 
 class RoleLoad(NamedTuple):
@@ -42,6 +42,8 @@ class RoleLoad(NamedTuple):
     load: float = 0.0  # share of their capacity in use
     running: float = 0.0  # requests in a batch
     short: float = 0.0  # share of the time during which the next request waited for one of them
+    steps: int = 0  # that their engines computed
+    busy_s: float = 0.0  # that these steps took
 
 
 class Observation(NamedTuple):
@@ -57,6 +59,7 @@ class Observation(NamedTuple):
     requests: int = 0  # those that came
     first_tokens: int = 0
     prompt_tokens: int = 0  # of the requests that got their first token
+    prompts: tuple[int, ...] = ()  # the same requests, counted as `contract.scaling.GatewayLoad` does
     output_tokens: int = 0  # of all requests
     in_flight: float = 0.0  # requests in progress
 
@@ -69,14 +72,31 @@ class Observation(NamedTuple):
         """The workers that are ready."""
         return self.prefill.workers, self.decode.workers
 
+    @property
+    def demand(self) -> Demand | None:
+        """What was asked; None if no request had a first token."""
+        if not self.first_tokens:
+            return None
+        rate = self.requests / max(1e-6, self.end_s - self.begin_s)
+        return Demand(rate, self.prompts, max(1.0, self.output_tokens / self.first_tokens))
+
 
 class Action(NamedTuple):
     """What to do, and why."""
 
-    # flip: a worker of the other role becomes one of ``role``; add, remove: one of ``role``
+    # flip: workers of the other role become those of ``role``; add, remove: of ``role``
     kind: Literal["flip", "add", "remove"]
     role: Role
     reason: str
+    number: int = 1
+    expected: Forecast | None = None  # None: there is no forecast
+
+    def after(self, counts: Counts) -> Counts:
+        """The workers that there are then."""
+        change = -self.number if self.kind == "remove" else self.number
+        other = -self.number if self.kind == "flip" else 0
+        prefill, decode = counts
+        return (prefill + change, decode + other) if self.role is Role.PREFILL else (prefill + other, decode + change)
 
 
 class ScalingController:
@@ -91,21 +111,31 @@ class ScalingController:
     What keeps it from oscillating: an action needs one role to be short and the other to have capacity to spare, which
     leaves a band between; after an action nothing happens for ``hold_s``, and the figures are collected anew; and an
     action is never taken twice with the same workers under the same load: if they are there again, it did not help.
+
+    With a ``forecaster``, a role counts as short as soon as it is so in the last third, a worker moves only if the
+    forecast for the workers after it is better, and as many move at once as it takes. What was expected is compared
+    with what was measured ``hold_s`` later. Where the forecast for the present workers does not see what is measured,
+    it is not used.
     """
 
-    def __init__(self, config: ScalingConfig) -> None:
-        self._config = config
+    def __init__(self, config: ScalingConfig, forecaster: Forecaster | None = None) -> None:
+        self._config, self._forecaster = config, forecaster
         self._window: deque[Observation] = deque()
         self._counts: Counts | None = None
         self._settled_s = float("-inf")
         self.verdict = ""
         """What it saw at the last `observe`, and why it did nothing; empty after an action."""
+        self.outcome = ""
+        """What was measured since the last action, if a forecast had said what to expect. Empty but after the `observe`
+        that found it out."""
+        self._expected: Counts | None = None  # the workers after an action of which a forecast has said something
         self._tried: set[tuple[Counts, str, Role]] = set()
         self._tried_under: Observation | None = None
 
     def observe(self, seen: Observation) -> Action | None:
         """Take in the last interval, and return what to do now. The figures of before a change of workers no longer
         count, whatever made it."""
+        self.outcome = ""
         if seen.counts != self._counts:
             self._counts = seen.counts
             self._window.clear()
@@ -122,7 +152,10 @@ class ScalingController:
             self.verdict = f"figures of these workers are collected: {collected_s:.0f} of {hold_s:g} s"
             return None
         lately = [each for each in window if each.end_s > seen.end_s - hold_s]
+        self._compare(_sum(lately))
         action, self.verdict = self._decide(lately)
+        if self._forecaster is not None:
+            action, self.verdict = self._by_forecast(self._forecaster, lately, action, self.verdict)
         if action is None:
             return None
         load = _sum(lately[len(lately) // 2 :])  # the load may have changed before
@@ -134,6 +167,7 @@ class ScalingController:
             return None
         self._tried.add(tried)
         self._tried_under = load
+        self._expected = None if action.expected is None else action.after(seen.counts)
         self.acted(seen.end_s)
         return action
 
@@ -151,7 +185,6 @@ class ScalingController:
             for role, why in short_now.items()
             if all(role in self._short(part, 1) for part in parts if any(part.ttft) or any(part.itl) or part.overdue)
         }
-        scales = self._config.controller == "workers"
         needed: dict[Role, str] = {}
         for role, why in short.items():
             needed[role] = self._cannot_spare(now, role.other, SPARE) or self._cannot_spare(
@@ -162,9 +195,7 @@ class ScalingController:
             if not needed[role] and self._has_room_for(now, role):
                 return Action("flip", role, f"{why}; {_in_use(now, role.other)}"), ""
         for role, why in short.items():
-            waits = now.prefill.coming + now.decode.coming
-            most = self._config.max_workers or 0
-            if scales and not waits and sum(now.counts) < most and self._has_room_for(now, role):
+            if self._may_add(now) and self._has_room_for(now, role):
                 return Action("add", role, f"{why}; no {role.other} worker can be spared"), ""
         if short:
             role, why = next(iter(short.items()))
@@ -172,8 +203,65 @@ class ScalingController:
             return None, f"{why}; {bounds or needed[role]}"
         if short_now:
             return None, f"{next(iter(short_now.values()))}, but not for all of the last {self._config.hold_s:g} s"
-        action = self._to_remove() if scales else None
+        action = self._to_remove() if self._config.controller == "workers" else None
         return action, "" if action else self._in_words(now)
+
+    def _compare(self, now: Observation) -> None:
+        """Beside what was expected of the last action, put what these workers did."""
+        expected, self._expected = self._expected, None
+        if expected == now.counts:
+            self.outcome = f"measured since then: {_measured(now)}"
+
+    def _by_forecast(
+        self, model: Forecaster, lately: Sequence[Observation], action: Action | None, verdict: str
+    ) -> tuple[Action | None, str]:
+        """The action, or None and why, where ``action`` and ``verdict`` are those without a forecast."""
+        now, target = _sum(lately), self._config.attainment
+        short = self._short(now, MIN_REQUESTS)
+        short = {role: why for role, why in short.items() if role in self._short(_thirds(lately)[-1], 1)}
+        demand = now.demand
+        if demand is None or not (short or action):
+            return action, verdict
+        loads = {role: now.of(role) for role in Role}
+        steps_s = {role: load.busy_s / load.steps for role, load in loads.items() if load.steps}
+        model.calibrate(now.counts, demand, steps_s)
+        present = model.forecast(now.counts, demand)
+        if not short and action is not None:  # it removes a worker
+            expected = model.forecast(action.after(now.counts), demand)
+            if expected.worse < target:
+                return None, f"{expected} is expected of {_split(action.after(now.counts))}"
+            return action._replace(expected=expected), ""
+        if present.worse >= target:  # it does not see why a role is short
+            return action, f"{verdict}; {present} is expected of these workers"
+        tried: list[tuple[Forecast, Action]] = []
+        for choice in self._choices(now, short):
+            if choice.kind == "add" and any(expected.worse >= target for expected, _ in tried):
+                break
+            tried.append((model.forecast(choice.after(now.counts), demand), choice))
+            if tried[-1][0].worse >= (1 + target) / 2:
+                break
+        if not tried:
+            return None, f"{next(iter(short.values()))}; the bounds allow no other numbers of workers"
+        expected, best = max(tried, key=lambda each: round(each[0].worse, 2))  # of equal ones the first
+        compared = f"expected of {_split(now.counts)} is {present}, of {_split(best.after(now.counts))} {expected}"
+        if expected.worse < present.worse + GAIN:
+            return None, f"{next(iter(short.values()))}; {compared}"
+        return best._replace(reason=f"{best.reason}; {compared}", expected=expected), ""
+
+    def _choices(self, now: Observation, short: Mapping[Role, str]) -> Iterator[Action]:
+        """What could be done about roles that are short: flips of more and more workers, of many only some numbers,
+        then another worker."""
+        for role, why in short.items():
+            most, has = self._most(role), now.of(role)
+            can_leave = now.of(role.other).workers - self._least(role.other)
+            can_come = can_leave if most is None else most - has.workers - has.coming
+            last = min(can_leave, can_come)
+            for number in range(1, last + 1):
+                if number == last or _is_round(number):
+                    yield Action("flip", role, why, number)
+        for role, why in short.items() if self._may_add(now) else ():
+            if self._has_room_for(now, role):
+                yield Action("add", role, why)
 
     def _in_words(self, seen: Observation) -> str:
         """How the objectives are met, where no role is short."""
@@ -227,10 +315,9 @@ class ScalingController:
     def _cannot_spare(self, seen: Observation, role: Role, capacity: float) -> str:
         """Why the role cannot spare a worker; empty if it can."""
         has = seen.of(role)
-        least = self._config.min_prefill if role is Role.PREFILL else self._config.min_decode
         left = has.workers - 1
-        if left < max(1, least):
-            return f"there have to be {max(1, least)} {role} workers or more"
+        if left < self._least(role):
+            return f"there have to be {self._least(role)} {role} workers or more"
         if has.short > SHORT:
             return f"requests wait for {role} workers as well"
         if has.load * has.workers > capacity * left:
@@ -243,8 +330,36 @@ class ScalingController:
 
     def _has_room_for(self, seen: Observation, role: Role) -> bool:
         """Whether there may be another worker of the role."""
-        most = self._config.max_prefill if role is Role.PREFILL else self._config.max_decode
+        most = self._most(role)
         return most is None or seen.of(role).workers + seen.of(role).coming < most
+
+    def _may_add(self, seen: Observation) -> bool:
+        """Whether another worker may be started now."""
+        waits, most = seen.prefill.coming + seen.decode.coming, self._config.max_workers or 0
+        return self._config.controller == "workers" and not waits and sum(seen.counts) < most
+
+    def _least(self, role: Role) -> int:
+        return max(1, self._config.min_prefill if role is Role.PREFILL else self._config.min_decode)
+
+    def _most(self, role: Role) -> int | None:
+        return self._config.max_prefill if role is Role.PREFILL else self._config.max_decode
+
+
+def _is_round(number: int) -> bool:
+    """Whether it is one of 1, 2, 3, 4, 6, 8, 12, 16, …"""
+    power = 1 << (number.bit_length() - 1)
+    return 2 * (number - power) in (0, power)
+
+
+def _split(counts: Counts) -> str:
+    return f"{counts[0]}P{counts[1]}D"
+
+
+def _measured(seen: Observation) -> Forecast:
+    """The shares that met their objectives."""
+    count, gaps = sum(seen.ttft) + seen.overdue, sum(seen.itl)
+    ttft = sum(seen.ttft[: len(SHARES)]) / count if count else 1.0
+    return Forecast(ttft, _within(seen.itl, 1.0) if gaps else 1.0)
 
 
 def _in_use(seen: Observation, role: Role) -> str:
@@ -270,8 +385,15 @@ def _sum(observations: Sequence[Observation]) -> Observation:
 
     def role_load(role: Role) -> RoleLoad:
         each = [seen.of(role) for seen in observations]
-        means = [fmean(values) for values in zip(*[(one.load, one.running, one.short) for one in each], strict=True)]
-        return RoleLoad(last.of(role).workers, last.of(role).coming, *means)
+        return RoleLoad(
+            last.of(role).workers,
+            last.of(role).coming,
+            fmean([one.load for one in each]),
+            fmean([one.running for one in each]),
+            fmean([one.short for one in each]),
+            sum([one.steps for one in each]),
+            sum([one.busy_s for one in each]),
+        )
 
     def total(count: Callable[[Observation], int]) -> int:
         return sum(map(count, observations))
@@ -287,6 +409,7 @@ def _sum(observations: Sequence[Observation]) -> Observation:
         total(lambda seen: seen.requests),
         total(lambda seen: seen.first_tokens),
         total(lambda seen: seen.prompt_tokens),
+        _columns(seen.prompts for seen in observations),
         total(lambda seen: seen.output_tokens),
         fmean([seen.in_flight for seen in observations]),
     )

@@ -12,6 +12,7 @@ from contract.scaling import GatewayLoad, RoleSamples, ScalingReport
 from pdserve.core.config import ScalingConfig
 from pdserve.core.errors import LaunchError
 from pdserve.core.worker import Role
+from router.forecast import Forecaster
 from router.scaling_controller import Action, Observation, RoleLoad, ScalingController
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,10 @@ class ScalingLoop:
         config: ScalingConfig,
         clock: Callable[[], float],
         wall: Callable[[], float],
+        forecaster: Forecaster | None = None,
     ) -> None:
         self._service, self._config, self._clock, self._wall = service, config, clock, wall
-        self._controller = ScalingController(config)
+        self._controller = ScalingController(config, forecaster)
         self._before: list[GatewayLoad | None] = []
         self._before_s = 0.0
         self._report = ScalingReport(config.controller)
@@ -78,7 +80,12 @@ class ScalingLoop:
             return
         seen = observation(before_s, now_s, pairs, self._service.counts)
         log.debug("scaling: %s", seen)
-        if (action := self._controller.observe(seen)) is not None:
+        action = self._controller.observe(seen)
+        if outcome := self._controller.outcome:
+            log.info("scaling: after the last action: %s", outcome)
+            self._report = replace(self._report, reason=f"{self._report.reason}; {outcome}")
+            self._service.report_scaling(self._report)
+        if action is not None:
             self._act(action)
         elif (verdict := self._controller.verdict) != self._report.verdict:
             if _without_figures(verdict) != _without_figures(self._report.verdict):
@@ -87,16 +94,10 @@ class ScalingLoop:
             self._service.report_scaling(self._report)
 
     def _act(self, action: Action) -> None:
-        words = {
-            "flip": f"a {action.role.other} worker becomes a {action.role} worker",
-            "add": f"a {action.role} worker is added",
-            "remove": f"a {action.role} worker is removed",
-        }[action.kind]
+        words = _in_words(action)
         log.info("scaling: %s: %s", words, action.reason)
         counts = self._service.counts
-        wanted = {action.role: counts[action.role] + (-1 if action.kind == "remove" else 1)}
-        if action.kind == "flip":
-            wanted[action.role.other] = counts[action.role.other] - 1
+        wanted = dict(zip(Role, action.after((counts[Role.PREFILL], counts[Role.DECODE])), strict=True))
         try:
             words = "; ".join(self._service.rescale(wanted, self._config.drain_s)) or words
         except LaunchError as error:
@@ -106,6 +107,17 @@ class ScalingLoop:
         kind = f"{action.kind} {action.role}"
         self._report = self._report.after(words, kind, action.reason, self._wall())
         self._service.report_scaling(self._report)
+
+
+def _in_words(action: Action) -> str:
+    role, other = action.role, action.role.other
+    if action.kind == "add":
+        return f"a {role} worker is added"
+    if action.kind == "remove":
+        return f"a {role} worker is removed"
+    if action.number == 1:
+        return f"a {other} worker becomes a {role} worker"
+    return f"{action.number} {other} workers become {role} workers"
 
 
 def _without_figures(text: str) -> str:
@@ -124,6 +136,15 @@ def observation(
         each = [[b - a for a, b in zip(getattr(was, name), getattr(now, name), strict=True)] for was, now in pairs]
         return tuple(sum(column) for column in zip(*each, strict=True))
 
+    was, now = pairs[0]  # each gateway sees all workers
+    steps = [
+        (after.role, after.steps - before.steps, after.busy_s - before.busy_s)
+        for worker_id, after in now.steps.items()
+        if (before := was.steps.get(worker_id)) is not None
+        and before.role is after.role
+        and before.steps <= after.steps  # else its engine has started anew
+    ]
+
     def role_load(role: Role) -> RoleLoad:
         looks = sum(now.looks - was.looks for was, now in pairs)
 
@@ -135,7 +156,16 @@ def observation(
         ready = round(mean("ready"))  # one that pauses for a moment is still there
         # Gateways still see a worker that an operator has just flipped. It must not be flipped a second time.
         workers = min(ready, members[role])
-        return RoleLoad(workers, max(0, members[role] - ready), mean("load"), mean("running"), mean("short"))
+        mine = [each for each in steps if each[0] is role]
+        return RoleLoad(
+            workers,
+            max(0, members[role] - ready),
+            mean("load"),
+            mean("running"),
+            mean("short"),
+            sum(number for _, number, _ in mine),
+            sum(busy_s for *_, busy_s in mine),
+        )
 
     return Observation(
         begin_s,
@@ -148,6 +178,7 @@ def observation(
         requests=max(0, total("first_tokens") + total("waiting")),
         first_tokens=total("first_tokens"),
         prompt_tokens=total("prompt_tokens"),
+        prompts=counts("prompts"),
         output_tokens=total("first_tokens") + total("gaps"),
         in_flight=float(sum(now.waiting + now.decoding for _, now in pairs)),
     )

@@ -22,6 +22,8 @@ QUIET_SHARE = 0.25
 """So many seeds have no faults: in these every request is served."""
 SPECULATING = 3
 """The remainder by five of seeds whose engines guess tokens. It is no draw, so that no other plan changes."""
+FORECASTING = 1
+"""The same of seeds whose controller of roles has forecasts."""
 MEASURED_S = 4.5
 """Within which all offsets to a clock are measured anew."""
 HUNG_S = 4.0
@@ -95,6 +97,8 @@ class Plan:
     """How long a turn of a thread takes."""
     break_share: float = 0.0
     """See `simulator.network.Network`."""
+    forecasts: bool = False
+    """Whether a controller of roles has forecasts, which are wrong."""
 
     @classmethod
     def draw(cls, seed: int, num_requests: int = 50) -> Self:
@@ -185,7 +189,8 @@ class Plan:
             )
         if quiet:  # heartbeats wait for what is in flight on a slow link
             config["transfer"]["lease_s"] = max(3.0, config["transfer"]["lease_s"])
-        return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share)
+        forecasts = bool(config["scaling"]) and seed % 5 == FORECASTING
+        return cls(seed, roles, gateways, latency_s, settings, config, requests, faults, turn_s, break_share, forecasts)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Plan:
         """The same with other faults."""

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from contract.scaling import GatewayLoad, ScalingReport
 from pdserve.core.config import ScalingConfig
 from pdserve.core.worker import Role
+from router.forecast import Counts, Demand, Forecast, Forecaster
 from router.scaling_loop import ScalingLoop
 from simulator.loop import World
 from simulator.service import WorldGateway
 
 EPSILON_S = 1e-6
 """Of times that are computed."""
+
+
+class DrawnForecasts:
+    """Implements `router.forecast.Forecaster` by draws: whatever a model of the service says, the controller keeps its
+    rules, and no request is lost."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def calibrate(self, counts: Counts, demand: Demand, step_s: Mapping[Role, float]) -> None:
+        """See `Forecaster`."""
+
+    def forecast(self, counts: Counts, demand: Demand) -> Forecast:
+        """See `Forecaster`."""
+        return Forecast(self._chance.random(), self._chance.random())
 
 
 class Supervisor(Protocol):
@@ -44,10 +61,15 @@ class WorldScaling:
     """Implements `router.scaling_loop.ScaledService`, and tells ``violate`` of actions that must not be."""
 
     def __init__(
-        self, supervisor: Supervisor, world: World, config: ScalingConfig, violate: Callable[[str], None]
+        self,
+        supervisor: Supervisor,
+        world: World,
+        config: ScalingConfig,
+        violate: Callable[[str], None],
+        forecaster: Forecaster | None,
     ) -> None:
         self._supervisor, self._world, self._config, self._violate = supervisor, world, config, violate
-        self._loop = ScalingLoop(self, config, world.now, world.now)
+        self._loop = ScalingLoop(self, config, world.now, world.now, forecaster)
         self._acted_s = float("-inf")
 
     def look(self) -> None:
@@ -70,7 +92,7 @@ class WorldScaling:
     def loads(self) -> list[GatewayLoad | None]:
         """See `ScaledService`."""
         return [
-            each.meter.load() if each.ready and each.process.alive else None
+            each.meter.load(each.registry.ready()) if each.ready and each.process.alive else None
             for each in self._supervisor.gateways.values()
         ]
 
@@ -81,11 +103,11 @@ class WorldScaling:
         more = [role for role, count in wanted.items() if count > counts[role]]
         fewer = [role for role, count in wanted.items() if count < counts[role]]
         for role in fewer:
-            worker_id = [each for each, has in self._supervisor.roles.items() if has is role][-1]
-            if more:
-                self._supervisor.flip(worker_id, more[0])
-            else:
-                self._supervisor.remove(worker_id)
+            for worker_id in [each for each, has in self._supervisor.roles.items() if has is role][wanted[role] :]:
+                if more:
+                    self._supervisor.flip(worker_id, more[0])
+                else:
+                    self._supervisor.remove(worker_id)
         for role in () if fewer else more:
             self._supervisor.add(role)
         return []

@@ -35,7 +35,7 @@ from simulator.loop import BEGIN_S, Stuck, World
 from simulator.model import answer, text_of
 from simulator.network import Network, Process
 from simulator.plan import ClientRequest, Fault, Plan
-from simulator.scaling import EPSILON_S, WorldScaling
+from simulator.scaling import EPSILON_S, DrawnForecasts, WorldScaling
 from simulator.service import Asked, WorldGateway, WorldWorker
 from worker.spec import WorkerSpec
 
@@ -145,7 +145,8 @@ class _Simulation:
         self._leaving: set[str] = set()
         self._added = 0
         self._scales = False
-        self._scaling = WorldScaling(self, self.world, self.config.scaling, self.violate)
+        forecaster = DrawnForecasts(random.Random(f"forecasts/{plan.seed}")) if plan.forecasts else None
+        self._scaling = WorldScaling(self, self.world, self.config.scaling, self.violate, forecaster)
 
     def _chance(self) -> random.Random:
         return random.Random(self._draw.getrandbits(64))

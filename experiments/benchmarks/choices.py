@@ -26,7 +26,6 @@ from experiments.load import run_load
 from experiments.modes import ATTAINMENT, COLOCATED, PD, SLO
 from experiments.plan import ALIKE, Planner, row_of
 from experiments.planned_site import Candidate, Change, PlannerOptions
-from experiments.profile import Profiled
 from experiments.run_folder import RequestRow
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.synthetic import Synthetic, parse_lengths
@@ -34,6 +33,7 @@ from pdserve import AsyncClient
 from pdserve.client.target import Target
 from pdserve.core.config import PdserveConfig
 from pdserve.core.request import Mode
+from simulator.planning.profile import Profiled
 
 _PAIR = Candidate(PD, 1, 1, (1, 1))
 DEPLOYMENTS: Mapping[str, tuple[Candidate, Change]] = {
@@ -96,7 +96,7 @@ def choices(
     settings, rounds, duration_s = (QUICK_SETTINGS, 1, 1.5) if quick else (SETTINGS, 2, 25.0)
     with tempfile.TemporaryDirectory(prefix="pdserve-choices-") as folder:
         path = profile or measured_profile(Path(folder), "tiny" if quick else "dummy:135m", quick)
-        model = Profiled.read(path).model
+        model = Profiled.read(path, "--profile").model
         planned = {each: _simulated(each, model, path, rounds, duration_s) for each in settings}
     figures = {}
     # The lossless codec is for bfloat16, also on a CPU that emulates it.

@@ -29,7 +29,7 @@ from experiments.experiment import Cell
 from experiments.load import Load, run_load
 from experiments.plan import Planner
 from experiments.planned_site import Candidate, Change, PlannerOptions
-from experiments.profile import Profile, Profiled
+from experiments.profile import Profile
 from experiments.runner import new_folder, run_experiment
 from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.synthetic import Synthetic, parse_lengths
@@ -37,6 +37,7 @@ from pdserve import AsyncClient
 from pdserve.core.config import PdserveConfig, RouterConfig
 from pdserve.core.request import Mode
 from router.view import WaitMode
+from simulator.planning.profile import Profiled
 from simulator.planning.service import PlannedRequests, PlannedService, PlannedTurn, ServiceRun, run_service
 from simulator.planning.step_time import Scaled
 
@@ -79,7 +80,7 @@ def plan(
     """Measure, and simulate."""
     with tempfile.TemporaryDirectory(prefix="pdserve-plan-") as folder:
         path = profile or measured_profile(Path(folder), "tiny" if quick else "dummy:135m", quick)
-        profiled = Profiled.read(path)
+        profiled = Profiled.read(path, "--profile")
         options = PlannerOptions.choose(
             {"model": profiled.model, "device": str(path), "devices": 2, "splits": ("1P1D",)}
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from checkpoints.draft import resolve_draft
 from checkpoints.source import ModelSource, check_weight_files, resolve_model, tokenizer_note
@@ -13,9 +14,11 @@ from ops.launch.plan import roles_of
 from ops.launch.ports import free_ports
 from ops.launch.ray_head import RayHead
 from ops.launch.state import cache_key, last_report
+from ops.model_memory import ServedModel
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError
+from router.forecast import Forecaster
 from runtime.plane_tls import plane_tls
 
 OTHER_ENGINE_START_S = 900.0
@@ -31,6 +34,7 @@ class Preparation:
     head: RayHead | None  # the Ray of its own that is to be started; None: it joins one
     cache_key: bytes | None  # of the KV that is kept in `engine.offload_folder`; None: none is
     notes: tuple[str, ...]  # for the user
+    forecaster: Forecaster | None = None  # of the controller of roles
 
 
 def prepare(
@@ -74,4 +78,22 @@ def prepare(
         update={"gateway": gateway.model_copy(update=settled), "model": model, "engine": engine, "cluster": cluster}
     )
     kept = cache_key() if config.engine.offload_folder is not None else None
-    return Preparation(chosen, source, head, kept, tuple(notes))
+    forecaster = _forecaster(config, source)
+    return Preparation(chosen, source, head, kept, tuple(notes), forecaster)
+
+
+def _forecaster(config: PdserveConfig, source: ModelSource) -> Forecaster | None:
+    """What the controller of roles asks, if there is one with a profile. ConfigError if it is of another model."""
+    if config.scaling.controller == "off" or config.scaling.profile is None:
+        return None
+    # Few services have one, and the others start without importing the planner.
+    from simulator.planning.forecast import SimulatedForecaster
+    from simulator.planning.profile import Profiled
+
+    profiled = Profiled.read(Path(config.scaling.profile), "scaling.profile")
+    if profiled.model != config.model.path:
+        raise ConfigError(f"scaling.profile: it is of the model {profiled.model}, and not of {config.model.path}")
+    if max(config.engine.slots.values()) > 1:
+        raise ConfigError("scaling.profile: a profile is of one device; set engine.tensor_parallel to 1")
+    served = ServedModel.of(source, config, config.cluster.device)
+    return SimulatedForecaster(profiled, served.layout, config, served.context)

@@ -124,7 +124,7 @@ class _Supervisor:
     ) -> None:
         self._shutdown, self._restart = shutdown, restart
         self._noting = threading.Lock()
-        config, head = prepared.config, prepared.head
+        config, head, self._forecaster = prepared.config, prepared.head, prepared.forecaster
         self._state = ServiceState(
             pid=os.getpid(),
             create_time=psutil.Process().create_time(),
@@ -239,7 +239,7 @@ class _Supervisor:
         if (config := self._service.config.scaling).controller != "off":
             from router.scaling_loop import ScalingLoop
 
-            scaling = ScalingLoop(self._service, config, time.monotonic, time.time)
+            scaling = ScalingLoop(self._service, config, time.monotonic, time.time, self._forecaster)
 
             def scale() -> None:
                 scaling.begin()

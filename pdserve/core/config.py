@@ -553,6 +553,9 @@ class ScalingConfig(_Section):
     controller: Annotated[Literal["off", "roles", "workers"], Off] = "off"
     """roles: while one role misses its objective and the other has capacity to spare, a worker of the other takes its
     role; workers: also adds workers, for which Ray is asked, and removes them (docs/routing.md)"""
+    profile: str | None = None
+    """folder of a run of `pdserve experiment profile` with this model: workers move only if a simulation says that it
+    helps, and as many at once as it takes (docs/routing.md)"""
     ttft_ms: float | None = Field(None, gt=0)
     """objective of the time to the first token; default: router.slo.ttft_ms"""
     itl_ms: float | None = Field(None, gt=0)

@@ -12,12 +12,13 @@ import pytest
 from experiments.engine_alone.steps import StepCase
 from experiments.plan import Planner
 from experiments.planned_site import Change, PlannerOptions
-from experiments.profile import Profile, Profiled, ProfileOptions, draw_cases
+from experiments.profile import Profile, ProfileOptions, draw_cases
 from experiments.run_folder import FinishedCell, RequestRow, RunData
 from experiments.served_steps import served_cases
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest
+from simulator.planning.profile import Profiled
 from simulator.planning.step_time import MeasuredSteps, StepShape
 from tests.experiments.quiet import judged, measured
 from tests.local_cluster import LocalCluster
@@ -124,7 +125,7 @@ def test_a_running_service_is_measured_by_requests(tmp_path: Path, tcp_service: 
     assert summary["by_requests"]
     assert {case["kind"] for case in summary["cases"]} == {"prompt", "decode"}
     assert all(case["measured_ms"] > 0 for case in summary["cases"])
-    profiled = Profiled.read(path)
+    profiled = Profiled.read(path, "PROFILE")
     assert (profiled.chunk, profiled.model, profiled.overheads.between_s) == (256, "tiny", 0.0)
     assert profiled.device == "cpu"
 
@@ -136,7 +137,7 @@ def test_a_run_that_a_plan_can_use(tmp_path: Path) -> None:
     options = ProfileOptions.choose({"model": "tiny", "steps": 36, "repeats": 1, "requests": 3})
     summary, path, _ = measured(Profile(options), tmp_path)
     assert summary["overheads"]["arrive_s"] > 0
-    profiled = Profiled.read(path)
+    profiled = Profiled.read(path, "PROFILE")
     assert profiled.model == "tiny"
     assert profiled.pool_tokens > 1000
 

@@ -3,11 +3,12 @@ loads."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from contract.scaling import SHARES
 from pdserve.core.config import ScalingConfig
 from pdserve.core.worker import Role
+from router.forecast import Counts, Demand, Forecast, Forecaster
 from router.scaling_controller import Action, Observation, RoleLoad, ScalingController
 
 P, D = Role.PREFILL, Role.DECODE
@@ -34,8 +36,8 @@ def config(**changes: Any) -> ScalingConfig:
 class Figures:
     """Gives a controller the same figures second by second."""
 
-    def __init__(self, **changes: Any) -> None:
-        self.controller = ScalingController(config(**changes))
+    def __init__(self, forecaster: Forecaster | None = None, **changes: Any) -> None:
+        self.controller = ScalingController(config(**changes), forecaster)
         self.now_s = 100.0
 
     def look(self, seconds: int = 1, workers: tuple[int, int] = (1, 2), **changes: Any) -> list[Action]:
@@ -116,7 +118,7 @@ def test_decode_gets_a_worker_for_its_tokens_and_for_its_room() -> None:
 def test_bounds_hold() -> None:
     assert Figures(min_decode=2).look(30, **SATURATED) == []
     assert Figures(max_prefill=1).look(30, **SATURATED) == []
-    full = {"controller": "workers", "max_workers": 3, "min_decode": 2}
+    full: dict[str, Any] = {"controller": "workers", "max_workers": 3, "min_decode": 2}
     assert Figures(**full).look(30, **SATURATED) == []
 
 
@@ -173,6 +175,118 @@ def test_a_change_by_hand_begins_the_look_anew() -> None:
     figures.look(4, **SATURATED)
     assert figures.look(4, workers=(1, 3), **SATURATED) == []
     assert len(figures.look(2, workers=(1, 3), **SATURATED)) == 1
+
+
+# --- forecasts -------------------------------------------------------------------------------------------------------
+
+
+class Forecasts:
+    """Says what ``of`` does, and notes what it was asked."""
+
+    def __init__(self, of: Callable[[Counts], tuple[float, float]]) -> None:
+        self._of = of
+        self.asked: list[Counts] = []
+        self.step_s: list[Mapping[Role, float]] = []
+        self.demands: list[Demand] = []
+
+    def calibrate(self, counts: Counts, demand: Demand, step_s: Mapping[Role, float]) -> None:
+        self.step_s.append(step_s)
+
+    def forecast(self, counts: Counts, demand: Demand) -> Forecast:
+        self.asked.append(counts)
+        self.demands.append(demand)
+        return Forecast(*self._of(counts))
+
+
+def test_as_many_workers_move_at_once_as_the_forecast_says_that_it_takes() -> None:
+    model = Forecasts(lambda counts: (min(1.0, counts[0] / 4), 1.0))
+    figures = Figures(model)
+    figures.look(10, workers=(1, 7))
+    (action,) = figures.look(3, workers=(1, 7), **SATURATED)
+    assert (action.kind, action.role, action.number) == ("flip", P, 3)
+    assert action.after((1, 7)) == (4, 4)
+    assert action.reason.endswith("expected of 1P7D is TTFT 25%, ITL 100%, of 4P4D TTFT 100%, ITL 100%")
+    assert model.asked == [(1, 7), (2, 6), (3, 5), (4, 4)], "it stops at what is enough"
+
+
+def test_with_a_forecast_a_worker_moves_as_soon_as_its_role_is_short() -> None:
+    figures = Figures(Forecasts(lambda counts: (0.5 * counts[0], 1.0)))
+    figures.look(10)
+    (action,) = figures.look(2, **SATURATED)
+    assert action.after((1, 2)) == (2, 1)
+
+
+def test_a_forecast_of_no_gain_keeps_a_worker_where_it_is() -> None:
+    figures = Figures(Forecasts(lambda counts: (0.5, 0.9) if counts == (1, 2) else (0.9, 0.52)))
+    assert figures.look(60, **SATURATED) == []
+    assert figures.controller.verdict.endswith("expected of 1P2D is TTFT 50%, ITL 90%, of 2P1D TTFT 90%, ITL 52%")
+
+
+def test_the_best_of_splits_that_are_not_enough_is_chosen() -> None:
+    shares = {1: 0.1, 2: 0.3, 3: 0.6, 4: 0.4, 5: 0.2, 6: 0.2, 7: 0.1}
+    figures = Figures(Forecasts(lambda counts: (shares[counts[0]], 1.0)))
+    (action,) = figures.look(8, workers=(1, 7), **SATURATED)
+    assert action.after((1, 7)) == (3, 5)
+
+
+def test_a_forecast_that_does_not_see_what_is_measured_is_not_used() -> None:
+    figures = Figures(Forecasts(lambda counts: (1.0, 1.0)))
+    figures.look(10)
+    assert figures.look(3, **SATURATED) == [], "without a forecast it takes longer"
+    (action,) = figures.look(4, **SATURATED)
+    assert (action.number, action.expected) == (1, None)
+
+
+def test_bounds_hold_with_a_forecast() -> None:
+    best = Forecasts(lambda counts: (counts[0] / 20, 1.0))
+    for bound, after in (({"min_decode": 5}, (3, 5)), ({"max_prefill": 2}, (2, 6))):
+        (action,) = Figures(best, **bound).look(8, workers=(1, 7), **SATURATED)
+        assert action.after((1, 7)) == after
+    figures = Figures(best, min_decode=7)
+    assert figures.look(60, workers=(1, 7), **SATURATED) == []
+    assert figures.controller.verdict.endswith("the bounds allow no other numbers of workers")
+
+
+def test_a_worker_is_added_where_no_split_is_enough_and_not_removed_if_it_is_needed() -> None:
+    model = Forecasts(lambda counts: (min(1.0, 0.4 * counts[0]), 0.3 * counts[1]))
+    scales: dict[str, Any] = {"controller": "workers", "max_workers": 6}
+    (action,) = Figures(model, **scales).look(8, workers=(2, 3), **SATURATED)
+    assert (action.kind, action.after((2, 3))) == ("add", (3, 3))
+    assert Figures(model, **{**scales, "max_workers": 5}).look(60, workers=(2, 3), **SATURATED) == []
+    calm = {"prefill": {"load": 0.1}, "decode": {"load": 0.15}}
+    figures = Figures(model, **scales)
+    assert figures.look(60, workers=(3, 3), **calm) == []
+    assert figures.controller.verdict == "TTFT 80%, ITL 90% is expected of 2P3D"
+    (removed,) = Figures(Forecasts(lambda counts: (1.0, 1.0)), **scales).look(30, workers=(3, 3), **calm)
+    assert (removed.kind, removed.expected) == ("remove", Forecast(1.0, 1.0))
+
+
+def test_what_was_expected_is_compared_once_with_what_was_measured() -> None:
+    figures = Figures(Forecasts(lambda counts: (0.5 * counts[0], 1.0)))
+    figures.look(5, **SATURATED)
+    outcomes = []
+    late = (80, *[0] * (len(SHARES) - 1), 20)
+    for _ in range(30):
+        figures.look(1, workers=(2, 1), ttft=late, prefill={"load": 0.3})
+        outcomes.append(figures.controller.outcome)
+    assert [each for each in outcomes if each] == ["measured since then: TTFT 80%, ITL 100%"]
+    assert outcomes.index("measured since then: TTFT 80%, ITL 100%") == 9, "hold_s to settle, hold_s to measure"
+
+
+def test_a_forecast_gets_what_was_asked_and_how_long_steps_took() -> None:
+    model = Forecasts(lambda counts: (0.5 * counts[0], 1.0))
+    seen = {"prompts": (0, 100, 0), "prefill": {"load": 1.0, "short": 0.8, "steps": 10, "busy_s": 0.5}}
+    Figures(model).look(6, **{**SATURATED, **seen})
+    assert model.demands[0] == Demand(100.0, (0, 500, 0), 10.0)
+    assert model.step_s == [{P: pytest.approx(0.05)}], "a role without steps has none"
+
+
+def test_without_a_first_token_there_is_no_forecast() -> None:
+    model = Forecasts(lambda counts: (0.0, 0.0))
+    prefill = {"load": 1.0, "short": 1.0}
+    nothing: dict[str, Any] = {"first_tokens": 0, "ttft": (0,) * (len(SHARES) + 1), "overdue": 50, "prefill": prefill}
+    (action,) = Figures(model).look(8, **nothing)
+    assert (action.role, model.asked) == (P, [])
 
 
 # --- a model of a service --------------------------------------------------------------------------------------------
@@ -246,16 +360,23 @@ class Model:
         )
 
     def apply(self, action: Action) -> None:
-        change = -1 if action.kind == "remove" else 1
-        if action.role is P:
-            self.prefill += change
-        else:
-            self.decode += change
-        if action.kind == "flip":
-            if action.role is P:
-                self.decode -= 1
-            else:
-                self.prefill -= 1
+        self.prefill, self.decode = action.after((self.prefill, self.decode))
+
+    def forecasts(self) -> Forecasts:
+        """What the formulas say of other numbers of workers."""
+
+        @functools.cache
+        def of(counts: Counts, *load: float) -> tuple[float, float]:
+            other = replace(self, prefill=counts[0], decode=counts[1], noise=random.Random(1), backlog=0.0)
+            for second in range(30):
+                seen = other.interval(float(second))
+            ttft, itl = seen.ttft, seen.itl
+            return (
+                sum(ttft[:-1]) / max(1, sum(ttft) + seen.overdue),
+                sum(itl[:-1]) / sum(itl) if any(itl) else 1.0,
+            )
+
+        return Forecasts(lambda counts: of(counts, self.prompt_tokens, self.output_tokens, self.rate, self.clients))
 
 
 def _counts(total: int, share_below: Callable[[float], float]) -> tuple[int, ...]:
@@ -307,11 +428,16 @@ def test_many_constant_loads_come_to_rest(load: dict[str, Any], loop: dict[str, 
     check_rest(load, loop, kind)
 
 
-def check_rest(load: dict[str, Any], loop: dict[str, Any], kind: dict[str, Any]) -> None:
+def check_rest(
+    load: dict[str, Any],
+    loop: dict[str, Any],
+    kind: dict[str, Any],
+    forecasts: Callable[[Model], Forecasts | None] = lambda _: None,
+) -> None:
     """AssertionError if half an hour of this load is not borne within the bounds, at rest after half of it."""
     model = Model(**load, **loop)
     total, rules = model.prefill + model.decode, config(**kind)
-    controller = ScalingController(rules)
+    controller = ScalingController(rules, forecasts(model))
     actions: list[tuple[float, Action]] = []
     for minute in range(30):
         actions += run(model, controller, 60, 60.0 * minute)
@@ -327,10 +453,40 @@ def check_rest(load: dict[str, Any], loop: dict[str, Any], kind: dict[str, Any])
     assert all(time_s < 900 for time_s in times_s), f"{[(t, a.kind, a.role) for t, a in actions]}"
 
 
-def test_a_load_step_is_answered_and_the_step_back_too() -> None:
+def wrong_forecasts(seed: int) -> Forecasts:
+    """Draws."""
+    chance = random.Random(seed)
+    return Forecasts(lambda counts: (chance.random(), chance.random()))
+
+
+@settings(max_examples=20, deadline=None)
+@given(LOADS, OPEN | CLOSED, KINDS, st.none() | st.integers(0, 9))
+def test_a_constant_load_comes_to_rest_whatever_is_forecast(
+    load: dict[str, Any], loop: dict[str, Any], kind: dict[str, Any], wrong: int | None
+) -> None:
+    check_rest(load, loop, kind, Model.forecasts if wrong is None else lambda _: wrong_forecasts(wrong))
+
+
+def test_with_forecasts_one_action_answers_a_step_that_takes_five_without() -> None:
+    found = {}
+    for name in ("without", "with"):
+        model = Model(2, 14, prompt_tokens=200, output_tokens=300, rate=2.2)
+        controller = ScalingController(config(), model.forecasts() if name == "with" else None)
+        assert run(model, controller, 60) == []
+        model.prompt_tokens, model.output_tokens, model.rate = 500, 10, 45.0
+        found[name] = [(at_s - 60, action.number) for at_s, action in run(model, controller, 240, 60.0)]
+        assert model.prefill >= 6
+    assert len(found["without"]) >= 4
+    ((at_s, number),) = found["with"]
+    assert number >= 4
+    assert at_s < found["without"][-1][0] / 4
+
+
+@pytest.mark.parametrize("forecasts", [False, True])
+def test_a_load_step_is_answered_and_the_step_back_too(forecasts: bool) -> None:
     """1P2D, of which long prompts need two prefill workers and long outputs two decode workers."""
     model = Model(1, 2, prompt_tokens=200, output_tokens=300, rate=2.2)
-    controller = ScalingController(config())
+    controller = ScalingController(config(), model.forecasts() if forecasts else None)
     for begin_s in (0.0, 600.0):
         assert run(model, controller, 120, begin_s) == [], "decode-heavy"
         model.prompt_tokens, model.output_tokens, model.rate = 500, 10, 10.5

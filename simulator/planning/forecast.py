@@ -1,0 +1,138 @@
+"""Forecasts for the controller of roles: each is a simulated load on as many workers."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from contract.scaling import PROMPT_SIZES
+from pdserve.core.config import PdserveConfig
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role
+from router.forecast import Counts, Demand, Forecast
+from simulator.planning.profile import Profiled
+from simulator.planning.service import (
+    PlannedRequests,
+    PlannedService,
+    PlannedTurn,
+    RequestResult,
+    ServiceRun,
+    run_service,
+)
+from simulator.planning.step_time import Scaled
+
+SECONDS = 20.0
+LEAST_REQUESTS, MOST_REQUESTS = 80, 600
+"""Of a simulated load, which lasts `SECONDS` as far as these bounds allow. The first half fills the service, and the
+second is judged."""
+_FITS = 4
+"""Simulations until steps are as long as measured: slower ones are larger, as more requests wait for them."""
+_RIGHT = 0.05
+"""Steps that differ by less are as long as measured."""
+_ALIKE = 0.1
+"""Demands that differ by less have the same forecasts."""
+
+
+class SimulatedForecaster:
+    """Implements `router.forecast.Forecaster` for mode ``pd`` and objectives of ``config``: what `pdserve plan`
+    simulates, with steps of ``profiled`` that `calibrate` makes as long as those of the service. Arrivals are Poisson,
+    all outputs are as long as the average, and no prompts share a prefix."""
+
+    def __init__(self, profiled: Profiled, layout: KVLayout, config: PdserveConfig, max_model_len: int) -> None:
+        self._profiled, self._config = profiled, config
+        self._service = PlannedService(
+            (),
+            profiled.layout(layout),
+            profiled.link,
+            overheads=profiled.overheads,
+            router=config.router.model_copy(update={"prefix_fetch": "off"}),
+            layer_groups=config.transfer.layer_groups if config.transfer.overlap == "layer" else 0,
+            max_model_len=max_model_len,
+        )
+        self._factors = dict.fromkeys(Role, 1.0)
+        self._demand: Demand | None = None
+        self._runs: dict[Counts, ServiceRun] = {}
+
+    def calibrate(self, counts: Counts, demand: Demand, step_s: Mapping[Role, float]) -> None:
+        """See `Forecaster`."""
+        for _ in range(_FITS):
+            used = {use.worker_id: use for use in self._run(counts, demand).workers}
+            duration_s = self._run(counts, demand).duration_s
+            wrong = False
+            for role, measured_s in step_s.items():
+                mine = [use for worker_id, use in used.items() if worker_id.startswith(role)]
+                steps = sum(use.steps for use in mine)
+                if not steps:
+                    continue
+                ratio = measured_s / (sum(use.busy for use in mine) * duration_s / steps)
+                if abs(ratio - 1) > _RIGHT:
+                    self._factors[role] *= ratio
+                    wrong = True
+            if not wrong:
+                return
+            self._runs.clear()
+
+    def forecast(self, counts: Counts, demand: Demand) -> Forecast:
+        """See `Forecaster`."""
+        results = sorted(self._run(counts, demand).requests, key=lambda result: result.sent_s)
+        judged, objectives = results[len(results) // 2 :], self._config.objectives
+        ttft_s, itl_s = (None if each is None else each / 1e3 for each in (objectives.ttft_ms, objectives.itl_ms))
+        gaps = [gap for result in judged for gap in result.itl_s[1:]]  # the first has the hand-off in it
+        return Forecast(
+            statistics.fmean(_is_in_time(result, ttft_s) for result in judged),
+            statistics.fmean(itl_s is None or gap <= itl_s for gap in gaps) if gaps else 1.0,
+        )
+
+    def _run(self, counts: Counts, demand: Demand) -> ServiceRun:
+        """The simulated load on these workers. Those of a demand that is alike are kept."""
+        if self._demand is None or not _is_alike(demand, self._demand):
+            self._demand = demand
+            self._runs.clear()
+        if counts not in self._runs:
+            engine, workers = self._config.engine, []
+            for role, count in zip(Role, counts, strict=True):
+                for number in range(count):
+                    worker = self._profiled.worker(f"{role}-{number}", role, "host", engine)
+                    workers.append(replace(worker, steps=Scaled(worker.steps, self._factors[role])))
+            self._runs[counts] = run_service(
+                replace(self._service, workers=workers), Mode.PD, _requests(self._demand, self._service.max_model_len)
+            )
+        return self._runs[counts]
+
+
+def _is_in_time(result: RequestResult, ttft_s: float | None) -> bool:
+    return not result.error and (ttft_s is None or result.ttft_s <= ttft_s)
+
+
+def _requests(demand: Demand, max_model_len: int) -> Iterator[PlannedRequests]:
+    draw = random.Random("forecast")
+    count = min(max(LEAST_REQUESTS, round(demand.rate * SECONDS)), MOST_REQUESTS)
+    outputs = min(round(demand.output_tokens), max_model_len // 2)
+    sizes, at_s = draw.choices(range(len(demand.prompts)), demand.prompts, k=count), 0.0
+    for size in sizes:
+        at_s += draw.expovariate(demand.rate)
+        yield PlannedRequests(at_s, (PlannedTurn((0,) * _tokens(size, max_model_len - outputs), outputs),))
+
+
+def _tokens(size: int, most: int) -> int:
+    """A prompt that was counted at this place of `PROMPT_SIZES`: the middle between the sizes around it."""
+    bounds = (1, *PROMPT_SIZES, PROMPT_SIZES[-1])
+    return max(1, min(round(math.sqrt(bounds[size] * bounds[size + 1])), most))
+
+
+def _is_alike(a: Demand, b: Demand) -> bool:
+    return all(
+        abs(x - y) <= _ALIKE * max(x, y)
+        for x, y in ((a.rate, b.rate), (a.output_tokens, b.output_tokens), (_mean_size(a), _mean_size(b)))
+    )
+
+
+def _mean_size(demand: Demand) -> float:
+    """Of prompts, in tokens."""
+    return sum(_tokens(size, PROMPT_SIZES[-1]) * count for size, count in enumerate(demand.prompts)) / sum(
+        demand.prompts
+    )
