@@ -28,6 +28,8 @@ REMOVE = 0.5
 """The same for removing one."""
 REMOVE_HOLDS = 4
 """A worker is removed only after so many times `ScalingConfig.hold_s`: what is removed is slow to get back."""
+WRONG = 0.2
+"""A forecast was wrong if so many fewer of the first tokens, or gaps, met their objective."""
 SAME = 1.5
 """Loads count as the same if they differ by less than this factor."""
 GAIN = 0.05
@@ -114,8 +116,8 @@ class ScalingController:
 
     With a ``forecaster``, a role counts as short as soon as it is so in the last third, a worker moves only if the
     forecast for the workers after it is better, and as many move at once as it takes. What was expected is compared
-    with what was measured ``hold_s`` later. Where the forecast for the present workers does not see what is measured,
-    it is not used.
+    with what was measured ``hold_s`` later. A forecast that was wrong, or that does not see what is measured of the
+    present workers, is not used under this load.
     """
 
     def __init__(self, config: ScalingConfig, forecaster: Forecaster | None = None) -> None:
@@ -128,7 +130,9 @@ class ScalingController:
         self.outcome = ""
         """What was measured since the last action, if a forecast had said what to expect. Empty but after the `observe`
         that found it out."""
-        self._expected: Counts | None = None  # the workers after an action of which a forecast has said something
+        self._promised: tuple[Counts, Forecast] | None = None
+        """What is expected of the workers after the last action, until it is compared with what was measured."""
+        self._wrong_under: Observation | None = None  # a load of which the forecast was wrong
         self._tried: set[tuple[Counts, str, Role]] = set()
         self._tried_under: Observation | None = None
 
@@ -167,7 +171,7 @@ class ScalingController:
             return None
         self._tried.add(tried)
         self._tried_under = load
-        self._expected = None if action.expected is None else action.after(seen.counts)
+        self._promised = None if action.expected is None else (action.after(seen.counts), action.expected)
         self.acted(seen.end_s)
         return action
 
@@ -208,9 +212,14 @@ class ScalingController:
 
     def _compare(self, now: Observation) -> None:
         """Beside what was expected of the last action, put what these workers did."""
-        expected, self._expected = self._expected, None
-        if expected == now.counts:
-            self.outcome = f"measured since then: {_measured(now)}"
+        promised, self._promised = self._promised, None
+        if promised is None or promised[0] != now.counts:
+            return
+        measured = _measured(now)
+        self.outcome = f"measured since then: {measured}"
+        if measured.worse < promised[1].worse - WRONG:
+            self._wrong_under = now
+            self.outcome += ", so there are no more forecasts under this load"
 
     def _by_forecast(
         self, model: Forecaster, lately: Sequence[Observation], action: Action | None, verdict: str
@@ -219,8 +228,8 @@ class ScalingController:
         now, target = _sum(lately), self._config.attainment
         short = self._short(now, MIN_REQUESTS)
         short = {role: why for role, why in short.items() if role in self._short(_thirds(lately)[-1], 1)}
-        demand = now.demand
-        if demand is None or not (short or action):
+        demand, wrong_under = now.demand, self._wrong_under
+        if demand is None or not (short or action) or (wrong_under and _is_same_load(now, wrong_under)):
             return action, verdict
         loads = {role: now.of(role) for role in Role}
         steps_s = {role: load.busy_s / load.steps for role, load in loads.items() if load.steps}
