@@ -19,7 +19,6 @@ from simulator.planning.service import (
     PlannedRequests,
     PlannedService,
     PlannedTurn,
-    RequestResult,
     ServiceRun,
     run_service,
 )
@@ -80,11 +79,13 @@ class SimulatedForecaster:
         """See `Forecaster`."""
         results = sorted(self._run(counts, demand).requests, key=lambda result: result.sent_s)
         judged, objectives = results[len(results) // 2 :], self._config.objectives
-        ttft_s, itl_s = (None if each is None else each / 1e3 for each in (objectives.ttft_ms, objectives.itl_ms))
+        assert objectives.ttft_ms is not None, "a controller has both"
+        assert objectives.itl_ms is not None, "a controller has both"
+        ttft_s, itl_s = objectives.ttft_ms / 1e3, objectives.itl_ms / 1e3
         gaps = [gap for result in judged for gap in result.itl_s[1:]]  # the first has the hand-off in it
         return Forecast(
-            statistics.fmean(_is_in_time(result, ttft_s) for result in judged),
-            statistics.fmean(itl_s is None or gap <= itl_s for gap in gaps) if gaps else 1.0,
+            statistics.fmean(not result.error and result.ttft_s <= ttft_s for result in judged),
+            statistics.fmean(gap <= itl_s for gap in gaps) if gaps else 1.0,
         )
 
     def _run(self, counts: Counts, demand: Demand) -> ServiceRun:
@@ -102,10 +103,6 @@ class SimulatedForecaster:
                 replace(self._service, workers=workers), Mode.PD, _requests(self._demand, self._service.max_model_len)
             )
         return self._runs[counts]
-
-
-def _is_in_time(result: RequestResult, ttft_s: float | None) -> bool:
-    return not result.error and (ttft_s is None or result.ttft_s <= ttft_s)
 
 
 def _requests(demand: Demand, max_model_len: int) -> Iterator[PlannedRequests]:

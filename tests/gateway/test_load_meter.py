@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from contract.scaling import SHARES, GatewayLoad, ScalingReport, within_objective
+from contract.scaling import PROMPT_SIZES, SHARES, GatewayLoad, ScalingReport, within_objective
 from gateway.inference import OutputToken
 from gateway.load_meter import LoadMeter
 from gateway.validation import Submission
@@ -104,6 +104,8 @@ async def test_requests_are_counted_from_their_call_on(start_service: StartServi
     assert (within_objective(load.ttft), within_objective(load.itl)) == ((1, 0), (2, 0)), (
         "without the gap of the hand-off"
     )
+    assert load.prompts == [1, *[0] * len(PROMPT_SIZES)]
+    assert {worker: each.role for worker, each in load.steps.items()} == {"p0": P, "d0": D}
 
 
 async def test_what_the_controller_did_is_in_the_status(service: Service) -> None:

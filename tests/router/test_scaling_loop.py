@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from contract.scaling import SHARES, GatewayLoad, RoleSamples, ScalingReport
+from contract.scaling import SHARES, GatewayLoad, RoleSamples, ScalingReport, WorkerSteps
 from pdserve.core.config import ScalingConfig
 from pdserve.core.errors import LaunchError
 from pdserve.core.worker import Role
+from router.forecast import Counts, Demand, Forecast
+from router.scaling_controller import Action
 from router.scaling_loop import ScalingLoop, observation
 
 P, D = Role.PREFILL, Role.DECODE
@@ -28,6 +31,7 @@ def load(second: int, **changes: Any) -> GatewayLoad:
         "itl": counts(100 * second, 0),
         "first_tokens": 10 * second,
         "prompt_tokens": 5000 * second,
+        "prompts": [0, 10 * second, 0],
         "gaps": 100 * second,
         "looks": 10 * second,
         "samples": {
@@ -53,13 +57,14 @@ class ScriptedService:
         self.asked: list[dict[Role, int]] = []
         self.silent: set[int] = set()
         self.error: LaunchError | None = None
-        self.decode_workers = 2
+        self.ready_prefill, self.decode_workers = 1, 2
 
     def loads(self) -> list[GatewayLoad | None]:
         self.second += 1
         loads = [None if number in self.silent else load(self.second) for number in range(2)]
         for each in loads:
             if each is not None:
+                each.samples[P].ready = self.ready_prefill * each.looks
                 each.samples[D].ready = self.decode_workers * each.looks
         return loads
 
@@ -88,6 +93,58 @@ def test_counts_of_all_gateways_are_one_observation() -> None:
     assert (seen.ttft[-1], seen.itl[0], seen.overdue) == (40, 400, 30)
     assert (seen.first_tokens, seen.requests, seen.prompt_tokens, seen.output_tokens) == (40, 46, 20_000, 440)
     assert seen.in_flight == 20 + 26 + 2 + 2
+
+
+def test_steps_are_those_of_workers_that_were_there_all_the_time() -> None:
+    def steps(**workers: tuple[Role, int, float]) -> dict[str, Any]:
+        return {"steps": {name: WorkerSteps(*each) for name, each in workers.items()}}
+
+    before = load(3, **steps(p0=(P, 10, 1.0), p1=(P, 5, 0.5), d0=(D, 100, 1.0), d1=(D, 90, 3.0), d2=(D, 50, 0.5)))
+    after = load(5, **steps(p0=(P, 14, 1.8), d0=(D, 150, 1.5), d1=(P, 99, 3.1), d2=(D, 1, 0.1), d3=(D, 7, 0.1)))
+    seen = observation(3.0, 5.0, [(before, after), (load(3), load(5))], {P: 1, D: 2})
+    assert seen.prefill.steps == 4, "d1 has changed its role"
+    assert seen.prefill.busy_s == pytest.approx(0.8)
+    assert (seen.decode.steps, seen.decode.busy_s) == (50, 0.5), "d2 has started anew"
+
+
+def test_several_workers_are_moved_and_the_outcome_is_shown() -> None:
+    class Forecasts:
+        def calibrate(self, counts: Counts, demand: Demand, step_s: Mapping[Role, float]) -> None:
+            """Nothing to change."""
+
+        def forecast(self, counts: Counts, demand: Demand) -> Forecast:
+            return Forecast(counts[0] / 3, 1.0)
+
+    service = ScriptedService()
+    service.counts, service.decode_workers = {P: 1, D: 5}, 5
+    loop = ScalingLoop(service, CONFIG, lambda: float(service.second), lambda: 1e9 + service.second, Forecasts())
+    for _ in range(5):
+        loop.look()
+    assert service.asked == [{P: 3, D: 3}]
+    reason = service.reports[-1].reason
+    assert reason.endswith("expected of 1P5D is TTFT 33%, ITL 100%, of 3P3D TTFT 100%, ITL 100%")
+    service.ready_prefill, service.decode_workers = 3, 3
+    for _ in range(12):
+        loop.look()
+    measured = "measured since then: TTFT 0%, ITL 100%, so there are no more forecasts under this load"
+    assert f"{reason}; {measured}" in [report.reason for report in service.reports]
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (Action("flip", P, ""), "a decode worker becomes a prefill worker"),
+        (Action("flip", D, "", 3), "3 prefill workers become decode workers"),
+        (Action("add", P, ""), "a prefill worker is added"),
+        (Action("remove", D, ""), "a decode worker is removed"),
+    ],
+)
+def test_a_failed_action_is_named(action: Action, words: str) -> None:
+    service = ScriptedService()
+    service.error = LaunchError("no")
+    loop = ScalingLoop(service, CONFIG, lambda: 0.0, lambda: 1e9)
+    loop._act(action)
+    assert service.reports[-1].last == f"failed: {words}: no"
 
 
 def test_an_action_is_carried_out_and_shown_with_its_reason() -> None:

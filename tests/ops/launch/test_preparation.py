@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ops.launch.preparation import prepare
+from ops.launch.preparation import Preparation, prepare
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, InvalidRequest
+from simulator.planning.step_time import KNOTS
 from tests.conftest import ROOT
 
 
@@ -42,3 +44,42 @@ def test_a_context_longer_than_the_models_is_refused_before_anything_starts() ->
     config = PdserveConfig.parse({"engine": {"max_model_len": 4096}, "gateway": {"port": 0, "http_port": 0}})
     with pytest.raises(ConfigError, match=r"^engine\.max_model_len: 4096 exceeds the model's context of 2048 tokens$"):
         prepare(config)
+
+
+def test_a_profile_of_the_controller_is_read_before_anything_starts(tmp_path: Path) -> None:
+    profile = {
+        "experiment": "profile",
+        "model": "tiny",
+        "dtype": "float32",
+        "device": "cpu",
+        "chunk": 256,
+        "block_size": 16,
+        "pool_tokens": 16_000,
+        "steps": {"at_rows": [0.01] * 7, "sampled_s": 0, "pair_s": 0, "read_s": 0, "knots": KNOTS, "error": 0.03},
+        "overheads": {},
+        "link": {"bytes_per_s": 1e9},
+    }
+
+    def prepared(**changes: object) -> Preparation:
+        (tmp_path / "summary.json").write_text(json.dumps({**profile, **changes}))
+        scaling = {"controller": "roles", "ttft_ms": 100, "itl_ms": 50, "profile": str(tmp_path)}
+        return prepare(PdserveConfig.parse({"scaling": scaling, "gateway": {"port": 0, "http_port": 0}}))
+
+    assert prepared().forecaster is not None
+    with pytest.raises(ConfigError, match=r"^scaling\.profile: it is of the model dummy:8b, and not of tiny$"):
+        prepared(model="dummy:8b")
+    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* is a run of plan, not of profile$"):
+        prepared(experiment="plan")
+    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* is not complete; go on with --resume"):
+        prepared(link=None)
+    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* is of another version"):
+        prepared(steps={**profile["steps"], "knots": [1, 2]})  # type: ignore[dict-item]
+    (tmp_path / "summary.json").write_text("{")
+    scaling = {"controller": "roles", "ttft_ms": 100, "itl_ms": 50, "profile": str(tmp_path)}
+    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .*summary\.json is not JSON"):
+        prepare(PdserveConfig.parse({"scaling": scaling, "gateway": {"port": 0, "http_port": 0}}))
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* cannot be read \(No such file or directory\)"):
+        prepare(PdserveConfig.parse({"scaling": scaling, "gateway": {"port": 0, "http_port": 0}}))
+    without = {key: value for key, value in scaling.items() if key != "profile"}
+    assert prepare(PdserveConfig.parse({"scaling": without, "gateway": {"port": 0, "http_port": 0}})).forecaster is None
