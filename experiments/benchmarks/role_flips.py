@@ -2,7 +2,8 @@
 
 A service of 1 prefill and 2 decode workers of the model tiny. First it is measured what each role bears as 1P2D and as
 2P1D. Then an open loop steps from long outputs to long prompts, more than one prefill worker can compute, and back to
-long outputs; once with fixed roles, once with `scaling.controller: roles`. Goodput is the number of requests per second
+long outputs: with fixed roles, with `scaling.controller: roles`, and with that and a `scaling.profile` of this machine
+(``--profile``, else it is measured first; not with ``--quick``). Goodput is the number of requests per second
 whose TTFT and mean time between tokens meet the objectives, by the time at which they were sent."""
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import pandas
+import typer
 
 from experiments.benchmarks.frame import Quick, Service, load, note, run, service
+from experiments.benchmarks.plan import measured_profile
 from experiments.workloads.arrivals import ClosedLoop, random_arrivals, timed_arrivals
 from experiments.workloads.conversation import Conversation
 from experiments.workloads.synthetic import Fixed, Synthetic
@@ -68,9 +73,21 @@ FULL = Sizes({"prompts": Kind(1200, 4, 8), "outputs": Kind(16, 120, 16)})
 QUICK = Sizes({"prompts": Kind(32, 2, 2), "outputs": Kind(16, 4, 2)}, warm_up_s=0.5, measure_s=0.5, phase_s=0.6)
 
 
-def role_flips(quick: Quick = False) -> dict[str, Any]:
+def role_flips(
+    quick: Quick = False,
+    profile: Annotated[Path | None, typer.Option(help="folder of a profile of this machine")] = None,
+) -> dict[str, Any]:
     """Measure."""
-    sizes = QUICK if quick else FULL
+    with contextlib.ExitStack() as made:
+        scalings: dict[str, dict[str, Any]] = {"off": {"controller": "off"}, "roles": {"controller": "roles"}}
+        if not quick or profile is not None:
+            path = profile or measured_profile(Path(made.enter_context(tempfile.TemporaryDirectory())), "tiny", quick)
+            scalings["forecasts"] = {"controller": "roles", "profile": str(path)}
+        return _measured(scalings, QUICK if quick else FULL)
+
+
+def _measured(scalings: Mapping[str, Mapping[str, Any]], sizes: Sizes) -> dict[str, Any]:
+    """What a service bears, and the load step with each of the controllers."""
     with service(SETTINGS) as served:
         bears = served.client(partial(_bears, served, sizes))
     itl_ms = 3 * bears.itl_ms.max()
@@ -80,9 +97,9 @@ def role_flips(quick: Quick = False) -> dict[str, Any]:
         "prompts": bears.prompts_per_s.prod() ** 0.5,
     }
     result: dict[str, Any] = {"bears": bears, "ttft_ms": TTFT_MS, "itl_ms": itl_ms, "rates": rates}
-    for name in ("off", "roles"):
-        scaling = {"controller": name, "ttft_ms": TTFT_MS, "itl_ms": itl_ms, "interval_s": 0.5, "hold_s": 4.0}
-        with service({**SETTINGS, "scaling": scaling}) as served:
+    objectives = {"ttft_ms": TTFT_MS, "itl_ms": itl_ms, "interval_s": 0.5, "hold_s": 4.0}
+    for name, scaling in scalings.items():
+        with service({**SETTINGS, "scaling": {**scaling, **objectives}}) as served:
             result[name] = served.client(partial(_load_step, rates, sizes, itl_ms))
     return result
 
@@ -127,7 +144,7 @@ async def _load_step(rates: Mapping[str, float], sizes: Sizes, itl_ms: float, cl
     requests = {name: kind.requests() for name, kind in sizes.kinds.items()}
     for kind in sizes.kinds.values():
         await closed_loop(client, kind, sizes.warm_up_s)
-    actions: list[tuple[float, str]] = []
+    actions: list[tuple[float, str, str]] = []
     watching = asyncio.create_task(_watch(client, actions))
     schedule, trace = timed_arrivals([at_s for at_s, _ in due]), (next(requests[name]) for _, name in due)
     sent = await load([client], [schedule], [trace], mode=Mode.PD, timeout_s=TIMEOUT_S)
@@ -149,14 +166,16 @@ async def _load_step(rates: Mapping[str, float], sizes: Sizes, itl_ms: float, cl
     }
 
 
-async def _watch(client: AsyncClient, actions: list[tuple[float, str]]) -> None:
-    """Note the controller's actions."""
+async def _watch(client: AsyncClient, actions: list[tuple[float, str, str]]) -> None:
+    """Note the controller's actions, and their reasons as they are last shown."""
     began_s = time.monotonic()
     while True:
         with contextlib.suppress(PdserveError):
             scaling = (await client.status()).scaling
             if scaling is not None and sum(scaling.actions.values()) > len(actions):
-                actions.append((time.monotonic() - began_s - scaling.last_action_age_s, scaling.last_action))
+                actions.append((time.monotonic() - began_s - scaling.last_action_age_s, scaling.last_action, ""))
+            if scaling is not None and actions:
+                actions[-1] = (*actions[-1][:2], scaling.reason)
         await asyncio.sleep(0.2)
 
 
