@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
@@ -68,6 +68,8 @@ _CHANGES = (
     Change("a decode worker takes twice as long", slow=Role.DECODE),
     Change("a prefill worker is lost", lost=Role.PREFILL),
     Change("a decode worker is lost", lost=Role.DECODE),
+    Change("a prefill worker fails in the middle of the load", fails=Role.PREFILL),
+    Change("a decode worker fails in the middle of the load", fails=Role.DECODE),
 )
 
 
@@ -156,19 +158,21 @@ class Planner(Experiment):
         rows = [row_of(result, number) for number, result in enumerate(self._alone(candidate, change))]
         return statistics.fmean(slo.met_by(row) for row in rows) >= ATTAINMENT
 
-    def _simulate(self, candidate: Candidate, change: Change, times: Iterator[float], count: int) -> ServiceRun:
-        conversations = workload_of(self.options).conversations(count, self.options.seed, _VOCAB)
-        return self.simulate(candidate, change, zip(conversations, times, strict=False))
-
     def simulate(
-        self, candidate: Candidate, change: Change, arrivals: Iterable[tuple[Conversation, float]]
+        self,
+        candidate: Candidate,
+        change: Change,
+        arrivals: Iterable[tuple[Conversation, float]],
+        duration_s: float = math.inf,
     ) -> ServiceRun:
-        """Serve conversations, each with the second at which it begins, on a candidate with a change. Without a worker
-        of one role, those of the other serve alone."""
+        """Serve conversations, each with the second at which it begins, of a load that lasts so long, on a candidate
+        with a change. Without a worker of one role, those of the other serve alone."""
         requests = (_planned(conversation, at_s, change) for conversation, at_s in arrivals)
-        service = self.site.service(candidate, change)
+        service = self.site.service(candidate, change, duration_s)
         in_pairs = len({worker.role for worker in service.workers}) == len(Role)
-        mode: WaitMode = Mode.PD if in_pairs else Mode.COLOCATED
+        mode: WaitMode = Mode.COLOCATED
+        if in_pairs:  # auto has learnt no costs, so it means a pair while both roles have workers
+            mode = Mode.AUTO if service.failures else Mode.PD
         return run_service(service, mode, requests, self.options.seed)
 
     def _search(
@@ -181,7 +185,9 @@ class Planner(Experiment):
 
         def sustains(rate: float) -> bool:
             count = min(max(self.options.requests, round(rate * self.options.duration_s)), _MOST_REQUESTS)
-            run = self._simulate(candidate, change, random_arrivals(rate, seed), count)
+            conversations = workload_of(self.options).conversations(count, seed, _VOCAB)
+            arrivals = zip(conversations, random_arrivals(rate, seed), strict=False)
+            run = self.simulate(candidate, change, arrivals, count / rate)
             points[rate] = _point(rate, run, limits)
             return bool(points[rate]["attainment"] >= ATTAINMENT and points[rate]["keeps_up"])
 
@@ -273,7 +279,7 @@ class Planner(Experiment):
             blocks.append(_change_table(summary["changes"]))
         caveats = [
             *(each["caveat"] for each in summary["devices"]),
-            "Every request is served to its last token; no worker fails meanwhile.",
+            "Every request is served to its last token.",
             "Layers with a sliding window count as if they saw all tokens.",
             max((max(row["tensor_parallel"]) for row in rows), default=1) > 1
             and "On GPUs pdserve serves a model on one device per worker (docs/engine.md).",

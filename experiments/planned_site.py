@@ -23,7 +23,7 @@ from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role
 from simulator.planning.devices import USABLE_MEMORY, DeviceKind, device_kind
 from simulator.planning.profile import Profiled
-from simulator.planning.service import LinkClass, Overheads, PlannedService, PlannedWorker
+from simulator.planning.service import Failure, LinkClass, Overheads, PlannedService, PlannedWorker
 from simulator.planning.step_time import Scaled
 
 _MOST_CANDIDATES = 32
@@ -117,7 +117,8 @@ class Candidate:
 class Change:
     """One thing that is different: factors on what links carry, on the lengths of prompts and outputs, and on the
     limits of the SLO; that KV is ``coded`` without loss on links between hosts; that one worker of a role is ``slow``
-    (each step takes twice as long), or ``lost``. Colocated workers are of both roles."""
+    (each step takes twice as long), or ``lost`` from the start, or ``fails`` in the middle of the load. Colocated
+    workers are of both roles."""
 
     name: str = ""
     link: float = 1.0
@@ -128,6 +129,7 @@ class Change:
     coded: bool = False
     slow: Role | None = None
     lost: Role | None = None
+    fails: Role | None = None
 
     def slo(self, slo: SLO) -> SLO:
         """The limits with this change."""
@@ -242,14 +244,14 @@ class Site:
         step = activation_bytes(shape, self.dtype, engine.token_budget("cuda", Role.PREFILL), engine.max_num_seqs)
         return USABLE_MEMORY * kind.memory * devices - shape.weight_bytes(self.dtype) - step
 
-    def service(self, candidate: Candidate, change: Change) -> PlannedService:
-        """The service of a candidate, with a change."""
+    def service(self, candidate: Candidate, change: Change, duration_s: float = math.inf) -> PlannedService:
+        """The service of a candidate, with a change, for a load that lasts so long."""
         per_host, place = self.options.per_host, 0
         workers = []
         counts = {Role.PREFILL: candidate.prefill, Role.DECODE: candidate.decode}
-        slow, lost = (
+        slow, lost, fails = (
             Role.DECODE if role is not None and candidate.mode == COLOCATED else role
-            for role in (change.slow, change.lost)
+            for role in (change.slow, change.lost, change.fails)
         )
         for role, degree in zip(Role, candidate.tensor_parallel, strict=True):
             for number in range(counts[role]):
@@ -283,6 +285,7 @@ class Site:
             self.config.transfer.layer_groups if self.config.transfer.overlap == "layer" else 0,
             prefix_caching=_shares_prefixes(self.options),
             max_model_len=self.source.shape.max_position_embeddings,
+            failures=() if fails is None or math.isinf(duration_s) else (Failure(f"{fails}-0", duration_s / 2),),
         )
 
     def _worker(self, candidate: Candidate, role: Role, degree: int, worker_id: str, host: str) -> PlannedWorker:

@@ -45,12 +45,20 @@ class PlannedEngine:
         """When the steps on their way end."""
         self._device_free_s = 0.0
         self._at_work = False
+        self.is_over = False
+        """It has been stopped."""
         self.busy_s = 0.0
         """For how long the device has computed, and will with the steps that are launched."""
         self.num_steps = 0
 
+    def stop(self) -> None:
+        """Lose it: it does and sends nothing any more."""
+        self.is_over = True
+
     def take(self, command: CoreCommand) -> None:
         """Give the engine a command."""
+        if self.is_over:
+            return
         self._inbox.append(command)
         if not self._at_work:
             self._at_work = True
@@ -67,11 +75,17 @@ class PlannedEngine:
         self.num_steps += 1
         if hook is not None:
             for layers in hook.after:
-                self._loop.call_at(began_s + seconds * layers / self._layers, hook.done, layers)
+                self._loop.call_at(began_s + seconds * layers / self._layers, self._layers_done, hook, layers)
         return ComputedStep({seq.attempt_id: _TOKEN for seq in seqs if seq.sample})
+
+    def _layers_done(self, hook: LayerHook, layers: int) -> None:
+        if not self.is_over:
+            hook.done(layers)
 
     def _turn(self) -> None:
         """Take the commands, launch a step, and wait for one."""
+        if self.is_over:
+            return
         commands, self._inbox = self._inbox, []
         for command in commands:
             self._core.take(command)
@@ -88,6 +102,8 @@ class PlannedEngine:
 
     def _finish(self, most: int) -> None:
         """Steps beyond ``most`` have ended."""
+        if self.is_over:
+            return
         ended = len(self._ends) > most
         while len(self._ends) > most:
             self._ends.popleft()

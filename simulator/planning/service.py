@@ -4,6 +4,7 @@ engine schedules. Only steps and transfers are replaced, by the time that they t
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import msgspec
 
 from contract.control import WorkerHandle
 from contract.engine import (
+    Abort,
     CacheChanged,
     Computed,
     EngineEvent,
@@ -38,6 +40,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from router.fair_queue import Waiting
 from router.registry import Assignment, WorkerRegistry
+from router.retries import RETRY_PAUSE_S
 from router.view import Needs, WaitMode
 from router.waiting_line import WaitingLine
 from simulator.loop import Stuck, World, WorldLoop
@@ -89,6 +92,14 @@ class PlannedWorker:
     run_ahead: bool = False
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """A worker is lost at a time, with all that it has, and is back ``for_s`` later. The service knows it at once."""
+
+    worker_id: str
+    at_s: float
+    for_s: float = math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedService:
     """What is simulated. ``within`` are the links of a host, of which each worker has its own, ``between`` those of
@@ -105,6 +116,7 @@ class PlannedService:
     layer_groups: int = 0
     prefix_caching: bool = False
     max_model_len: int = 1 << 20
+    failures: Sequence[Failure] = ()
 
 
 class PlannedTurn(msgspec.Struct, frozen=True):
@@ -138,8 +150,10 @@ class RequestResult(msgspec.Struct, frozen=True):
     exposed_s: float = -1.0
     """From token 1 to the last block at the decode worker."""
     kv_blocks: int = 0
+    """Of the last attempt."""
     itl_s: tuple[float, ...] = ()
     error: str = ""
+    attempts: int = 1
 
 
 class WorkerUse(msgspec.Struct, frozen=True):
@@ -189,15 +203,18 @@ class _Simulation:
         self._line = WaitingLine(self.registry, service.router, self.world)
         self.workers: dict[str, _Worker] = {}
         self.pipes = _Pipes(service)
+        self._links: Mapping[Any, Any] = {}
         for worker in service.workers:
             self.workers[worker.worker_id] = _Worker(self, worker)
         self._begin_heartbeats(chance)
-        self.lives: dict[str, _Life] = {}
+        self.lives: dict[str, _Life] = {}  # by the ids of attempts
         self._results: list[RequestResult] = []
         self._orders = 0
         self._open = 0
         self._more = True
         self._began_s = self._last_s = self._moved_s = self.world.now()
+        for failure in service.failures:
+            self.loop.call_at(self._began_s + failure.at_s, self._fail, failure)
 
     def _on_error(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -217,9 +234,9 @@ class _Simulation:
         workers = [
             WorkerUse(
                 worker.plan.worker_id,
-                worker.engine.busy_s / seconds,
-                worker.engine.num_steps,
-                worker.load.preemptions,
+                sum(each.engine.busy_s for each in worker.incarnations) / seconds,
+                sum(each.engine.num_steps for each in worker.incarnations),
+                sum(each.load.preemptions for each in worker.incarnations),
             )
             for worker in self.workers.values()
         ]
@@ -233,20 +250,50 @@ class _Simulation:
         return bool(self._errors) or not (self._more or self._open)
 
     def _begin_heartbeats(self, chance: random.Random) -> None:
-        links = {
-            (decode.worker_id, decode.worker_id): PeerLink(decode.worker_id, "planned", "", 0.0)
-            for decode in self.service.workers
-            if decode.role is Role.DECODE
-        }
+        self._note_links()
         for worker in self.workers.values():
-            worker.links = links if worker.plan.role is Role.PREFILL else {}
-            self.registry.add(cast(WorkerHandle, worker), worker.report(), worker.links)
+            self._register(worker)
             self.loop.call_later(chance.uniform(0, self.service.router.heartbeat_s), self._beat, worker)
 
+    def _note_links(self) -> None:
+        """Have prefill workers links to all decode workers."""
+        self._links = {
+            (decode.info.worker_id, decode.info.epoch): PeerLink(decode.info.worker_id, "planned", "", 0.0)
+            for decode in self.workers.values()
+            if decode.plan.role is Role.DECODE
+        }
+
+    def links(self, worker: _Worker) -> Mapping[Any, Any]:
+        """Those of a worker."""
+        return self._links if worker.plan.role is Role.PREFILL else {}
+
+    def _register(self, worker: _Worker) -> None:
+        self.registry.add(cast(WorkerHandle, worker), worker.report(), self.links(worker))
+
+    def _fail(self, failure: Failure) -> None:
+        """A worker is lost, and its requests are tried again."""
+        worker = self.workers[failure.worker_id]
+        worker.engine.stop()
+        self.registry.lost(failure.worker_id)
+        for life in list(self.lives.values()):
+            life.lose(worker)
+        if failure.for_s < math.inf:
+            self.loop.call_later(failure.for_s, self._return, worker)
+
+    def _return(self, lost: _Worker) -> None:
+        """A worker that was lost serves again, with nothing in its pool."""
+        worker = _Worker(self, lost.plan, lost)
+        self.workers[lost.plan.worker_id] = worker
+        self._note_links()
+        self._register(worker)
+        self._beat(worker)
+
     def _beat(self, worker: _Worker) -> None:
+        if worker.engine.is_over:
+            return
         worker_id, after = worker.plan.worker_id, self.registry.blocks_after(worker.plan.worker_id)
         blocks = None if after is None or not self.service.prefix_caching else worker.cached.since(after)
-        self.registry.heartbeat(worker_id, worker.report(), worker.info, worker.links, blocks)
+        self.registry.heartbeat(worker_id, worker.report(), worker.info, self.links(worker), blocks)
         self.loop.call_later(self.service.router.heartbeat_s, self._beat, worker)
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -281,9 +328,10 @@ class _Simulation:
         )
         life = _Life(self, request, self._orders, asked, turn)
         self.lives[name] = life
-        self.loop.call_later(self.service.overheads.arrive_s, self._place_later, life)
+        self.loop.call_later(self.service.overheads.arrive_s, self.place_later, life)
 
-    def _place_later(self, life: _Life) -> None:
+    def place_later(self, life: _Life) -> None:
+        """Have the router choose workers for a request."""
         self.loop.create_task(self._place(life))
 
     async def _place(self, life: _Life) -> None:
@@ -308,7 +356,7 @@ class _Simulation:
 
     def ended(self, life: _Life, result: RequestResult) -> None:
         """Note the end of a request, and send the next turn of its conversation."""
-        del self.lives[life.request.request_id]
+        del self.lives[life.request.attempt_id]
         self._results.append(result)
         self._last_s = self._moved_s = self.world.now()
         turns, turn = life.asked.turns, life.turn + 1
@@ -328,6 +376,10 @@ class _Life:
         self._simulation, self.request, self.order, self.asked, self.turn = simulation, request, order, asked, turn
         self._sent_s = simulation.world.now()
         self._times: list[float] = []
+        self._before = 0
+        """Tokens of earlier attempts."""
+        self._attempts = 1
+        self._workers: tuple[_Worker, ...] = ()
         self._assignment: Assignment | None = None
         self._hand_off: _HandOff | None = None
 
@@ -337,6 +389,7 @@ class _Life:
         self._assignment = assignment
         prefill = simulation.workers[assignment.prefill.worker.worker_id]
         decode = None if assignment.decode is None else simulation.workers[assignment.decode.worker.worker_id]
+        self._workers = (prefill,) if decode is None else (prefill, decode)
         after_s = simulation.service.overheads.dispatch_s
         alone = decode is None or request.max_tokens == 1
         role = KVRole.LOCAL if alone else KVRole.PUSH
@@ -344,6 +397,29 @@ class _Life:
         if decode is not None and not alone:
             self._hand_off = _HandOff(simulation, request, prefill, decode)
             simulation.loop.call_later(after_s, decode.engine.take, Submit(request, KVRole.RECEIVE))
+        for worker in self._workers:
+            if worker.engine.is_over:  # it was lost meanwhile
+                self.lose(worker)
+
+    def lose(self, worker: _Worker) -> None:
+        """If it runs on a worker that is lost, try it again, after its tokens so far."""
+        if worker not in self._workers:
+            return
+        assert self._assignment is not None, "it has workers"
+        simulation, lost = self._simulation, self.request
+        self._assignment.end()
+        if self._hand_off is not None:
+            self._hand_off.is_over = True
+        for other in self._workers:
+            simulation.loop.call_later(
+                simulation.service.overheads.dispatch_s, other.engine.take, Abort(lost.attempt_id)
+            )
+        self._assignment, self._hand_off, self._workers = None, None, ()
+        self._before, self._attempts = len(self._times), self._attempts + 1
+        del simulation.lives[lost.attempt_id]
+        self.request = lost.attempt(f"{lost.request_id}#{self._attempts}", (TOKEN_ID,) * self._before, 0.0)
+        simulation.lives[self.request.attempt_id] = self
+        simulation.loop.call_later(RETRY_PAUSE_S, simulation.place_later, self)
 
     def reserved(self, event: Reserved) -> None:
         """Decode has allocated its blocks."""
@@ -363,7 +439,7 @@ class _Life:
         if decode is None or self._hand_off is None:
             prefill.prefilled()
             prefill.token_made()
-        elif len(self._times) == 1:
+        elif len(self._times) == self._before + 1:
             prefill.prefilled()
             prefill.token_made()
             prefill.end()
@@ -377,13 +453,13 @@ class _Life:
         """Report it."""
         if self._assignment is not None:
             self._assignment.end()
-        request, times, sent_s = self.request, self._times, self._sent_s
-        result = RequestResult(sent_s, request.num_tokens, len(times), error=error)
+        times, sent_s, prompt_tokens = self._times, self._sent_s, len(self.request.prompt_token_ids)
+        result = RequestResult(sent_s, prompt_tokens, len(times), error=error, attempts=self._attempts)
         if not error:
             hand_off = self._hand_off
             result = RequestResult(
                 sent_s,
-                request.num_tokens,
+                prompt_tokens,
                 len(times),
                 times[0] - sent_s,
                 times[1] - sent_s if len(times) > 1 else -1.0,
@@ -391,6 +467,7 @@ class _Life:
                 -1.0 if hand_off is None else hand_off.exposed_s,
                 0 if hand_off is None else hand_off.num_blocks,
                 tuple([after - before for before, after in itertools.pairwise(times)]),
+                attempts=self._attempts,
             )
         self._simulation.ended(self, result)
 
@@ -405,6 +482,8 @@ class _HandOff:
         pipes, self._link = simulation.pipes.between(prefill.plan, decode.plan)
         self._flow = Flow(simulation.loop, pipes, self._drained, self._link.most_bytes_per_s)
         self._announced = False
+        self.is_over = False
+        """The attempt has ended."""
         self._skipped = 0
         self.num_blocks = 0
         """That have to be sent."""
@@ -443,7 +522,7 @@ class _HandOff:
 
     def _pump(self) -> None:
         """Send what is ready."""
-        if not self._announced:
+        if not self._announced or self.is_over:
             return
         ready = self._ready_bytes - self._skipped * self._block_bytes
         if ready > self._sent_bytes:
@@ -454,7 +533,7 @@ class _HandOff:
 
     def _drained(self) -> None:
         """All that was sent has arrived."""
-        if self._computed_s < 0 or self.exposed_s >= 0:
+        if self._computed_s < 0 or self.exposed_s >= 0 or self.is_over:
             return
         after_s = self._link.latency_s + self._simulation.service.overheads.handoff_s
         self.exposed_s = self._simulation.world.now() + after_s - self._computed_s
@@ -462,6 +541,8 @@ class _HandOff:
 
     def _arrived(self) -> None:
         """Decode goes on, and prefill frees its blocks."""
+        if self.is_over:
+            return
         attempt_id = self._request.attempt_id
         self._decode.engine.take(KVReady(attempt_id, TOKEN_ID))
         self._simulation.loop.call_later(self._link.latency_s, self._prefill.engine.take, Release(attempt_id))
@@ -499,10 +580,12 @@ class _Pipes:
 
 
 class _Worker:
-    """A worker of the service: what its engine sends reaches the requests."""
+    """A worker of the service: what its engine sends reaches the requests. It may stand for one that was ``lost``."""
 
-    def __init__(self, simulation: _Simulation, plan: PlannedWorker) -> None:
+    def __init__(self, simulation: _Simulation, plan: PlannedWorker, lost: _Worker | None = None) -> None:
         self._simulation, self.plan = simulation, plan
+        self.incarnations: list[_Worker] = [*(() if lost is None else lost.incarnations), self]
+        """Those that were lost, and this one."""
         service = simulation.service
         self.engine = PlannedEngine(
             simulation.loop,
@@ -524,11 +607,10 @@ class _Worker:
         )
         self.load = Load(plan.num_blocks, 0, 0, 0)
         self.cached = CachedBlocks()
-        self.links: Mapping[Any, Any] = {}
         self.info = WorkerInfo(
             worker_id=plan.worker_id,
             role=plan.role,
-            epoch=plan.worker_id,
+            epoch=f"{plan.worker_id}/{len(self.incarnations)}",
             control_address="",
             kv_endpoints=(),
             node=plan.host,

@@ -150,7 +150,7 @@ def test_a_run_that_writes_a_configuration(tmp_path: Path) -> None:
     ]
     rows = {row["name"]: row for row in summary["candidates"]}
     assert all(row["rate"] > 0 for row in rows.values())
-    assert len(summary["changes"]) == 13
+    assert len(summary["changes"]) == 15
     written = PdserveConfig.load(target, {})
     assert (written.cluster.prefill, written.cluster.decode) == ((1, 1) if summary["best"] == "1P1D" else (0, 2))
     assert yaml.safe_load(target.read_text())["model"]["path"] == "dummy:8b"

@@ -3,6 +3,7 @@ schedule what the real engine schedules."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,16 +23,18 @@ from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
 from router.view import WaitMode
-from simulator.loop import World, WorldLoop
+from simulator.loop import BEGIN_S, World, WorldLoop
 from simulator.planning import service as planned
 from simulator.planning.engine import PlannedEngine
 from simulator.planning.service import (
+    Failure,
     LinkClass,
     Overheads,
     PlannedRequests,
     PlannedService,
     PlannedTurn,
     PlannedWorker,
+    RequestResult,
     ServiceRun,
     run_service,
 )
@@ -231,3 +234,70 @@ def test_steps_are_those_of_the_real_engine(tmp_path: Path, seed: int, run_ahead
     for name, given in engine.calls:
         getattr(core, name)(*given)
     assert runner.steps == engine.steps
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["prefill-0", "decode-1"])
+def test_requests_of_a_lost_worker_go_on_elsewhere(lost: str) -> None:
+    asked = list(requests(120, 40.0))
+    calm = run_service(service(2, 2), Mode.PD, asked)
+    run = run_service(service(2, 2, failures=[Failure(lost, 1.5)]), Mode.PD, asked)
+    assert not any(each.error for each in run.requests)
+    assert [each.output_tokens for each in _sent(run)] == [each.output_tokens for each in _sent(calm)]
+    assert [each.prompt_tokens for each in _sent(run)] == [each.prompt_tokens for each in _sent(calm)]
+    again = [each for each in run.requests if each.attempts > 1]
+    assert 0 < len(again) < 60
+    lost_s = BEGIN_S + 1.5
+    assert all(each.sent_s < lost_s < each.sent_s + each.e2e_s for each in again)
+    before = [each for each in _sent(run) if each.sent_s + each.e2e_s < lost_s]
+    assert before == [each for each in _sent(calm) if each.sent_s + each.e2e_s < lost_s], "nothing else changes"
+    use = {each.worker_id: each.busy for each in run.workers}
+    other = {"prefill-0": "prefill-1", "decode-1": "decode-0"}[lost]
+    assert use[lost] < 0.75 * use[other]
+
+
+def test_a_worker_that_comes_back_serves_again() -> None:
+    asked = list(requests(120, 20.0))
+    gone, back = (
+        run_service(service(1, 2, failures=[Failure("decode-0", 1.0, for_s)]), Mode.PD, asked)
+        for for_s in (math.inf, 1.5)
+    )
+    steps = [{each.worker_id: each.steps for each in run.workers}["decode-0"] for run in (gone, back)]
+    assert steps[1] > 2 * steps[0] > 0
+    assert not any(each.error for each in (*gone.requests, *back.requests))
+
+
+def test_without_a_worker_of_a_role_the_others_serve_alone() -> None:
+    run = run_service(service(1, 1, failures=[Failure("prefill-0", 1.0)]), Mode.AUTO, requests(40, 20.0))
+    assert not any(each.error for each in run.requests)
+    late = [each for each in run.requests if each.sent_s > BEGIN_S + 1.0]
+    assert late
+    assert all(each.kv_blocks == 0 for each in late)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_failures_no_block_is_held(seed: int) -> None:
+    draw = random.Random(seed)
+    failures = [
+        Failure(f"{draw.choice(['prefill', 'decode'])}-{draw.randrange(2)}", draw.uniform(0.05, 3.0), 0.3)
+        for _ in range(6)
+    ]
+    failures = list({(each.worker_id, round(each.at_s / 0.4)): each for each in failures}.values())
+    simulation = planned._Simulation(
+        service(2, 2, num_blocks=120, failures=failures), Mode.AUTO, iter(list(requests(60, 25.0, seed))), seed
+    )
+    run = simulation.run()
+    assert not any(each.error for each in run.requests)
+    assert len(run.requests) == 60
+    simulation.world.run(lambda: False, simulation.world.now_s + 5.0)
+    for worker in simulation.workers.values():
+        assert worker.engine.scheduler.blocks.free_blocks == 120
+    for registered in simulation.registry.workers:
+        assert registered.outstanding_requests == 0
+
+
+def _sent(run: ServiceRun) -> list[RequestResult]:
+    """The requests in the order of their sending."""
+    return sorted(run.requests, key=lambda each: each.sent_s)
