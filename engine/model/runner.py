@@ -153,7 +153,7 @@ class LaunchedStep:
             positions = [seq.end - back for seq in self._wanted for back in range(seq.num_drafts, -1, -1)]
         else:
             positions = [seq.end for seq in wanted]
-        params, histories = [s.params for s in wanted], [s.history for s in wanted]
+        params, histories = [s.params for s in wanted], [each for s in self._wanted for each in s.histories]
         drawn = draw_tokens(self._logits, params, positions, histories, self._runner.draw_rows)
         self._drawn, self._logits = drawn, None
         self._runner.last = LastTokens(drawn.tensors[0], {seq.attempt_id: row for row, seq in enumerate(wanted)})

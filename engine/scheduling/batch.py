@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,14 @@ class ScheduledSeq(msgspec.Struct, frozen=True, eq=False):
     def end(self) -> int:
         """Tokens whose KV is in the pool after the step."""
         return self.start + len(self.token_ids)
+
+    @property
+    def histories(self) -> list[TokenHistory | None]:
+        """The history before each of the tokens that the step samples."""
+        if self.history is None:
+            return [None] * (self.num_drafts + 1)
+        drafts = self.token_ids[len(self.token_ids) - self.num_drafts :]
+        return [*itertools.accumulate(drafts, TokenHistory.after, initial=self.history)]
 
     @property
     def decodes(self) -> bool:

@@ -135,8 +135,7 @@ class Scheduler:
     budget leaves, into blocks that it has or that are free beyond the watermark. They count for nothing until `update`:
     their KV is computed once they are accepted, and is else written over by the next step. While guesses are right, the
     request is not computed ahead, because what comes next is guessed from known tokens. A draft model computes while no
-    step is in flight (`will_draft`). Requests with penalties or structured outputs have no drafts, since each of their
-    tokens changes the logits after it.
+    step is in flight (`will_draft`). A draft that the structure of an output forbids is none.
 
     **KV transfer** is up to a connector (`engine.scheduling.kv_connector`). The scheduler knows two facts about a
     request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
@@ -212,7 +211,7 @@ class Scheduler:
         if self.config.prefix_caching and seq.prompt_logprobs is None:  # else all of the prompt is computed
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         wanted = submit.request.sampling.speculation
-        if self._drafter is not None and wanted is not False and seq.history is None and seq.max_tokens > 1:
+        if self._drafter is not None and wanted is not False and seq.max_tokens > 1:
             seq.speculation = self._draft_policy.start(bool(wanted), self._drafter.free)
         seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))
         self._arrivals += 1
@@ -421,6 +420,9 @@ class Scheduler:
                 step.tokens.append(first)
                 if part.num_drafts:
                     reason = self._accept(seq, part, reason, sampled[part.attempt_id][1:], step, draft_cost)
+                    if seq.history is not None and self._reject_mismatch(seq):
+                        any_ended = True
+                        continue
             if seq.num_computed_tokens >= (seq.num_published_blocks + 1) * block_size:
                 self._publish(seq)
             if seq.pinned:
@@ -714,7 +716,7 @@ class Scheduler:
         drafted_s = None if drafter.free else self._clock.now()
         if drafted_s is not None and any(found):
             policy.observe_passes([context.most for _, context in wanted], drafted_s - began_s)
-        drafts = {seq: guess for (seq, _), guess in zip(wanted, found, strict=True) if guess}
+        drafts = {seq: fits for (seq, _), guess in zip(wanted, found, strict=True) if (fits := seq.possible(guess))}
         for seq in drafts:
             assert seq.speculation is not None
             seq.speculation.waits = True  # where it goes on is known when they are verified
@@ -724,7 +726,7 @@ class Scheduler:
         """Note whether the guess of the next token of ``seq``, which no step has verified, would have been right, if
         that costs nothing."""
         assert self._drafter is not None
-        [guess] = self._drafter.propose([_context(seq, 1)]) if self._drafter.free else [[]]
+        guess = seq.possible(self._drafter.propose([_context(seq, 1)])[0]) if self._drafter.free else []
         speculation.observe(int(guess == [token_id]), len(guess), cost)
 
     def _forget_drafts(self, seq: Sequence) -> None:
@@ -760,6 +762,8 @@ class Scheduler:
                 break
             seq.num_computed_tokens += 1
             reason = seq.append(token.token_id)
+            if seq.error:
+                break
             finish_reason = "" if reason is None else reason.value
             step.tokens.append(
                 TokenOut(seq.attempt_id, token.token_id, finish_reason, first.first_scheduled_s, token.logprobs)

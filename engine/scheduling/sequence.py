@@ -50,6 +50,14 @@ class TokenHistory:
             self.output_counts.append(0)
         self.output_counts[place] += 1
 
+    def after(self, token_id: int) -> TokenHistory:
+        """A copy, with ``token_id`` added."""
+        copy = TokenHistory((), 0, None if self.matcher is None else self.matcher.after(()))
+        copy.seen_ids, copy.output_ids, copy.output_counts = self.seen_ids[:], self.output_ids[:], self.output_counts[:]
+        copy._seen, copy._places = set(self._seen), dict(self._places)
+        copy.append(token_id)
+        return copy
+
 
 class PromptLogprobs:
     """Log-probabilities of the tokens of ``token_ids``, a prompt, after the first, each with ``num_top`` likeliest
@@ -184,6 +192,12 @@ class Sequence:
     def transition(self, to: EngineStatus) -> None:
         """Change the status to ``to``. AssertionError if the table forbids it."""
         self.status = check_transition(ENGINE_TRANSITIONS, self.status, to)
+
+    def possible(self, drafts: list[int]) -> list[int]:
+        """The first of ``drafts``, as far as its structure lets them come next."""
+        if self.history is None or self.history.matcher is None:
+            return drafts
+        return drafts[: self.history.matcher.num_possible(drafts)]
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add an output token. Returns the reason if it is the last one, else None."""

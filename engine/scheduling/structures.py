@@ -40,6 +40,10 @@ class Matcher:
         """Add an output token. The end of the sequence may follow a whole output."""
         self._matcher.consume_token(token_id)
 
+    def num_possible(self, token_ids: Sequence[int]) -> int:
+        """How many of ``token_ids`` may come next, one after the other."""
+        return self._matcher.validate_tokens(list(token_ids))
+
     def mask(self) -> bytes:
         """The tokens that may come next: a bit for each token of the vocabulary, lowest bit first. After an `error` it
         may be anything."""

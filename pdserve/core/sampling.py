@@ -106,8 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     operations.
 
     ``speculation``: steps of the decode may verify guesses of the next tokens, which changes no token: as many as can
-    be made (True), none (False), or as many as pay (None). It cannot be True beside penalties or structured outputs, or
-    in a service that makes no guesses."""
+    be made (True), none (False), or as many as pay (None). It cannot be True in a service that makes no guesses."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -177,10 +176,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for name in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, name)) is not None and not 0 <= wanted <= MAX_LOGPROBS:
                 raise InvalidRequest(f"{name}: {wanted} is outside 0 to {MAX_LOGPROBS}; 0 gives no likeliest ones")
-        if self.speculation and (self.penalises or self.structured_outputs is not None):
-            raise InvalidRequest(
-                "speculation: with penalties or structured_outputs each token changes what may follow it; leave one out"
-            )
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
             if self.ignore_eos:

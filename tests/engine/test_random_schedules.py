@@ -44,7 +44,7 @@ class Plan:
     aborted_after: int | None = None
 
     def submit(self, name: str, insists: bool = False) -> Submit:
-        """As the engine gets it; if it ``insists``, with speculation where that can be."""
+        """As the engine gets it; if it ``insists``, with speculation."""
         return submit(
             name,
             KVRole.LOCAL,
@@ -59,7 +59,7 @@ class Plan:
             frequency_penalty=0.3 if self.topic else 0.0,
             logprobs=self.topic or None,
             salt=self.salt,
-            speculation=True if insists and self.repetition_penalty == 1.0 and not self.topic else None,
+            speculation=True if insists else None,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from contract.engine import Abort, KVReady, KVRole, Submit
@@ -22,7 +23,9 @@ from engine.model.sampler import adjust
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.scheduling.sequence import TokenHistory
+from engine.scheduling.speculation import Drafter
 from engine.scheduling.structures import Matcher, Structures
+from experiments.engine_alone.guessing import PlantedDrafter
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import SamplingParams, StructuredOutputs
@@ -203,10 +206,12 @@ def run(core: EngineCore, outbox: Outbox, *submits: Submit) -> dict[str, list[in
     return {name: [token.token_id for token in outbox.tokens[name]] for name in names}
 
 
-def core_of(runner: ModelRunner, structures: object, run_ahead: bool = False) -> tuple[EngineCore, Outbox]:
+def core_of(
+    runner: ModelRunner, structures: object, run_ahead: bool = False, drafter: Drafter | None = None
+) -> tuple[EngineCore, Outbox]:
     clock = MonotonicClock()
     connector = KVConnector(clock, runner.pool.layout, 0)
-    scheduler = Scheduler(SchedulerConfig(64, 4, 512, BLOCK, 64, [EOS]), clock, connector)
+    scheduler = Scheduler(SchedulerConfig(64, 4, 512, BLOCK, 64, [EOS]), clock, connector, drafter)
     return make_core(runner, scheduler, run_ahead, structures)
 
 
@@ -226,6 +231,32 @@ def test_steps_ahead_neighbours_and_resumes_change_no_token(
         assert tokens["part"] == alone[7:]
         assert len(tokens["free"]) == 30
         assert tokens["free"] != alone[:30]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("right", [1.0, 0.7])
+def test_guesses_change_no_token(runner: ModelRunner, structures: Structures, right: float, run_ahead: bool) -> None:
+    """Of two requests with structures, one of which penalises repetitions as well, beside one without."""
+    asked = [
+        submit("whole", KVRole.LOCAL, PROMPT, 200, **DRAWN),
+        submit("penalised", KVRole.LOCAL, PROMPT, 200, frequency_penalty=1.0, repetition_penalty=1.3, **DRAWN),
+        submit("free", KVRole.LOCAL, PROMPT, 60, temperature=1.3, seed=5),
+    ]
+    expected = run(*core_of(runner, structures), *asked)
+    drafter = PlantedDrafter({name: [*PROMPT, *tokens] for name, tokens in expected.items()}, right, VOCABULARY)
+    core, outbox = core_of(runner, structures, run_ahead, drafter)
+    insisting = [
+        replace(
+            each,
+            request=replace(each.request, sampling=replace(each.request.sampling, speculation=True)),
+        )
+        for each in asked
+    ]
+    assert run(core, outbox, *insisting) == expected
+    for each in asked:
+        tokens = outbox.tokens[each.attempt_id]
+        assert sum(token.accepted_draft_tokens for token in tokens) > 3
+    assert core.scheduler.blocks.free_blocks == 64
 
 
 class Gate:
@@ -274,16 +305,24 @@ def test_tokens_that_do_not_match_end_the_request(runner: ModelRunner, structure
 
 
 def test_a_mask_beyond_its_budget_ends_the_request_alone(runner: ModelRunner, structures: Structures) -> None:
-    """A pattern whose automaton grows with every token, until a mask would take too long."""
-    core, outbox = core_of(runner, structures)
+    """A pattern whose automaton grows with every token, until a mask would take too long; also among guesses."""
     costly = submit("costly", KVRole.LOCAL, PROMPT, 400, structured_outputs=COSTLY)
-    core.take(costly)
-    tokens = run(core, outbox, submit("free", KVRole.LOCAL, PROMPT, 60))
-    while core.step():
-        pass
-    assert len(tokens["free"]) == 60
-    assert re.match("structured_outputs: ", outbox.rejected["costly"])
-    assert core.scheduler.blocks.free_blocks == 64
+    drafter: Drafter | None = None
+    ended = []
+    for _ in range(2):
+        core, outbox = core_of(runner, structures, drafter=drafter)
+        core.take(costly)
+        tokens = run(core, outbox, submit("free", KVRole.LOCAL, PROMPT, 60))
+        while core.step():
+            pass
+        assert len(tokens["free"]) == 60
+        assert re.match("structured_outputs: ", outbox.rejected["costly"])
+        assert core.scheduler.blocks.free_blocks == 64
+        ended.append([token.token_id for token in outbox.tokens["costly"]])
+        texts = {"costly": [*PROMPT, *ended[0], *ended[0]], "free": []}
+        drafter = PlantedDrafter(texts, 1.0, VOCABULARY)
+    assert ended[1] == ended[0]
+    assert any(token.accepted_draft_tokens for token in outbox.tokens["costly"])
 
 
 @pytest.mark.parametrize(
