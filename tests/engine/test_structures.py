@@ -305,24 +305,53 @@ def test_tokens_that_do_not_match_end_the_request(runner: ModelRunner, structure
 
 
 def test_a_mask_beyond_its_budget_ends_the_request_alone(runner: ModelRunner, structures: Structures) -> None:
-    """A pattern whose automaton grows with every token, until a mask would take too long; also among guesses."""
+    """A pattern whose automaton grows with every token, until a mask would take too long."""
+    core, outbox = core_of(runner, structures)
     costly = submit("costly", KVRole.LOCAL, PROMPT, 400, structured_outputs=COSTLY)
-    drafter: Drafter | None = None
-    ended = []
-    for _ in range(2):
-        core, outbox = core_of(runner, structures, drafter=drafter)
-        core.take(costly)
-        tokens = run(core, outbox, submit("free", KVRole.LOCAL, PROMPT, 60))
-        while core.step():
-            pass
-        assert len(tokens["free"]) == 60
-        assert re.match("structured_outputs: ", outbox.rejected["costly"])
-        assert core.scheduler.blocks.free_blocks == 64
-        ended.append([token.token_id for token in outbox.tokens["costly"]])
-        texts = {"costly": [*PROMPT, *ended[0], *ended[0]], "free": []}
-        drafter = PlantedDrafter(texts, 1.0, VOCABULARY)
-    assert ended[1] == ended[0]
-    assert any(token.accepted_draft_tokens for token in outbox.tokens["costly"])
+    core.take(costly)
+    tokens = run(core, outbox, submit("free", KVRole.LOCAL, PROMPT, 60))
+    while core.step():
+        pass
+    assert len(tokens["free"]) == 60
+    assert re.match("structured_outputs: ", outbox.rejected["costly"])
+    assert core.scheduler.blocks.free_blocks == 64
+
+
+class Ending(Matcher):
+    """A matcher that has an error after so many tokens."""
+
+    def __init__(self, matcher: Matcher, left: int) -> None:
+        super().__init__(matcher._matcher)
+        self._left = left
+
+    @property
+    def error(self) -> str:
+        return "" if self._left >= 0 else "too costly"
+
+    def append(self, token_id: int) -> None:
+        super().append(token_id)
+        self._left -= 1
+
+    def after(self, token_ids: Sequence[int]) -> Matcher:
+        copy = Ending(super().after(()), self._left)
+        for token_id in token_ids:
+            copy.append(token_id)
+        return copy
+
+
+@pytest.mark.parametrize("least", range(1, 8))
+def test_an_error_at_an_accepted_guess_ends_the_request_alone(
+    runner: ModelRunner, structures: Structures, least: int
+) -> None:
+    whole = run(*core_of(runner, structures), submit("whole", KVRole.LOCAL, PROMPT, 200, **DRAWN))["whole"]
+    gate = Gate()
+    core, outbox = core_of(runner, gate, drafter=PlantedDrafter({"ends": [*PROMPT, *whole], "free": []}, 1.0, 4096))
+    core.take(submit("ends", KVRole.LOCAL, PROMPT, 200, speculation=True, **DRAWN))
+    gate.futures[0].set_result(Ending(structures.match(WORDS, ()).result(60), least))
+    assert len(run(core, outbox, submit("free", KVRole.LOCAL, PROMPT, 30))["free"]) == 30
+    assert [token.token_id for token in outbox.tokens["ends"]] == whole[:least]
+    assert outbox.rejected == {"ends": "structured_outputs: too costly"}
+    assert core.scheduler.blocks.free_blocks == 64
 
 
 @pytest.mark.parametrize(
