@@ -50,7 +50,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, http_port: int) -> Iterato
     )
     model = {"path": "tiny", "dtype": "float32", "chat_template": str(template)}
     gateway = {"http_port": http_port}
-    engine = {"block_size": 16, "num_blocks": 160, "max_num_batched_tokens": 64, "max_num_seqs": 3}
+    engine = {
+        "block_size": 16,
+        "num_blocks": 160,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 3,
+        "speculation": "ngram",
+    }
     settings = {
         "engine": {**engine, "batching": "static", "chunk_tokens": "off"},
         "transfer": {"transport": "torch_dist", "overlap": "chunk"},
@@ -76,8 +82,9 @@ def test_tokens_are_the_same_however_requests_are_scheduled_and_sent(cluster: Lo
 def test_the_text_matches_and_depends_on_neither_mode_nor_batch(cluster: LocalCluster) -> None:
     with Client(cluster.target) as client:
         colocated = client.generate(PROMPT, mode="colocated", **DRAWN).result()
-        apart = client.generate(PROMPT, mode="pd", **DRAWN).result()
-    assert apart.token_ids == colocated.token_ids
+        apart = client.generate(PROMPT, mode="pd", speculation=False, **DRAWN).result()
+        guessed = client.generate(PROMPT, mode="pd", speculation=True, **DRAWN).result()
+    assert apart.token_ids == colocated.token_ids == guessed.token_ids
     assert apart.finish_reason == "stop"
     assert apart.kv_bytes == apart.kv_bytes_expected > 0
     jsonschema.validate(json.loads(apart.text), SCHEMA)
