@@ -3,6 +3,7 @@ no request anything."""
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.client.status import ServiceStatus
+from simulator.planning.step_time import KNOTS
 from tests.e2e.conftest import Cli, wait_for
 from tests.load import Load
 from tests.local_cluster import free_port, leaked_blocks
@@ -73,5 +75,28 @@ def test_workers_follow_the_load_and_nothing_is_lost(cli: Cli, tmp_path: Path) -
         assert 'pdserve_objective_total{figure="ttft",met="yes"} 0.0' in text
         assert 'pdserve_objective_total{figure="itl",met="no"} 0.0' in text
         assert acted(cli.noted(port).operator, 2), "operators see it, too"
+    finally:
+        cli.run("down", "--target", target)
+
+
+def test_a_forecast_of_no_gain_moves_no_worker(cli: Cli, tmp_path: Path) -> None:
+    """No number of workers makes first tokens come within 1 ms."""
+    steps = {"at_rows": [0.01] * len(KNOTS), "sampled_s": 0, "pair_s": 0, "read_s": 0, "knots": KNOTS, "error": 0.03}
+    pool = {"dtype": "float32", "device": "cpu", "chunk": 256, "block_size": 16, "pool_tokens": 4096}
+    parts = {"steps": steps, "overheads": {}, "link": {"bytes_per_s": 1e9}}
+    (tmp_path / "summary.json").write_text(json.dumps({"experiment": "profile", "model": "tiny", **pool, **parts}))
+    target = f"127.0.0.1:{(port := free_port())}"
+    config = tmp_path / "pdserve.yaml"
+    config.write_text(CONFIG.replace("controller: roles", f"controller: roles, profile: {tmp_path}"))
+    settings = ("--set", "model.dtype=float32", "--prefill", "1", "--decode", "2", "--oversubscribe")
+    cli.done("up", "-c", str(config), "--model", "tiny", *settings, "--port", str(port), "--detach")
+    try:
+        long = [[(number + 31 * i) % 4000 + 1 for i in range(600)] for number in range(4)]
+        with Load(target, long, clients=4, max_tokens=2, mode="pd") as prompts:
+            status = wait_for(target, "forecast", lambda s: s.scaling is not None and "expected" in s.scaling.verdict)
+        assert prompts.check() == 1
+        assert status.scaling is not None
+        assert "expected of 1P2D is TTFT 0%, ITL 100%, of 2P1D TTFT 0%, ITL 100%" in status.scaling.verdict
+        assert not status.scaling.actions
     finally:
         cli.run("down", "--target", target)
