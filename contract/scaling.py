@@ -18,9 +18,10 @@ PROMPT_SIZES = tuple(round(16 * 2 ** (step / 2)) for step in range(33))
 
 
 class WorkerSteps(msgspec.Struct, array_like=True):
-    """The steps that a worker's engine has computed, and the seconds that they took."""
+    """The steps that a worker's engine has computed in this life, and the seconds that they took."""
 
     role: Role
+    epoch: str
     steps: int
     busy_s: float
 

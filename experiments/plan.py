@@ -131,6 +131,10 @@ class Planner(Experiment):
         for change in _CHANGES:
             row: Figures = {"change": change.name}
             for name in best:
+                if cells[name].is_one_worker and (change.lost or change.fails):
+                    row[cells[name].mode] = 0.0
+                    bench.advance(1)
+                    continue
                 searched = self._search(cells[name], change, slo, bench.advance, float(found[name]["rate"]))
                 row[cells[name].mode] = searched["per_cost"]
             rows.append(row)

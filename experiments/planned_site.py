@@ -90,6 +90,11 @@ class Candidate:
         return f"{self.decode} colocated{suffix}{f' budget {self.budget}' if self.budget else ''}"
 
     @property
+    def is_one_worker(self) -> bool:
+        """Whether there is only one."""
+        return self.mode == COLOCATED and self.decode == 1
+
+    @property
     def devices(self) -> tuple[int, int]:
         """Devices of prefill and of decode workers."""
         return self.prefill * self.tensor_parallel[0], self.decode * self.tensor_parallel[1]

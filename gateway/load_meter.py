@@ -69,7 +69,8 @@ class LoadMeter(Observer):
         """The load now, with the steps of ``workers``."""
         now_s, load = self._clock.now(), self._load
         load.steps = {
-            each.info.worker_id: WorkerSteps(each.info.role, each.load.steps, each.load.busy_s) for each in workers
+            each.info.worker_id: WorkerSteps(each.info.role, each.info.epoch, each.load.steps, each.load.busy_s)
+            for each in workers
         }
         waits_s, load.decoding = [], 0
         for record in self._running():

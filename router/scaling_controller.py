@@ -76,8 +76,8 @@ class Observation(NamedTuple):
 
     @property
     def demand(self) -> Demand | None:
-        """What was asked; None if no request had a first token."""
-        if not self.first_tokens:
+        """What was asked; None if no request came, or none had a first token."""
+        if not (self.requests and self.first_tokens):
             return None
         rate = self.requests / max(1e-6, self.end_s - self.begin_s)
         return Demand(rate, self.prompts, max(1.0, self.output_tokens / self.first_tokens))
@@ -114,10 +114,11 @@ class ScalingController:
     leaves a band between; after an action nothing happens for ``hold_s``, and the figures are collected anew; and an
     action is never taken twice with the same workers under the same load: if they are there again, it did not help.
 
-    With a ``forecaster``, a role counts as short as soon as it is so in the last third, a worker moves only if the
-    forecast for the workers after it is better, and as many move at once as it takes. What was expected is compared
-    with what was measured ``hold_s`` later. A forecast that was wrong, or that does not see what is measured of the
-    present workers, is not used under this load.
+    With a ``forecaster``, a role counts as short as soon as it is so in the last third, if the requests of the last two
+    thirds are alike. A worker moves only if the forecast for the workers after it is better, and as many move at once
+    as it takes; else there is no other forecast for ``hold_s``. What was expected is compared with what was measured
+    when an action has had ``hold_s`` to take effect, and ``hold_s`` have been observed. A forecast that was wrong, or
+    that does not see what is measured of the present workers, is not used under this load.
     """
 
     def __init__(self, config: ScalingConfig, forecaster: Forecaster | None = None) -> None:
@@ -132,6 +133,8 @@ class ScalingController:
         that found it out."""
         self._promised: tuple[Counts, Forecast] | None = None
         """What is expected of the workers after the last action, until it is compared with what was measured."""
+        self._next_forecast_s = float("-inf")
+        self._refusal = ""  # why the last forecasts led to no action, until then
         self._wrong_under: Observation | None = None  # a load of which the forecast was wrong
         self._tried: set[tuple[Counts, str, Role]] = set()
         self._tried_under: Observation | None = None
@@ -143,6 +146,7 @@ class ScalingController:
         if seen.counts != self._counts:
             self._counts = seen.counts
             self._window.clear()
+            self._next_forecast_s = float("-inf")
         hold_s, window = self._config.hold_s, self._window
         if seen.begin_s < self._settled_s:
             self.verdict = (
@@ -212,9 +216,12 @@ class ScalingController:
 
     def _compare(self, now: Observation) -> None:
         """Beside what was expected of the last action, put what these workers did."""
-        promised, self._promised = self._promised, None
+        promised = self._promised
+        if promised is not None and now.begin_s > self._settled_s + REMOVE_HOLDS * self._config.hold_s:
+            self._promised = None  # the workers never came
         if promised is None or promised[0] != now.counts:
             return
+        self._promised = None
         measured = _measured(now)
         self.outcome = f"measured since then: {measured}"
         if measured.worse < promised[1].worse - WRONG:
@@ -225,12 +232,31 @@ class ScalingController:
         self, model: Forecaster, lately: Sequence[Observation], action: Action | None, verdict: str
     ) -> tuple[Action | None, str]:
         """The action, or None and why, where ``action`` and ``verdict`` are those without a forecast."""
-        now, target = _sum(lately), self._config.attainment
+        now, parts = _sum(lately), _thirds(lately)
         short = self._short(now, MIN_REQUESTS)
-        short = {role: why for role, why in short.items() if role in self._short(_thirds(lately)[-1], 1)}
-        demand, wrong_under = now.demand, self._wrong_under
+        short = {role: why for role, why in short.items() if role in self._short(parts[-1], 1)}
+        demand, wrong_under = _sum(lately[len(lately) // 3 :]).demand, self._wrong_under
         if demand is None or not (short or action) or (wrong_under and _is_same_load(now, wrong_under)):
             return action, verdict
+        if short and not _asks_alike(*parts[-2:]):  # what is asked is changing, and is not known yet
+            return action, verdict
+        if now.end_s < self._next_forecast_s:
+            return None, self._refusal
+        action, verdict = self._forecast(model, now, demand, short, action, verdict)
+        self._refusal, self._next_forecast_s = verdict, now.end_s + (self._config.hold_s if action is None else 0.0)
+        return action, verdict
+
+    def _forecast(
+        self,
+        model: Forecaster,
+        now: Observation,
+        demand: Demand,
+        short: Mapping[Role, str],
+        action: Action | None,
+        verdict: str,
+    ) -> tuple[Action | None, str]:
+        """The same, by new forecasts under ``demand``, of roles that are ``short``."""
+        target = self._config.attainment
         loads = {role: now.of(role) for role in Role}
         steps_s = {role: load.busy_s / load.steps for role, load in loads.items() if load.steps}
         model.calibrate(now.counts, demand, steps_s)
@@ -241,7 +267,7 @@ class ScalingController:
                 return None, f"{expected} is expected of {_split(action.after(now.counts))}"
             return action._replace(expected=expected), ""
         if present.worse >= target:  # it does not see why a role is short
-            return action, f"{verdict}; {present} is expected of these workers"
+            return action, f"{verdict}; {present} is expected of these workers" if verdict else ""
         tried: list[tuple[Forecast, Action]] = []
         for choice in self._choices(now, short):
             if choice.kind == "add" and any(expected.worse >= target for expected, _ in tried):
@@ -439,6 +465,13 @@ def _is_same_load(a: Observation, b: Observation) -> bool:
 
     prompts, outputs, rate, in_flight = map(_alike, figures(a), figures(b))
     return prompts and outputs and (rate or in_flight)
+
+
+def _asks_alike(a: Observation, b: Observation) -> bool:
+    """Whether requests of two loads are alike, in tokens of a prompt and of an output."""
+    figures = [(max(1, seen.first_tokens), seen.prompt_tokens, seen.output_tokens) for seen in (a, b)]
+    (first, prompts, outputs), (other, prompts_b, outputs_b) = figures
+    return _alike(prompts / first, prompts_b / other) and _alike(outputs / first, outputs_b / other)
 
 
 def _alike(a: float, b: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -78,7 +78,8 @@ class ScalingLoop:
         ]
         if not pairs or self._service.is_changing:
             return
-        seen = observation(before_s, now_s, pairs, self._service.counts)
+        members = self._service.counts
+        seen = observation(before_s, now_s, pairs, members)
         log.debug("scaling: %s", seen)
         action = self._controller.observe(seen)
         if outcome := self._controller.outcome:
@@ -86,18 +87,22 @@ class ScalingLoop:
             self._report = replace(self._report, reason=f"{self._report.reason}; {outcome}")
             self._service.report_scaling(self._report)
         if action is not None:
-            self._act(action)
+            self._act(action, members)
         elif (verdict := self._controller.verdict) != self._report.verdict:
             if _without_figures(verdict) != _without_figures(self._report.verdict):
                 log.info("scaling: no action: %s", verdict)
             self._report = replace(self._report, verdict=verdict)
             self._service.report_scaling(self._report)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, members: Mapping[Role, int]) -> None:
+        """Carry out an action that was decided for these workers, unless others are wanted since then."""
+        if self._service.is_changing or self._service.counts != members:  # forecasts take seconds
+            log.info("scaling: the service was scaled meanwhile")
+            self._controller.acted(self._clock())
+            return
         words = _in_words(action)
         log.info("scaling: %s: %s", words, action.reason)
-        counts = self._service.counts
-        wanted = dict(zip(Role, action.after((counts[Role.PREFILL], counts[Role.DECODE])), strict=True))
+        wanted = dict(zip(Role, action.after((members[Role.PREFILL], members[Role.DECODE])), strict=True))
         try:
             words = "; ".join(self._service.rescale(wanted, self._config.drain_s)) or words
         except LaunchError as error:
@@ -140,9 +145,7 @@ def observation(
     steps = [
         (after.role, after.steps - before.steps, after.busy_s - before.busy_s)
         for worker_id, after in now.steps.items()
-        if (before := was.steps.get(worker_id)) is not None
-        and before.role is after.role
-        and before.steps <= after.steps  # else its engine has started anew
+        if (before := was.steps.get(worker_id)) is not None and (before.role, before.epoch) == (after.role, after.epoch)
     ]
 
     def role_load(role: Role) -> RoleLoad:

@@ -135,7 +135,9 @@ class Scheduler:
     budget leaves, into blocks that it has or that are free beyond the watermark. They count for nothing until `update`:
     their KV is computed once they are accepted, and is else written over by the next step. While guesses are right, the
     request is not computed ahead, because what comes next is guessed from known tokens. A draft model computes while no
-    step is in flight (`will_draft`). A draft that the structure of an output forbids is none.
+    step is in flight (`will_draft`). Requests with structured outputs have drafts only if they
+    insist, since the masks after wrong ones count for the budget of the structure, too; a draft that the structure
+    forbids is none.
 
     **KV transfer** is up to a connector (`engine.scheduling.kv_connector`). The scheduler knows two facts about a
     request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
@@ -211,6 +213,8 @@ class Scheduler:
         if self.config.prefix_caching and seq.prompt_logprobs is None:  # else all of the prompt is computed
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         wanted = submit.request.sampling.speculation
+        if wanted is None and matcher is not None:  # masks after guesses use up a part of the structure's budget
+            wanted = False
         if self._drafter is not None and wanted is not False and seq.max_tokens > 1:
             seq.speculation = self._draft_policy.start(bool(wanted), self._drafter.free)
         seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))

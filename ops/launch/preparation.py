@@ -83,13 +83,16 @@ def prepare(
 
 
 def _forecaster(config: PdserveConfig, source: ModelSource) -> Forecaster | None:
-    """What the controller of roles asks, if there is one with a profile. ConfigError if it is of another model."""
+    """What the controller of roles asks, if there is one with a profile. ConfigError or InvalidRequest if that cannot
+    be used."""
     if config.scaling.controller == "off" or config.scaling.profile is None:
         return None
     # Few services have one, and the others start without importing the planner.
     from simulator.planning.forecast import SimulatedForecaster
     from simulator.planning.profile import Profiled
 
+    if config.worker.engine != "pdserve" or config.cluster.servers:
+        raise ConfigError("scaling.profile: forecasts are of pdserve's own engines; leave it out")
     profiled = Profiled.read(Path(config.scaling.profile), "scaling.profile")
     if profiled.model != config.model.path:
         raise ConfigError(f"scaling.profile: it is of the model {profiled.model}, and not of {config.model.path}")

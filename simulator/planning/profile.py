@@ -48,14 +48,18 @@ class Profiled(msgspec.Struct, frozen=True):
             ) from None
         except ValueError:
             raise InvalidRequest(f"{name}: {file} is not JSON; measure the profile again") from None
-        if (of := summary.get("experiment")) != PROFILE:
-            raise InvalidRequest(f"{name}: {path} is a run of {of}, not of {PROFILE}")
-        if summary["overheads"] is None or summary["link"] is None:
-            raise InvalidRequest(f"{name}: the profile in {path} is not complete; go on with --resume {path}")
-        if tuple(summary["steps"]["knots"]) != KNOTS:
-            raise InvalidRequest(f"{name}: the profile in {path} is of another version; measure it again")
-        kept = {key: summary[key] for key in cls.__struct_fields__ if key in summary}
-        return msgspec.convert({**kept, "path": str(path), "error": summary["steps"]["error"]}, cls)
+        other_version = InvalidRequest(f"{name}: the profile in {path} is of another version; measure it again")
+        try:
+            if (of := summary["experiment"]) != PROFILE:
+                raise InvalidRequest(f"{name}: {path} is a run of {of}, not of {PROFILE}")
+            if summary["overheads"] is None or summary["link"] is None:
+                raise InvalidRequest(f"{name}: the profile in {path} is not complete; go on with --resume {path}")
+            if tuple(summary["steps"]["knots"]) != KNOTS:
+                raise other_version
+            kept = {key: summary[key] for key in cls.__struct_fields__ if key in summary}
+            return msgspec.convert({**kept, "path": str(path), "error": summary["steps"]["error"]}, cls)
+        except (KeyError, TypeError, msgspec.ValidationError):
+            raise other_version from None
 
     def layout(self, model: KVLayout) -> KVLayout:
         """The layout of the ``model``'s KV, with the dtype and the blocks that were profiled."""

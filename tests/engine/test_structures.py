@@ -257,6 +257,10 @@ def test_guesses_change_no_token(runner: ModelRunner, structures: Structures, ri
         tokens = outbox.tokens[each.attempt_id]
         assert sum(token.accepted_draft_tokens for token in tokens) > 3
     assert core.scheduler.blocks.free_blocks == 64
+    core, outbox = core_of(runner, structures, run_ahead, drafter)
+    assert run(core, outbox, *asked) == expected
+    drafts = {name: any(token.draft_tokens for token in tokens) for name, tokens in outbox.tokens.items()}
+    assert drafts == {"whole": False, "penalised": False, "free": True}, "structures have none unless they insist"
 
 
 class Gate:

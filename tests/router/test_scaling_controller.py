@@ -293,8 +293,35 @@ def test_a_forecast_gets_what_was_asked_and_how_long_steps_took() -> None:
     model = Forecasts(lambda counts: (0.5 * counts[0], 1.0))
     seen = {"prompts": (0, 100, 0), "prefill": {"load": 1.0, "short": 0.8, "steps": 10, "busy_s": 0.5}}
     Figures(model).look(6, **{**SATURATED, **seen})
-    assert model.demands[0] == Demand(100.0, (0, 500, 0), 10.0)
+    assert model.demands[0] == Demand(100.0, (0, 400, 0), 10.0), "of the last two thirds"
     assert model.step_s == [{P: pytest.approx(0.05)}], "a role without steps has none"
+
+
+def test_while_what_is_asked_changes_there_is_no_forecast() -> None:
+    model = Forecasts(lambda counts: (0.5 * counts[0], 1.0))
+    figures = Figures(model)
+    figures.look(10, output_tokens=10_000)
+    actions = [figures.look(1, output_tokens=100, **SATURATED) for _ in range(4)]
+    assert [len(each) for each in actions] == [0, 0, 0, 1], "two thirds of hold_s are alike"
+    assert model.demands[0].output_tokens == 1.0
+
+
+def test_after_a_forecast_of_no_gain_there_is_none_for_a_while() -> None:
+    model = Forecasts(lambda counts: (0.5, 1.0))
+    figures = Figures(model)
+    figures.look(5, **SATURATED)
+    assert len(model.asked) == 2
+    refusal = figures.controller.verdict
+    assert figures.look(4, **SATURATED) == []
+    assert (len(model.asked), figures.controller.verdict) == (2, refusal)
+    figures.look(1, **SATURATED)
+    assert len(model.asked) == 4
+
+
+def test_a_queue_that_drains_asks_for_nothing() -> None:
+    model = Forecasts(lambda counts: (0.0, 0.0))
+    (action,) = Figures(model).look(8, **{**SATURATED, "requests": 0})
+    assert (action.role, action.expected, model.asked) == (P, None, [])
 
 
 def test_without_a_first_token_there_is_no_forecast() -> None:

@@ -97,10 +97,11 @@ def test_counts_of_all_gateways_are_one_observation() -> None:
 
 def test_steps_are_those_of_workers_that_were_there_all_the_time() -> None:
     def steps(**workers: tuple[Role, int, float]) -> dict[str, Any]:
-        return {"steps": {name: WorkerSteps(*each) for name, each in workers.items()}}
+        return {"steps": {name: WorkerSteps(role, "a", count, s) for name, (role, count, s) in workers.items()}}
 
     before = load(3, **steps(p0=(P, 10, 1.0), p1=(P, 5, 0.5), d0=(D, 100, 1.0), d1=(D, 90, 3.0), d2=(D, 50, 0.5)))
-    after = load(5, **steps(p0=(P, 14, 1.8), d0=(D, 150, 1.5), d1=(P, 99, 3.1), d2=(D, 1, 0.1), d3=(D, 7, 0.1)))
+    after = load(5, **steps(p0=(P, 14, 1.8), d0=(D, 150, 1.5), d1=(P, 99, 3.1), d2=(D, 60, 0.1), d3=(D, 7, 0.1)))
+    after.steps["d2"].epoch = "b"
     seen = observation(3.0, 5.0, [(before, after), (load(3), load(5))], {P: 1, D: 2})
     assert seen.prefill.steps == 4, "d1 has changed its role"
     assert seen.prefill.busy_s == pytest.approx(0.8)
@@ -143,7 +144,7 @@ def test_a_failed_action_is_named(action: Action, words: str) -> None:
     service = ScriptedService()
     service.error = LaunchError("no")
     loop = ScalingLoop(service, CONFIG, lambda: 0.0, lambda: 1e9)
-    loop._act(action)
+    loop._act(action, service.counts)
     assert service.reports[-1].last == f"failed: {words}: no"
 
 
@@ -197,6 +198,13 @@ def test_an_action_that_fails_is_shown_and_not_repeated() -> None:
     looks(service, 60)
     assert len(service.asked) == 1
     assert service.reports[-1].last == "failed: a decode worker becomes a prefill worker: no free slot for prefill-1"
+
+
+def test_an_action_for_workers_that_have_changed_meanwhile_is_dropped() -> None:
+    service = ScriptedService()
+    loop = ScalingLoop(service, CONFIG, lambda: 0.0, lambda: 1e9)
+    loop._act(Action("flip", P, "", 3), {P: 1, D: 7})
+    assert service.asked == []
 
 
 @pytest.mark.parametrize("silent", [{0}, {0, 1}])
