@@ -134,7 +134,7 @@ class ScalingController:
         self._promised: tuple[Counts, Forecast] | None = None
         """What is expected of the workers after the last action, until it is compared with what was measured."""
         self._next_forecast_s = float("-inf")
-        self._refusal = ""  # why the last forecasts led to no action, until then
+        self._refusal = ""  # the verdict until then
         self._wrong_under: Observation | None = None  # a load of which the forecast was wrong
         self._tried: set[tuple[Counts, str, Role]] = set()
         self._tried_under: Observation | None = None
@@ -172,6 +172,7 @@ class ScalingController:
         tried = (seen.counts, action.kind, action.role)
         if tried in self._tried:
             self.verdict = f"{action.reason}; the action was taken before with these workers under this load"
+            self._refusal = self.verdict
             return None
         self._tried.add(tried)
         self._tried_under = load
@@ -238,13 +239,13 @@ class ScalingController:
         demand, wrong_under = _sum(lately[len(lately) // 3 :]).demand, self._wrong_under
         if demand is None or not (short or action) or (wrong_under and _is_same_load(now, wrong_under)):
             return action, verdict
-        if short and not _asks_alike(*parts[-2:]):  # what is asked is changing, and is not known yet
+        if short and (len(parts) < 2 or not _asks_alike(*parts[-2:])):  # what is asked may be changing
             return action, verdict
         if now.end_s < self._next_forecast_s:
             return None, self._refusal
-        action, verdict = self._forecast(model, now, demand, short, action, verdict)
-        self._refusal, self._next_forecast_s = verdict, now.end_s + (self._config.hold_s if action is None else 0.0)
-        return action, verdict
+        self._next_forecast_s = now.end_s + self._config.hold_s
+        action, self._refusal = self._forecast(model, now, demand, short, action, verdict)
+        return action, self._refusal
 
     def _forecast(
         self,

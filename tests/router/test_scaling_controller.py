@@ -318,6 +318,23 @@ def test_after_a_forecast_of_no_gain_there_is_none_for_a_while() -> None:
     assert len(model.asked) == 4
 
 
+def test_one_look_in_a_long_time_is_not_enough_for_a_forecast() -> None:
+    model = Forecasts(lambda counts: (0.5 * counts[0], 1.0))
+    busy, calm = RoleLoad(1, 0, 1.0, 0.0, 0.8), RoleLoad(2, 0, 0.2)
+    seen = Observation(100.0, 110.0, busy, calm, MISSED, GOOD, 0, 100, 100, 10_000, (100,), 1000, 10.0)
+    action = ScalingController(config(), model).observe(seen)
+    assert action is not None
+    assert (action.expected, model.asked) == (None, [])
+
+
+def test_an_action_that_was_taken_before_stays_the_verdict() -> None:
+    figures = Figures(Forecasts(lambda counts: (0.5 * counts[0], 1.0)))
+    figures.look(5, **SATURATED)
+    figures.look(20, workers=(2, 1))
+    assert figures.look(20, **SATURATED) == []
+    assert figures.controller.verdict.endswith("the action was taken before with these workers under this load")
+
+
 def test_a_queue_that_drains_asks_for_nothing() -> None:
     model = Forecasts(lambda counts: (0.0, 0.0))
     (action,) = Figures(model).look(8, **{**SATURATED, "requests": 0})
