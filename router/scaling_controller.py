@@ -116,8 +116,9 @@ class ScalingController:
 
     With a ``forecaster``, a role counts as short as soon as it is so in the last third, if the requests of the last two
     thirds are alike. A worker moves only if the forecast for the workers after it is better, and as many move at once
-    as it takes; else there is no other forecast for ``hold_s``. What was expected is compared with what was measured
-    when an action has had ``hold_s`` to take effect, and ``hold_s`` have been observed. A forecast that was wrong, or
+    as it takes; else there is no other forecast for ``hold_s``. When an action has had ``hold_s`` to take effect, what
+    is measured in ``hold_s`` is compared with what was expected, for `REMOVE_HOLDS` times as long, as a queue has to be
+    drained first; meanwhile no worker moves if that is still expected. A forecast that was wrong, or
     that does not see what is measured of the present workers, is not used under this load.
     """
 
@@ -217,15 +218,17 @@ class ScalingController:
 
     def _compare(self, now: Observation) -> None:
         """Beside what was expected of the last action, put what these workers did."""
-        promised = self._promised
-        if promised is not None and now.begin_s > self._settled_s + REMOVE_HOLDS * self._config.hold_s:
-            self._promised = None  # the workers never came
-        if promised is None or promised[0] != now.counts:
+        if self._promised is None:
             return
-        self._promised = None
-        measured = _measured(now)
+        counts, expected = self._promised
+        measured, is_over = _measured(now), now.end_s >= self._settled_s + REMOVE_HOLDS * self._config.hold_s
+        are_there, is_wrong = counts == now.counts, measured.worse < expected.worse - WRONG
+        if is_over or (are_there and not is_wrong):  # until then workers may be coming, or a queue be drained
+            self._promised = None
+        if not are_there or self._promised is not None:
+            return
         self.outcome = f"measured since then: {measured}"
-        if measured.worse < promised[1].worse - WRONG:
+        if is_wrong:
             self._wrong_under = now
             self.outcome += ", so there are no more forecasts under this load"
 
@@ -267,6 +270,8 @@ class ScalingController:
             if expected.worse < target:
                 return None, f"{expected} is expected of {_split(action.after(now.counts))}"
             return action._replace(expected=expected), ""
+        if present.worse >= target and self._promised is not None:
+            return None, f"{next(iter(short.values()))}; {present} is expected of these workers in a while"
         if present.worse >= target:  # it does not see why a role is short
             return action, f"{verdict}; {present} is expected of these workers" if verdict else ""
         tried: list[tuple[Forecast, Action]] = []

@@ -273,17 +273,28 @@ def test_what_was_expected_is_compared_once_with_what_was_measured() -> None:
     assert outcomes.index("measured since then: TTFT 80%, ITL 100%") == 9, "hold_s to settle, hold_s to measure"
 
 
+def test_while_a_queue_drains_no_further_worker_moves() -> None:
+    figures = Figures(Forecasts(lambda counts: (0.5 * counts[0], 1.0)))
+    figures.look(5, workers=(1, 7), **SATURATED)
+    assert figures.look(18, workers=(2, 6), **SATURATED) == []
+    assert figures.controller.verdict.endswith("TTFT 100%, ITL 100% is expected of these workers in a while")
+    outcomes = [(figures.look(1, workers=(2, 6)), figures.controller.outcome) for _ in range(5)]
+    assert [outcome for _, outcome in outcomes if outcome] == ["measured since then: TTFT 80%, ITL 100%"]
+
+
 def test_after_a_wrong_forecast_there_is_none_under_the_same_load() -> None:
     model = Forecasts(lambda counts: (0.4 * counts[0], 1.0))
     figures = Figures(model)
     figures.look(5, **SATURATED)
-    asked = len(model.asked)
     outcomes = []
     for _ in range(30):
         figures.look(1, workers=(2, 1), **SATURATED)
         outcomes.append(figures.controller.outcome)
     (outcome,) = [each for each in outcomes if each]
     assert outcome == "measured since then: TTFT 0%, ITL 100%, so there are no more forecasts under this load"
+    assert outcomes.index(outcome) == 24, "hold_s to settle, and four times as long for a queue to drain"
+    asked = len(model.asked)
+    figures.look(10, workers=(2, 1), **SATURATED)
     assert len(model.asked) == asked
     figures.look(20, workers=(2, 1), **{**SATURATED, "prompt_tokens": 50_000})
     assert len(model.asked) > asked

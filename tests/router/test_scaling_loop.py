@@ -125,7 +125,7 @@ def test_several_workers_are_moved_and_the_outcome_is_shown() -> None:
     reason = service.reports[-1].reason
     assert reason.endswith("expected of 1P5D is TTFT 33%, ITL 100%, of 3P3D TTFT 100%, ITL 100%")
     service.ready_prefill, service.decode_workers = 3, 3
-    for _ in range(12):
+    for _ in range(25):
         loop.look()
     measured = "measured since then: TTFT 0%, ITL 100%, so there are no more forecasts under this load"
     assert f"{reason}; {measured}" in [report.reason for report in service.reports]
