@@ -12,7 +12,6 @@ from pdserve.core.worker import Role
 SHARES = (0.25, 1 / 3, 0.4, 0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 1.0)
 """Shares of an objective up to which durations are counted apart."""
 
-
 PROMPT_SIZES = tuple(round(16 * 2 ** (step / 2)) for step in range(33))
 """Tokens up to which prompts are counted apart: from 16 to a million, each 1.4 times the one before."""
 

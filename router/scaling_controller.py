@@ -116,10 +116,11 @@ class ScalingController:
 
     With a ``forecaster``, a role counts as short as soon as it is so in the last third, if the requests of the last two
     thirds are alike. A worker moves only if the forecast for the workers after it is better, and as many move at once
-    as it takes; else there is no other forecast for ``hold_s``. When an action has had ``hold_s`` to take effect, what
-    is measured in ``hold_s`` is compared with what was expected, for `REMOVE_HOLDS` times as long, as a queue has to be
-    drained first; meanwhile no worker moves if that is still expected. A forecast that was wrong, or
-    that does not see what is measured of the present workers, is not used under this load.
+    as it takes; else there is no other forecast for ``hold_s``. What an action was expected to achieve is compared with
+    what is measured in ``hold_s``, from when the action has had ``hold_s`` to take effect, and for at most
+    `REMOVE_HOLDS` times as long, since a queue has to be drained first. Meanwhile no worker moves, as long as the
+    forecast for the present workers is good. A forecast that was wrong, or that does not see what is measured of the
+    present workers, is not used under this load.
     """
 
     def __init__(self, config: ScalingConfig, forecaster: Forecaster | None = None) -> None:
@@ -132,7 +133,7 @@ class ScalingController:
         self.outcome = ""
         """What was measured since the last action, if a forecast had said what to expect. Empty but after the `observe`
         that found it out."""
-        self._promised: tuple[Counts, Forecast] | None = None
+        self._expected: tuple[Counts, Forecast] | None = None
         """What is expected of the workers after the last action, until it is compared with what was measured."""
         self._next_forecast_s = float("-inf")
         self._refusal = ""  # the verdict until then
@@ -177,7 +178,7 @@ class ScalingController:
             return None
         self._tried.add(tried)
         self._tried_under = load
-        self._promised = None if action.expected is None else (action.after(seen.counts), action.expected)
+        self._expected = None if action.expected is None else (action.after(seen.counts), action.expected)
         self.acted(seen.end_s)
         return action
 
@@ -218,14 +219,14 @@ class ScalingController:
 
     def _compare(self, now: Observation) -> None:
         """Beside what was expected of the last action, put what these workers did."""
-        if self._promised is None:
+        if self._expected is None:
             return
-        counts, expected = self._promised
+        counts, expected = self._expected
         measured, is_over = _measured(now), now.end_s >= self._settled_s + REMOVE_HOLDS * self._config.hold_s
         are_there, is_wrong = counts == now.counts, measured.worse < expected.worse - WRONG
         if is_over or (are_there and not is_wrong):  # until then workers may be coming, or a queue be drained
-            self._promised = None
-        if not are_there or self._promised is not None:
+            self._expected = None
+        if not are_there or self._expected is not None:
             return
         self.outcome = f"measured since then: {measured}"
         if is_wrong:
@@ -242,7 +243,7 @@ class ScalingController:
         demand, wrong_under = _sum(lately[len(lately) // 3 :]).demand, self._wrong_under
         if demand is None or not (short or action) or (wrong_under and _is_same_load(now, wrong_under)):
             return action, verdict
-        if short and (len(parts) < 2 or not _asks_alike(*parts[-2:])):  # what is asked may be changing
+        if short and (len(parts) < 2 or not _requests_alike(*parts[-2:])):  # what is asked may be changing
             return action, verdict
         if now.end_s < self._next_forecast_s:
             return None, self._refusal
@@ -270,7 +271,7 @@ class ScalingController:
             if expected.worse < target:
                 return None, f"{expected} is expected of {_split(action.after(now.counts))}"
             return action._replace(expected=expected), ""
-        if present.worse >= target and self._promised is not None:
+        if present.worse >= target and self._expected is not None:
             return None, f"{next(iter(short.values()))}; {present} is expected of these workers in a while"
         if present.worse >= target:  # it does not see why a role is short
             return action, f"{verdict}; {present} is expected of these workers" if verdict else ""
@@ -473,7 +474,7 @@ def _is_same_load(a: Observation, b: Observation) -> bool:
     return prompts and outputs and (rate or in_flight)
 
 
-def _asks_alike(a: Observation, b: Observation) -> bool:
+def _requests_alike(a: Observation, b: Observation) -> bool:
     """Whether requests of two loads are alike, in tokens of a prompt and of an output."""
     figures = [(max(1, seen.first_tokens), seen.prompt_tokens, seen.output_tokens) for seen in (a, b)]
     (first, prompts, outputs), (other, prompts_b, outputs_b) = figures

@@ -135,8 +135,8 @@ class Scheduler:
     budget leaves, into blocks that it has or that are free beyond the watermark. They count for nothing until `update`:
     their KV is computed once they are accepted, and is else written over by the next step. While guesses are right, the
     request is not computed ahead, because what comes next is guessed from known tokens. A draft model computes while no
-    step is in flight (`will_draft`). Requests with structured outputs have drafts only if they
-    insist, since the masks after wrong ones count for the budget of the structure, too; a draft that the structure
+    step is in flight (`will_draft`). Requests with structured outputs have drafts only if
+    they insist, since the masks after wrong ones count for the budget of the structure, too; a draft that the structure
     forbids is none.
 
     **KV transfer** is up to a connector (`engine.scheduling.kv_connector`). The scheduler knows two facts about a

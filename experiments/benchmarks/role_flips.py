@@ -3,8 +3,8 @@
 A service of 1 prefill and 2 decode workers of the model tiny. First it is measured what each role bears as 1P2D and as
 2P1D. Then an open loop steps from long outputs to long prompts, more than one prefill worker can compute, and back to
 long outputs: with fixed roles, with `scaling.controller: roles`, and with that and a `scaling.profile` of this machine
-(``--profile``, else it is measured first; not with ``--quick``). Goodput is the number of requests per second
-whose TTFT and mean time between tokens meet the objectives, by the time at which they were sent."""
+(``--profile``, else it is measured first; not with ``--quick``). Goodput is the number of requests per second whose
+TTFT and mean time between tokens meet the objectives, by the time at which they were sent."""
 
 from __future__ import annotations
 

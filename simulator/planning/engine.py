@@ -52,7 +52,7 @@ class PlannedEngine:
         self.num_steps = 0
 
     def stop(self) -> None:
-        """Lose it: it does and sends nothing any more."""
+        """End it at once: it computes and sends nothing more."""
         self.is_over = True
 
     def take(self, command: CoreCommand) -> None:

@@ -93,7 +93,8 @@ class PlannedWorker:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A worker is lost at a time, with all that it has, and is back ``for_s`` later. The service knows it at once."""
+    """A worker is lost ``at_s`` seconds after the start, with all that it has, and is back ``for_s`` later. The router
+    knows it at once. A failure of a worker that is lost does nothing."""
 
     worker_id: str
     at_s: float
@@ -273,10 +274,12 @@ class _Simulation:
     def _fail(self, failure: Failure) -> None:
         """A worker is lost, and its requests are tried again."""
         worker = self.workers[failure.worker_id]
+        if worker.engine.is_over:
+            return
         worker.engine.stop()
         self.registry.lost(failure.worker_id)
         for life in list(self.lives.values()):
-            life.lose(worker)
+            life.worker_lost(worker)
         if failure.for_s < math.inf:
             self.loop.call_later(failure.for_s, self._return, worker)
 
@@ -399,9 +402,9 @@ class _Life:
             simulation.loop.call_later(after_s, decode.engine.take, Submit(request, KVRole.RECEIVE))
         for worker in self._workers:
             if worker.engine.is_over:  # it was lost meanwhile
-                self.lose(worker)
+                self.worker_lost(worker)
 
-    def lose(self, worker: _Worker) -> None:
+    def worker_lost(self, worker: _Worker) -> None:
         """If it runs on a worker that is lost, try it again, after its tokens so far."""
         if worker not in self._workers:
             return

@@ -3,7 +3,6 @@ no request anything."""
 
 from __future__ import annotations
 
-import json
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -11,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.client.status import ServiceStatus
-from simulator.planning.step_time import KNOTS
 from tests.e2e.conftest import Cli, wait_for
 from tests.load import Load
 from tests.local_cluster import free_port, leaked_blocks
+from tests.made_up_profile import write_profile
 
 pytestmark = [pytest.mark.ray, pytest.mark.cluster, pytest.mark.timeout(300)]
 # No first token can meet the objective of TTFT, every gap meets that of ITL. So a role is short as soon as requests
@@ -81,10 +80,7 @@ def test_workers_follow_the_load_and_nothing_is_lost(cli: Cli, tmp_path: Path) -
 
 def test_a_forecast_of_no_gain_moves_no_worker(cli: Cli, tmp_path: Path) -> None:
     """No number of workers makes first tokens come within 1 ms."""
-    steps = {"at_rows": [0.01] * len(KNOTS), "sampled_s": 0, "pair_s": 0, "read_s": 0, "knots": KNOTS, "error": 0.03}
-    pool = {"dtype": "float32", "device": "cpu", "chunk": 256, "block_size": 16, "pool_tokens": 4096}
-    parts = {"steps": steps, "overheads": {}, "link": {"bytes_per_s": 1e9}}
-    (tmp_path / "summary.json").write_text(json.dumps({"experiment": "profile", "model": "tiny", **pool, **parts}))
+    write_profile(tmp_path)
     target = f"127.0.0.1:{(port := free_port())}"
     config = tmp_path / "pdserve.yaml"
     config.write_text(CONFIG.replace("controller: roles", f"controller: roles, profile: {tmp_path}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 from ops.launch.preparation import Preparation, prepare
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, InvalidRequest
-from simulator.planning.step_time import KNOTS
 from tests.conftest import ROOT
+from tests.made_up_profile import write_profile
 
 
 @pytest.mark.parametrize(("prefill", "decode", "only"), [(1, 0, "prefill"), (0, 2, "decode"), (1, 1, None)])
@@ -47,39 +46,31 @@ def test_a_context_longer_than_the_models_is_refused_before_anything_starts() ->
 
 
 def test_a_profile_of_the_controller_is_read_before_anything_starts(tmp_path: Path) -> None:
-    profile = {
-        "experiment": "profile",
-        "model": "tiny",
-        "dtype": "float32",
-        "device": "cpu",
-        "chunk": 256,
-        "block_size": 16,
-        "pool_tokens": 16_000,
-        "steps": {"at_rows": [0.01] * 7, "sampled_s": 0, "pair_s": 0, "read_s": 0, "knots": KNOTS, "error": 0.03},
-        "overheads": {},
-        "link": {"bytes_per_s": 1e9},
-    }
+    def prepared(**scaling: object) -> Preparation:
+        objectives = {"controller": "roles", "ttft_ms": 100, "itl_ms": 50}
+        return prepare(
+            PdserveConfig.parse({"scaling": {**objectives, **scaling}, "gateway": {"port": 0, "http_port": 0}})
+        )
 
-    def prepared(**changes: object) -> Preparation:
-        (tmp_path / "summary.json").write_text(json.dumps({**profile, **changes}))
-        scaling = {"controller": "roles", "ttft_ms": 100, "itl_ms": 50, "profile": str(tmp_path)}
-        return prepare(PdserveConfig.parse({"scaling": scaling, "gateway": {"port": 0, "http_port": 0}}))
-
-    assert prepared().forecaster is not None
+    assert prepared().forecaster is None
+    write_profile(tmp_path)
+    assert prepared(profile=str(tmp_path)).forecaster is not None
+    write_profile(tmp_path, model="dummy:8b")
     with pytest.raises(ConfigError, match=r"^scaling\.profile: it is of the model dummy:8b, and not of tiny$"):
-        prepared(model="dummy:8b")
-    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* is a run of plan, not of profile$"):
-        prepared(experiment="plan")
-    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* is not complete; go on with --resume"):
-        prepared(link=None)
-    with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* is of another version"):
-        prepared(steps={**profile["steps"], "knots": [1, 2]})  # type: ignore[dict-item]
+        prepared(profile=str(tmp_path))
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"experiment": "plan"}, "is a run of plan, not of profile$"),
+        ({"link": None}, "is not complete; go on with --resume"),
+        ({"steps": {"knots": [1, 2]}}, "is of another version"),
+        ({"chunk": "many"}, "is of another version"),
+    ]
+    for changes, why in wrong:
+        write_profile(tmp_path, **changes)
+        with pytest.raises(InvalidRequest, match=rf"^scaling\.profile: .* {why}"):
+            prepared(profile=str(tmp_path))
     (tmp_path / "summary.json").write_text("{")
-    scaling = {"controller": "roles", "ttft_ms": 100, "itl_ms": 50, "profile": str(tmp_path)}
     with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .*summary\.json is not JSON"):
-        prepare(PdserveConfig.parse({"scaling": scaling, "gateway": {"port": 0, "http_port": 0}}))
+        prepared(profile=str(tmp_path))
     (tmp_path / "summary.json").unlink()
     with pytest.raises(InvalidRequest, match=r"^scaling\.profile: .* cannot be read \(No such file or directory\)"):
-        prepare(PdserveConfig.parse({"scaling": scaling, "gateway": {"port": 0, "http_port": 0}}))
-    without = {key: value for key, value in scaling.items() if key != "profile"}
-    assert prepare(PdserveConfig.parse({"scaling": without, "gateway": {"port": 0, "http_port": 0}})).forecaster is None
+        prepared(profile=str(tmp_path))

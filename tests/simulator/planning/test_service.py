@@ -284,7 +284,6 @@ def test_after_failures_no_block_is_held(seed: int) -> None:
         Failure(f"{draw.choice(['prefill', 'decode'])}-{draw.randrange(2)}", draw.uniform(0.05, 3.0), 0.3)
         for _ in range(6)
     ]
-    failures = list({(each.worker_id, round(each.at_s / 0.4)): each for each in failures}.values())
     simulation = planned._Simulation(
         service(2, 2, num_blocks=120, failures=failures), Mode.AUTO, iter(list(requests(60, 25.0, seed))), seed
     )
