@@ -109,8 +109,8 @@ bench-vllm: $(DEVELOPING)  ## pdserve around vLLM beside its proxy and its conne
 bench-codec: $(DEVELOPING)  ## what coding KV on slow links saves, and what it costs (about 5 minutes)
 	$(BIN)/python -m experiments.benchmarks.codec
 
-validate-plan: $(DEVELOPING)  ## what `pdserve plan` predicts beside what a service does (about 15 minutes)
-	$(BIN)/python -m experiments.benchmarks.plan
+validate-plan: $(DEVELOPING)  ## what `pdserve plan` predicts beside what a service does; VLLM=VENV: one of vLLM (15 to 25 minutes)
+	$(BIN)/python -m experiments.benchmarks.plan$(if $(VLLM), --vllm "$(VLLM)")
 
 validate-choices: $(DEVELOPING)  ## whether the deployment that `pdserve plan` prefers is the best one when measured (root; about 40 minutes)
 	$(BIN)/python -m experiments.benchmarks.choices

@@ -210,7 +210,8 @@ class Load(Message, frozen=True):
     ``prompt_tokens_cached`` found there. ``cached_blocks`` are the blocks that the cache can find now, and
     ``stored_blocks`` the cold ones kept outside of the pool. ``stalled``: it can compute nothing and admit nothing,
     because requests lack blocks, and those that have them await KV or an end of their hand-off. ``draft_tokens`` were
-    verified since the start, and ``accepted_draft_tokens`` of them were right.
+    verified since the start, and ``accepted_draft_tokens`` of them were right. ``steps`` were computed since the start,
+    in ``busy_s`` seconds; None, where each `Step` event is one.
     """
 
     free_blocks: int
@@ -224,6 +225,8 @@ class Load(Message, frozen=True):
     stalled: bool = False
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    steps: int | None = None
+    busy_s: float = 0.0
 
 
 class CacheChanged(Message, frozen=True):

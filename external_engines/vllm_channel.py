@@ -54,6 +54,14 @@ class Idle(Message, frozen=True):
     idle: bool
 
 
+class Stepped(Message, frozen=True):
+    """The steps since vLLM's start that have computed something, and the seconds that they took. Sent after a step with
+    which a request ends, and else at most every `vllm_connector._STEPS_S`."""
+
+    steps: int
+    busy_s: float
+
+
 class Considered(Message, frozen=True):
     """vLLM's scheduler looks for blocks for a request, for the first time."""
 
@@ -70,7 +78,7 @@ class Scheduled(Message, frozen=True):
 
 
 _First: TypeAlias = Scheduler | Caches
-_Said: TypeAlias = Idle | Considered | Scheduled | Rejected | Reserved | Computed
+_Said: TypeAlias = Idle | Stepped | Considered | Scheduled | Rejected | Reserved | Computed
 
 
 class VLLMChannel:

@@ -19,6 +19,8 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +36,7 @@ from vllm.v1.engine import FinishReason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -44,6 +47,7 @@ _IDLE_WAIT_S = 0.001
 _FIRST_TOKEN_S = 5.0  # the worker says it to the scheduler first, and then to the runner
 _LAYOUT = "BLHNC"  # vLLM's name: one block of all layers after the other, of each layer head by head
 _MOST_ENDED = 10_000  # more than a server ever has at a time: an attempt may end before vLLM knows it
+_STEPS_S = 0.25
 _NAME = "pdserve's connector"
 
 
@@ -184,6 +188,9 @@ class PdserveConnector(KVConnectorBase_V1):
         self._awaited: dict[str, str] = {}  # that have not been scheduled
         self._new_waits: dict[str, _Wait] = {}  # see `_Step`
         self._is_idle = False
+        self._launched: deque[float | None] = deque()  # when the steps on their way were scheduled; None: they are idle
+        self._steps, self._busy_s, self._step_ended_s = 0, 0.0, 0.0
+        self._stepped_told_s, self._has_finished = 0.0, False
         self._going_on: dict[str, Request] = {}  # that get token 1 with their KV
         # Where the model runs:
         self._progress: _Worker | _GpuProgress = self._worker
@@ -385,6 +392,7 @@ class PdserveConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See `_Step`."""
         step = _Step(waits=self._new_waits, idle=not scheduler_output.total_num_scheduled_tokens)
+        self._launched.append(None if step.idle else time.monotonic())
         self._new_waits = {}
         if step.idle != self._is_idle:
             self._is_idle = step.idle
@@ -411,6 +419,19 @@ class PdserveConnector(KVConnectorBase_V1):
             computed += output.num_scheduled_tokens[name]
             step.pushes.append((push.attempt_id, min(computed, push.num_tokens), push.block_ids))
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """None. vLLM calls this at the end of each step, in their order."""
+        if not self._launched or (scheduled_s := self._launched.popleft()) is None:
+            return ()
+        now_s = time.monotonic()
+        self._steps += 1
+        self._busy_s += now_s - max(scheduled_s, self._step_ended_s)
+        self._step_ended_s = now_s
+        if self._has_finished or now_s - self._stepped_told_s >= _STEPS_S:
+            self._has_finished, self._stepped_told_s = False, now_s
+            self._worker.tell("Stepped", self._steps, self._busy_s)
+        return ()
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Put token 1 into the prompts whose KV has come."""
         for name in connector_output.finished_recving or ():
@@ -428,6 +449,7 @@ class PdserveConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Tell token 1 of a prompt that is pushed, and keep its blocks until they are sent."""
+        self._has_finished = True
         self._considered.discard(request.request_id)
         self._awaited.pop(request.request_id, None)
         self._going_on.pop(request.request_id, None)

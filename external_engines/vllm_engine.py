@@ -44,7 +44,7 @@ from external_engines.adapter import lacking
 from external_engines.answers import asked_logprobs, steps_of
 from external_engines.process import ServerProcess
 from external_engines.vllm import VLLM, body_of
-from external_engines.vllm_channel import Caches, Considered, Idle, Scheduled, VLLMChannel, VLLMKVEvents
+from external_engines.vllm_channel import Caches, Considered, Idle, Scheduled, Stepped, VLLMChannel, VLLMKVEvents
 from kv_transfer.pool import Pool
 from pdserve.core.errors import (
     InvalidRequest,
@@ -96,6 +96,7 @@ class VLLMEngine:
         self._first_tokens: dict[str, int] = {}
         self._waiting: set[str] = set()  # for blocks
         self._is_idle = False
+        self._stepped = Stepped(0, 0.0)
 
     # --- EnginePort --------------------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class VLLMEngine:
         """See `EnginePort`."""
         assert self._channel is not None, "the engine was not started"
 
-        def others(message: Idle | Considered | Scheduled | Rejected | Reserved) -> None:
+        def others(message: Idle | Stepped | Considered | Scheduled | Rejected | Reserved) -> None:
             self._loop.call_soon_threadsafe(self._heard, message)
 
         return self._channel.kv_events(others)
@@ -265,10 +266,12 @@ class VLLMEngine:
             case Ping():
                 self._spawn(self._ping())
 
-    def _heard(self, message: Idle | Considered | Scheduled | Rejected | Reserved) -> None:
+    def _heard(self, message: Idle | Stepped | Considered | Scheduled | Rejected | Reserved) -> None:
         match message:
             case Idle():
                 self._is_idle = message.idle
+            case Stepped():
+                self._stepped = message
             case Rejected():
                 self._events.put_nowait(message)
             case Considered() if message.attempt_id in self._tasks:
@@ -405,6 +408,8 @@ class VLLMEngine:
                     now.prompt_tokens_looked_up,
                     now.prompt_tokens_cached,
                     stalled=self._is_stalled,
+                    steps=self._stepped.steps,
+                    busy_s=self._stepped.busy_s,
                 )
                 if load != last:
                     last = load

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
-from contract.engine import EnginePort, Ready
+from contract.engine import EnginePort, Load, Ready
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from kv_transfer.factory import create_transport, offered_transports
@@ -23,7 +23,6 @@ from pdserve.core.config import TransferConfig
 from pdserve.core.errors import LaunchError, PeerLost
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.prefix_digests import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate, pack, unpack
-from pdserve.core.worker import WorkerLoad
 from runtime.awake_clock import awake_clock
 from runtime.plane_tls import PlaneTls
 from runtime.secret import ServiceSecret
@@ -119,8 +118,8 @@ if that fails; nothing is left running then."""
 
 class Incarnation:
     """Created by `start` and ended by `stop`. ``load`` is the load that the engine reported last,
-    ``cached_blocks`` what is in its prefix cache, ``steps`` how many steps it has computed, and ``busy_s`` the seconds
-    that they took."""
+    ``cached_blocks`` what is in its prefix cache, ``steps`` how many `Step` events there were, and ``busy_s`` the
+    seconds that they took."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class Incarnation:
         self.kv_endpoints = kv_endpoints
         self.watchdog = watchdog
         self.resources = EngineResources(engine.send, kv, ready.layout, ready.vocab_size, transfer)
-        self.load = WorkerLoad(free_blocks=ready.num_blocks)
+        self.load = Load(free_blocks=ready.num_blocks, running=0, waiting=0, preemptions=0)
         self.cached_blocks = CachedBlocks()
         self.steps = 0
         self.busy_s = 0.0

@@ -294,13 +294,10 @@ class Worker:
         shares."""
         if self._incarnation is None:
             return WorkerLoad()
-        return replace(
-            self._incarnation.load,
-            steps=self._incarnation.steps,
-            busy_s=self._incarnation.busy_s,
-            kv_refused=self._incarnation.kv.refused,
-            shared_cores=self._shared(),
-        )
+        load = msgspec.structs.asdict(self._incarnation.load)
+        if self._incarnation.load.steps is None:
+            load |= {"steps": self._incarnation.steps, "busy_s": self._incarnation.busy_s}
+        return WorkerLoad(**load, kv_refused=self._incarnation.kv.refused, shared_cores=self._shared())
 
     def _shared(self) -> tuple[SharedCores, ...]:
         """The cores shared with other engines, looked up at most every `LOOK_EVERY_S`: services come and go."""
@@ -354,7 +351,7 @@ class Worker:
                 incarnation.busy_s += event.sampled_s - event.step_started_s
                 self._table.on_step(event)
             case Load():
-                incarnation.load = WorkerLoad(**msgspec.structs.asdict(event))
+                incarnation.load = event
             case CacheChanged():
                 incarnation.cached_blocks.change(event.added, event.removed)
             case Rejected():

@@ -95,7 +95,7 @@ def choices(
         raise typer.BadParameter(f"there are no hosts to measure on: {problem}")
     settings, rounds, duration_s = (QUICK_SETTINGS, 1, 1.5) if quick else (SETTINGS, 2, 25.0)
     with tempfile.TemporaryDirectory(prefix="pdserve-choices-") as folder:
-        path = profile or measured_profile(Path(folder), "tiny" if quick else "dummy:135m", quick)
+        path = profile or measured_profile(Path(folder), quick, {"model.path": "tiny" if quick else "dummy:135m"})
         model = Profiled.read(path, "--profile").model
         planned = {each: _simulated(each, model, path, rounds, duration_s) for each in settings}
     figures = {}

@@ -2,11 +2,13 @@
 
 A service of one prefill and one decode worker of the 135m shape gets the same loads in both modes, each alone. Each
 load is simulated with the same requests at the same times, from a profile of this machine (``--profile``, else it is
-measured first).
+measured first). With ``--vllm``, a virtual environment with vLLM, the workers start its servers (``--connector``).
 
 A shared machine is not equally fast at all times, and its speed says nothing about a plan. So a load has two errors:
 ``ROLE_steps_error`` is that of the profile, by the mean duration of the load's steps, which the workers report; the
-other errors are those of a simulation whose steps have that mean."""
+other errors are those of a simulation whose steps have that mean. In mode colocated a step may have prompts and decodes
+in it; there ``both_steps_error`` is what remains after the factors of mode pd for each. vLLM does not report steps, and
+the errors are those of both together."""
 
 from __future__ import annotations
 
@@ -25,6 +27,8 @@ import typer
 
 from experiments.benchmarks.frame import Quick, in_turns, note, run, service
 from experiments.benchmarks.published import prefill_as_a_service
+from experiments.benchmarks.vllm_servers import VLLM, check, native_dtype, saved_model, started_by_pdserve, version
+from experiments.child_process import ROOT
 from experiments.experiment import Cell
 from experiments.load import Load, run_load
 from experiments.plan import Planner
@@ -36,10 +40,11 @@ from experiments.workloads.synthetic import Synthetic, parse_lengths
 from pdserve import AsyncClient
 from pdserve.core.config import PdserveConfig, RouterConfig
 from pdserve.core.request import Mode
+from pdserve.core.worker import Role
 from router.view import WaitMode
 from simulator.planning.profile import Profiled
 from simulator.planning.service import PlannedRequests, PlannedService, PlannedTurn, ServiceRun, run_service
-from simulator.planning.step_time import Scaled
+from simulator.planning.step_time import Scaled, StepShape, StepTime
 
 MODES: tuple[WaitMode, ...] = (Mode.PD, Mode.COLOCATED)
 WORKLOADS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
@@ -52,6 +57,8 @@ QUICK_WORKLOADS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {"short": ("
 _FITS = 6
 """Simulations of a load. Slower steps are larger, since more requests wait for them, so that the factor by which they
 are slower takes some to find."""
+
+_WARM_UP_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +83,48 @@ class Steps:
 def plan(
     quick: Quick = False,
     profile: Annotated[Path | None, typer.Option(help="folder of a profile of this machine")] = None,
+    vllm: VLLM = None,
+    connector: Annotated[str, typer.Option(help="worker.connector of the servers")] = "pdserve",
 ) -> dict[str, Any]:
     """Measure, and simulate."""
+    settings: dict[str, Any] = {"model.path": "tiny" if quick else "dummy:135m"}
     with tempfile.TemporaryDirectory(prefix="pdserve-plan-") as folder:
-        path = profile or measured_profile(Path(folder), "tiny" if quick else "dummy:135m", quick)
+        if vllm is not None:
+            check(vllm, "validate-plan")
+            dtype = native_dtype()
+            model = ROOT / "models" / "tiny" if quick else saved_model(Path(folder) / "model", dtype)
+            settings = started_by_pdserve(vllm, model, dtype, connector)
+        path = profile or measured_profile(Path(folder), quick, settings)
         profiled = Profiled.read(path, "--profile")
+        settings["model.path"] = profiled.model
         options = PlannerOptions.choose(
             {"model": profiled.model, "device": str(path), "devices": 2, "splits": ("1P1D",)}
         )
-        site = _site(options)
+        site = _site(options, settings)
     workloads, duration_s = (QUICK_WORKLOADS, 1.5) if quick else (WORKLOADS, 40.0)
     loads = [(name, rate) for name, (*_, rates) in workloads.items() for rate in rates]
     figures: dict[str, Any] = {}
-    with service({"model.path": profiled.model, "cluster.prefill": 1, "cluster.decode": 1}) as served:
+    with service({**settings, "cluster.prefill": 1, "cluster.decode": 1}) as served:
+        for inputs, outputs, _ in workloads.values():
+            served.client(partial(_send, _workload(inputs, outputs), 1.0, Mode.PD, _WARM_UP_S))
         for place, (name, rate) in enumerate(loads):
-            for _, mode in in_turns(MODES[:: 1 if place % 2 == 0 else -1], 1):
-                inputs, outputs, _ = workloads[name]
-                workload = Synthetic(parse_lengths("inputs", inputs), parse_lengths("outputs", outputs))
-                load, steps = served.client(partial(_send, workload, rate, mode, duration_s))
+            inputs, outputs, _ = workloads[name]
+            measured = {
+                mode: served.client(partial(_send, _workload(inputs, outputs), rate, mode, duration_s))
+                for _, mode in in_turns(MODES[:: 1 if place % 2 == 0 else -1], 1)
+            }
+            factors: Mapping[str, float] = {}
+            for mode in MODES:
+                run, factors = _fitted(site, *measured[mode], mode, factors)
                 key = f"{name} {rate:g}/s {mode}"
-                figures[key] = _compare(load, *_fitted(site, load, mode, steps))
+                figures[key] = _compare(measured[mode][0], run, factors)
                 note(f"{key}: {figures[key]}")
     errors = {
         figure: [abs(each[f"{figure}_error"]) for each in figures.values()]
         for figure in ("ttft", "ttft_p99", "itl", "itl_p99", "tokens_per_s")
     }
     return {
+        "engine": "pdserve" if vllm is None else f"vLLM {version(vllm)}, worker.connector {connector}",
         "steps_error": profiled.error,
         "blocks_equal": all(each["blocks"] == each["blocks_simulated"] for each in figures.values()),
         "median_error": {name: statistics.median(values) for name, values in errors.items()},
@@ -111,11 +134,11 @@ def plan(
     }
 
 
-def measured_profile(folder: Path, model: str, quick: bool) -> Path:
-    """The folder of a new profile of this machine."""
-    experiment = Profile(Profile.options_type.choose({"model": model}, quick))
+def measured_profile(folder: Path, quick: bool, settings: Mapping[str, Any]) -> Path:
+    """The folder of a new profile of this machine, of the model and the engine that services with ``settings`` have."""
+    experiment = Profile(Profile.options_type.choose({"model": settings["model.path"]}, quick))
     made = new_folder(experiment, folder)
-    run_experiment(experiment, made, _Notes())
+    run_experiment(experiment, made, _Notes(), settings=settings)
     return made.path
 
 
@@ -137,9 +160,13 @@ class _Notes:
         note(text)
 
 
-def _site(options: PlannerOptions) -> PlannedService:
+def _workload(inputs: str, outputs: str) -> Synthetic:
+    return Synthetic(parse_lengths("inputs", inputs), parse_lengths("outputs", outputs))
+
+
+def _site(options: PlannerOptions, settings: Mapping[str, Any]) -> PlannedService:
     planned = Planner(options)
-    planned.configure(PdserveConfig())
+    planned.configure(PdserveConfig.load(None, settings))
     return planned.site.service(Candidate("pd", 1, 1, (1, 1)), Change())
 
 
@@ -150,32 +177,52 @@ async def _send(
     before = await _steps(client)
     conversations = workload.conversations(10**6, 7, (await client.status()).vocab_size)
     load = await run_load(client, conversations, random_arrivals(rate, 7), mode=mode, duration_s=duration_s)
-    return load, {role: steps - before[role] for role, steps in (await _steps(client)).items()}
+    return load, {role: steps - before.get(role, Steps(0, 0.0)) for role, steps in (await _steps(client)).items()}
 
 
 async def _steps(client: AsyncClient) -> Mapping[str, Steps]:
-    """The steps of each role so far, when none runs."""
-    await asyncio.sleep(2 * RouterConfig().heartbeat_s)
-    return {worker.role: Steps(worker.steps, worker.busy_s) for worker in (await client.status()).workers}
+    """The steps of each role so far, when none runs; those that report none are left out."""
+    await asyncio.sleep(3 * RouterConfig().heartbeat_s)
+    workers = (await client.status()).workers
+    return {worker.role: Steps(worker.steps, worker.busy_s) for worker in workers if worker.busy_s}
+
+
+@dataclass(frozen=True, slots=True)
+class _ByKind:
+    """Steps with prompts take ``prompt`` times as long as predicted, others ``other`` times."""
+
+    steps: StepTime
+    prompt: float
+    other: float
+
+    def seconds(self, step: StepShape) -> float:
+        """See `StepTime`."""
+        return (self.prompt if step.pairs else self.other) * self.steps.seconds(step)
 
 
 def _fitted(
-    site: PlannedService, load: Load, mode: WaitMode, steps: Mapping[str, Steps]
+    site: PlannedService, load: Load, steps: Mapping[str, Steps], mode: WaitMode, before: Mapping[str, float]
 ) -> tuple[ServiceRun, dict[str, float]]:
     """The same requests at the same times, with steps that are as long on average as those of each role were, and the
-    factors for that. Where both roles do the same, they have one factor."""
+    factors for that. Where both roles do the same, they have one factor, on top of those for steps with and without
+    prompts that mode ``pd`` had ``before`` under the same load."""
     requests = [
         PlannedRequests(each.sent_s, (PlannedTurn((0,) * (each.prompt_tokens or 1), len(each.generation.token_ids)),))
         for each in sorted(load.outcomes, key=lambda each: each.sent_s)
         if each.generation is not None
     ]
     groups = {worker.worker_id: str(worker.role) if mode is Mode.PD else "both" for worker in site.workers}
-    if mode is Mode.COLOCATED:
+    if mode is Mode.COLOCATED and steps:
         steps = {"both": reduce(Steps.__add__, steps.values())}
+        kinds = before[str(Role.PREFILL)], before[str(Role.DECODE)]
+        workers = [replace(each, steps=_ByKind(each.steps, *kinds)) for each in site.workers]
+        site = replace(site, workers=workers)
     factors, used = dict.fromkeys(steps, 1.0), dict.fromkeys(steps, 1.0)
-    for _ in range(_FITS):
+    for _ in range(_FITS if steps else 1):
         used = dict(factors)
-        workers = [replace(each, steps=Scaled(each.steps, used[groups[each.worker_id]])) for each in site.workers]
+        workers = [
+            replace(each, steps=Scaled(each.steps, used.get(groups[each.worker_id], 1.0))) for each in site.workers
+        ]
         run = run_service(replace(site, workers=workers), mode, requests)
         for group, measured in steps.items():
             mine = [use for use in run.workers if groups[use.worker_id] == group]

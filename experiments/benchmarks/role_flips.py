@@ -81,7 +81,9 @@ def role_flips(
     with contextlib.ExitStack() as made:
         scalings: dict[str, dict[str, Any]] = {"off": {"controller": "off"}, "roles": {"controller": "roles"}}
         if not quick or profile is not None:
-            path = profile or measured_profile(Path(made.enter_context(tempfile.TemporaryDirectory())), "tiny", quick)
+            path = profile or measured_profile(
+                Path(made.enter_context(tempfile.TemporaryDirectory())), quick, {"model.path": "tiny"}
+            )
             scalings["forecasts"] = {"controller": "roles", "profile": str(path)}
         return _measured(scalings, QUICK if quick else FULL)
 

@@ -52,6 +52,7 @@ from experiments.benchmarks.vllm_servers import (
     healthy,
     native_dtype,
     saved_model,
+    started_by_pdserve,
     version,
     vllm_servers,
 )
@@ -195,16 +196,7 @@ class _Bench:
 
     def _started(self, model: Path, connector: str, **settings: Any) -> contextlib.AbstractContextManager[Service]:
         """A service that starts both servers."""
-        chosen = {
-            "model.path": str(model),
-            "model.dtype": self._dtype,
-            "worker.engine": "vllm",
-            "worker.connector": connector,
-            "worker.command": str(self._vllm.absolute() / "bin/vllm"),
-            "engine.prefix_caching": False,
-            **settings,
-        }
-        return service(chosen)
+        return service({**started_by_pdserve(self._vllm, model, self._dtype, connector), **settings})
 
     # --- kills -------------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,18 @@ def saved_model(folder: Path, dtype: str) -> Path:
     return folder
 
 
+def started_by_pdserve(vllm: Path, model: Path, dtype: str, connector: str) -> dict[str, Any]:
+    """The settings of a service whose workers start servers of the virtual environment ``vllm``."""
+    return {
+        "model.path": str(model),
+        "model.dtype": dtype,
+        "worker.engine": "vllm",
+        "worker.connector": connector,
+        "worker.command": str(vllm.absolute() / "bin/vllm"),
+        "engine.prefix_caching": False,
+    }
+
+
 class Servers(NamedTuple):
     """The processes of both servers, by role, and the seconds until they were ready."""
 

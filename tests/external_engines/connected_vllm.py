@@ -414,6 +414,7 @@ class ConnectedVLLM(RecordedVLLM):
                 assert sequence.block_hashes == [hash(tuple(sequence.prompt_token_ids[:end])) for end in whole]
         for request_id in sent:
             self._free += self._held.pop(request_id).block_ids
+        assert list(self._scheduler.take_events()) == []
 
     def _all_report(self, request_id: str) -> bool:
         """Whether a rank is the last one to report the end of a transfer."""

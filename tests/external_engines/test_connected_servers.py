@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from pdserve.client.generation import Generation
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, DeadlineExceeded, LaunchError, LayoutMismatch, NotReady
 from pdserve.core.timeline import Figure
-from tests.external_engines.connected_vllm import HEAD_DIM, HEADS, NUM_LAYERS
+from tests.external_engines.connected_vllm import HEAD_DIM, HEADS, NUM_LAYERS, STEP_TOKENS
 from tests.external_engines.recorded_command import started
 from tests.external_engines.recorded_vllm import greedy
 from tests.external_engines.served import EXPECTED, Service
@@ -98,6 +99,20 @@ async def test_a_hand_off_by_our_transports(tmp_path: Path, transport: str, over
             assert list((await ask(served, prompt)).token_ids) == greedy(prompt, 8)
         assert list((await ask(served, LONG, "colocated")).token_ids) == greedy(LONG, 8)
         assert list((await ask(served, LONG, max_tokens=1)).token_ids) == greedy(LONG, 1)
+
+
+async def test_steps_are_those_of_the_server(tmp_path: Path) -> None:
+    """One for all requests that it computes together, also where no token comes of it."""
+    async with service(tmp_path) as served:
+        await served.ready()
+        began_s = time.monotonic()
+        await ask(served, LONG)
+        steps = {"prefill-0": -(-len(LONG) // STEP_TOKENS), "decode-0": 7}
+        await served.until(lambda: {name: each.steps for name, each in served.workers().items()} == steps)
+        await asyncio.gather(*(ask(served, LONG[number:], max_tokens=20) for number in range(6)))
+        await served.until(lambda: all(not each.running for each in served.workers().values()))
+        took_s = time.monotonic() - began_s
+        assert all(0 < each.busy_s < took_s for each in served.workers().values())
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])

@@ -28,7 +28,7 @@ from experiments.hosts import missing
 ROOT = Path(__file__).resolve().parents[3]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROGRAM = re.compile(
-    r"^(?:bench|validate)-(\w+):.*\n\t\$\(BIN\)/python -m (experiments\.benchmarks\.[^$\n]*?)( --vllm.*)?$",
+    r"^(?:bench|validate)-(\w+):.*\n\t\$\(BIN\)/python -m (experiments\.benchmarks\.[^$\n]*?)( --vllm.*|\$\(if .*)?$",
     re.MULTILINE,
 )
 PROGRAMS = {target: program.split() for target, program, _ in PROGRAM.findall(MAKEFILE)}
