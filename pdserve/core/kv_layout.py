@@ -9,7 +9,7 @@ bytes, and one layer of a block as one shorter run. The ranks of a tensor-parall
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -61,7 +61,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     planes: int = 2
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, cache_hash=True):
     """The layout of one pool. ``model_hash`` identifies the weights (not the folder), ``dtype`` is the pool's (a key of
     `KV_DTYPE_BYTES`), ``caches`` describes all layers in order."""
 
@@ -79,12 +79,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # --- what it holds -----------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """Layers of the model."""
         return sum(cache.num_layers for cache in self.caches)
 
-    @property
+    @cached_property
     def all_layers(self) -> range:
         """Every layer of a block."""
         return range(self.num_layers)
@@ -93,7 +93,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of ``layers`` (default: all) of one block."""
         return _run_of_block(self, self.all_layers if layers is None else layers).size
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block: ``block_size`` tokens in all layers."""
         return self.layer_bytes()

@@ -18,7 +18,11 @@ from tests.local_cluster import LocalCluster, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 
 BLOCK, TOKENS = 16, 12
-DEGREES = [(2, 1), (1, 2), (4, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((2, 2), (2, 4), (1, 4)))]
+DEGREES = [
+    (1, 2),
+    (4, 2),
+    *(pytest.param(each, marks=pytest.mark.soak) for each in ((2, 1), (2, 2), (2, 4), (1, 4))),
+]
 """Processes of a prefill and of a decode worker. The model has two KV heads."""
 
 

@@ -22,7 +22,7 @@ SMALL = {
     "input_len": "64:256",
     "output_len": "4:16",
     "requests": 20,
-    "duration_s": 0.2,
+    "duration_s": 0.02,
     "devices": 2,
     "slo": "ttft=100,itl=30",
 }

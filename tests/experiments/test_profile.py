@@ -14,7 +14,7 @@ from experiments.plan import Planner
 from experiments.planned_site import Change, PlannerOptions
 from experiments.profile import Profile, ProfileOptions, draw_cases
 from experiments.run_folder import FinishedCell, RequestRow, RunData
-from experiments.served_steps import served_cases
+from experiments.served_steps import served_cases, unshared_salt
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest
@@ -118,10 +118,10 @@ def test_what_of_a_running_service_is_refused(tcp_service: LocalCluster) -> None
 
 def test_a_running_service_is_measured_by_requests(tmp_path: Path, tcp_service: LocalCluster) -> None:
     given = {"model": "tiny", "steps": 36, "repeats": 1, "requests": 3, "step_tokens": 256}
-    for _ in range(2):  # the second time nothing is cached either
-        summary, path, _ = measured(Profile(ProfileOptions.choose(given)), tmp_path, tcp_service.target)
-        rows = [json.loads(line) for line in (path / "requests.jsonl").read_text().splitlines()]
-        assert {row["prefill_cached_tokens"] for row in rows} == {0}
+    summary, path, _ = measured(Profile(ProfileOptions.choose(given)), tmp_path, tcp_service.target)
+    rows = [json.loads(line) for line in (path / "requests.jsonl").read_text().splitlines()]
+    assert {row["prefill_cached_tokens"] for row in rows} == {0}
+    assert unshared_salt() != unshared_salt(), "another run finds nothing cached either"
     assert summary["by_requests"]
     assert {case["kind"] for case in summary["cases"]} == {"prompt", "decode"}
     assert all(case["measured_ms"] > 0 for case in summary["cases"])
