@@ -100,7 +100,24 @@ def plan(
         options = PlannerOptions.choose(
             {"model": profiled.model, "device": str(path), "devices": 2, "splits": ("1P1D",)}
         )
-        site = _site(options, settings)
+        figures = _measured(_site(options, settings), settings, quick)
+    errors = {
+        figure: [abs(each[f"{figure}_error"]) for each in figures.values()]
+        for figure in ("ttft", "ttft_p99", "itl", "itl_p99", "tokens_per_s")
+    }
+    return {
+        "engine": "pdserve" if vllm is None else f"vLLM {version(vllm)}, worker.connector {connector}",
+        "steps_error": profiled.error,
+        "blocks_equal": all(each["blocks"] == each["blocks_simulated"] for each in figures.values()),
+        "median_error": {name: statistics.median(values) for name, values in errors.items()},
+        "worst_error": {name: max(values) for name, values in errors.items()},
+        "published": prefill_as_a_service(200 if quick else 3000),
+        "loads": figures,
+    }
+
+
+def _measured(site: PlannedService, settings: Mapping[str, Any], quick: bool) -> dict[str, Any]:
+    """The figures of each load on a service with ``settings``."""
     workloads, duration_s = (QUICK_WORKLOADS, 1.5) if quick else (WORKLOADS, 40.0)
     loads = [(name, rate) for name, (*_, rates) in workloads.items() for rate in rates]
     figures: dict[str, Any] = {}
@@ -119,19 +136,7 @@ def plan(
                 key = f"{name} {rate:g}/s {mode}"
                 figures[key] = _compare(measured[mode][0], run, factors)
                 note(f"{key}: {figures[key]}")
-    errors = {
-        figure: [abs(each[f"{figure}_error"]) for each in figures.values()]
-        for figure in ("ttft", "ttft_p99", "itl", "itl_p99", "tokens_per_s")
-    }
-    return {
-        "engine": "pdserve" if vllm is None else f"vLLM {version(vllm)}, worker.connector {connector}",
-        "steps_error": profiled.error,
-        "blocks_equal": all(each["blocks"] == each["blocks_simulated"] for each in figures.values()),
-        "median_error": {name: statistics.median(values) for name, values in errors.items()},
-        "worst_error": {name: max(values) for name, values in errors.items()},
-        "published": prefill_as_a_service(200 if quick else 3000),
-        "loads": figures,
-    }
+    return figures
 
 
 def measured_profile(folder: Path, quick: bool, settings: Mapping[str, Any]) -> Path:
