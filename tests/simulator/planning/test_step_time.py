@@ -44,6 +44,14 @@ def test_a_fit_needs_steps() -> None:
         MeasuredSteps.fit(drawn(8, 0.0))
 
 
+def test_steps_larger_than_the_measured_ones_go_on_as_those() -> None:
+    fitted = MeasuredSteps.fit([each for each in drawn(400, 0.0) if each[0].rows <= 600])
+    low, knot, high = (fitted.seconds(StepShape(rows, 0, 0, 0)) for rows in (512, 1024, 4096))
+    planted = (PLANTED.at_rows[5] - PLANTED.at_rows[4]) / (KNOTS[5] - KNOTS[4])
+    assert (knot - low) / 512 == pytest.approx(planted, rel=0.1)
+    assert (high - knot) / 3072 == pytest.approx(planted, rel=0.1)
+
+
 def test_the_time_is_that_of_the_knots_and_goes_on_beyond_them() -> None:
     for rows, seconds in zip(KNOTS, PLANTED.at_rows, strict=True):
         assert PLANTED.seconds(StepShape(rows, 0, 0, 0)) == pytest.approx(seconds)
