@@ -211,7 +211,7 @@ class Load(Message, frozen=True):
     ``stored_blocks`` the cold ones kept outside of the pool. ``stalled``: it can compute nothing and admit nothing,
     because requests lack blocks, and those that have them await KV or an end of their hand-off. ``draft_tokens`` were
     verified since the start, and ``accepted_draft_tokens`` of them were right. ``steps`` were computed since the start,
-    in ``busy_s`` seconds; None, where each `Step` event is one.
+    in ``busy_s`` seconds; without ``steps``, the worker counts the `Step` events and their seconds.
     """
 
     free_blocks: int

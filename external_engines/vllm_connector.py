@@ -47,7 +47,7 @@ _IDLE_WAIT_S = 0.001
 _FIRST_TOKEN_S = 5.0  # the worker says it to the scheduler first, and then to the runner
 _LAYOUT = "BLHNC"  # vLLM's name: one block of all layers after the other, of each layer head by head
 _MOST_ENDED = 10_000  # more than a server ever has at a time: an attempt may end before vLLM knows it
-_STEPS_S = 0.25
+_STEPPED_EVERY_S = 0.25
 _NAME = "pdserve's connector"
 
 
@@ -190,7 +190,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._is_idle = False
         self._launched: deque[float | None] = deque()  # when the steps on their way were scheduled; None: they are idle
         self._steps, self._busy_s, self._step_ended_s = 0, 0.0, 0.0
-        self._stepped_told_s, self._has_finished = 0.0, False
+        self._told_steps, self._told_s, self._has_finished = 0, 0.0, False
         self._going_on: dict[str, Request] = {}  # that get token 1 with their KV
         # Where the model runs:
         self._progress: _Worker | _GpuProgress = self._worker
@@ -420,15 +420,17 @@ class PdserveConnector(KVConnectorBase_V1):
             step.pushes.append((push.attempt_id, min(computed, push.num_tokens), push.block_ids))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """None. vLLM calls this at the end of each step, in their order."""
-        if not self._launched or (scheduled_s := self._launched.popleft()) is None:
+        """No events. It counts steps: vLLM calls this once at the end of each, in their order."""
+        if not self._launched:
             return ()
-        now_s = time.monotonic()
-        self._steps += 1
-        self._busy_s += now_s - max(scheduled_s, self._step_ended_s)
+        scheduled_s, now_s = self._launched.popleft(), time.monotonic()
+        if scheduled_s is not None:
+            self._steps += 1
+            self._busy_s += now_s - max(scheduled_s, self._step_ended_s)
         self._step_ended_s = now_s
-        if self._has_finished or now_s - self._stepped_told_s >= _STEPS_S:
-            self._has_finished, self._stepped_told_s = False, now_s
+        is_due = scheduled_s is None or self._has_finished or now_s - self._told_s >= _STEPPED_EVERY_S
+        if is_due and self._steps != self._told_steps:
+            self._has_finished, self._told_s, self._told_steps = False, now_s, self._steps
             self._worker.tell("Stepped", self._steps, self._busy_s)
         return ()
 

@@ -75,8 +75,8 @@ END_S = 1.0
 
 
 class VLLMEngine:
-    """An engine (`contract.engine.EnginePort`). Its steps are the parts of vLLM's answers, at the times at which they
-    come."""
+    """An engine (`contract.engine.EnginePort`). Its `Step` events are the parts of vLLM's answers, at the times
+    at which they come; `Load` has the steps of vLLM."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -132,12 +132,14 @@ class VLLMEngine:
         layout = _layout(caches, f"{model_hash} of vLLM {version} ({caches.order})")
         asked = spec.config.model.dtype
         self._model = model["id"]
+        num_blocks = caches.num_blocks - caches.num_spare
+        self._events.put_nowait(Load(num_blocks, 0, 0, 0, steps=0))
         self._spawn(self._follow_load(spec.config.router.heartbeat_s))
         shape = source.shape
         return Ready(
             layout=layout,
             dtype=source.shape.dtype if asked == "auto" else asked,
-            num_blocks=caches.num_blocks - caches.num_spare,
+            num_blocks=num_blocks,
             pool_handle={},
             max_model_len=int(model["max_model_len"]),
             vocab_size=shape.vocab_size,

@@ -2,13 +2,13 @@
 
 A service of one prefill and one decode worker of the 135m shape gets the same loads in both modes, each alone. Each
 load is simulated with the same requests at the same times, from a profile of this machine (``--profile``, else it is
-measured first). With ``--vllm``, a virtual environment with vLLM, the workers start its servers (``--connector``).
+measured first). With ``--vllm``, a virtual environment with vLLM, the workers start its servers, with pdserve's
+connector, which reports their steps.
 
 A shared machine is not equally fast at all times, and its speed says nothing about a plan. So a load has two errors:
 ``ROLE_steps_error`` is that of the profile, by the mean duration of the load's steps, which the workers report; the
 other errors are those of a simulation whose steps have that mean. In mode colocated a step may have prompts and decodes
-in it; there ``both_steps_error`` is what remains after the factors of mode pd for each. vLLM does not report steps, and
-the errors are those of both together."""
+in it; there ``both_steps_error`` is what remains after the factors of mode pd for each."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def plan(
     quick: Quick = False,
     profile: Annotated[Path | None, typer.Option(help="folder of a profile of this machine")] = None,
     vllm: VLLM = None,
-    connector: Annotated[str, typer.Option(help="worker.connector of the servers")] = "pdserve",
 ) -> dict[str, Any]:
     """Measure, and simulate."""
     settings: dict[str, Any] = {"model.path": "tiny" if quick else "dummy:135m"}
@@ -92,11 +91,12 @@ def plan(
         if vllm is not None:
             check(vllm, "validate-plan")
             dtype = native_dtype()
-            model = ROOT / "models" / "tiny" if quick else saved_model(Path(folder) / "model", dtype)
-            settings = started_by_pdserve(vllm, model, dtype, connector)
+            is_made = not quick and profile is None
+            model = saved_model(Path(folder) / "model", dtype) if is_made else ROOT / "models" / "tiny"
+            settings = started_by_pdserve(vllm, model, dtype, "pdserve")
         path = profile or measured_profile(Path(folder), quick, settings)
         profiled = Profiled.read(path, "--profile")
-        settings["model.path"] = profiled.model
+        settings |= {"model.path": profiled.model, "model.dtype": profiled.dtype}
         options = PlannerOptions.choose(
             {"model": profiled.model, "device": str(path), "devices": 2, "splits": ("1P1D",)}
         )
@@ -106,7 +106,7 @@ def plan(
         for figure in ("ttft", "ttft_p99", "itl", "itl_p99", "tokens_per_s")
     }
     return {
-        "engine": "pdserve" if vllm is None else f"vLLM {version(vllm)}, worker.connector {connector}",
+        "engine": "pdserve" if vllm is None else f"vLLM {version(vllm)}, worker.connector pdserve",
         "steps_error": profiled.error,
         "blocks_equal": all(each["blocks"] == each["blocks_simulated"] for each in figures.values()),
         "median_error": {name: statistics.median(values) for name, values in errors.items()},
@@ -132,9 +132,9 @@ def _measured(site: PlannedService, settings: Mapping[str, Any], quick: bool) ->
             }
             factors: Mapping[str, float] = {}
             for mode in MODES:
-                run, factors = _fitted(site, *measured[mode], mode, factors)
+                simulated, factors = _fitted(site, *measured[mode], mode, factors)
                 key = f"{name} {rate:g}/s {mode}"
-                figures[key] = _compare(measured[mode][0], run, factors)
+                figures[key] = _compare(measured[mode][0], simulated, factors)
                 note(f"{key}: {figures[key]}")
     return figures
 
@@ -182,7 +182,9 @@ async def _send(
     before = await _steps(client)
     conversations = workload.conversations(10**6, 7, (await client.status()).vocab_size)
     load = await run_load(client, conversations, random_arrivals(rate, 7), mode=mode, duration_s=duration_s)
-    return load, {role: steps - before.get(role, Steps(0, 0.0)) for role, steps in (await _steps(client)).items()}
+    after = await _steps(client)
+    taken = {role: steps - before.get(role, Steps(0, 0.0)) for role, steps in after.items()}
+    return load, {role: steps for role, steps in taken.items() if steps.number}
 
 
 async def _steps(client: AsyncClient) -> Mapping[str, Steps]:
@@ -219,7 +221,7 @@ def _fitted(
     groups = {worker.worker_id: str(worker.role) if mode is Mode.PD else "both" for worker in site.workers}
     if mode is Mode.COLOCATED and steps:
         steps = {"both": reduce(Steps.__add__, steps.values())}
-        kinds = before[str(Role.PREFILL)], before[str(Role.DECODE)]
+        kinds = before.get(str(Role.PREFILL), 1.0), before.get(str(Role.DECODE), 1.0)
         workers = [replace(each, steps=_ByKind(each.steps, *kinds)) for each in site.workers]
         site = replace(site, workers=workers)
     factors, used = dict.fromkeys(steps, 1.0), dict.fromkeys(steps, 1.0)

@@ -87,17 +87,14 @@ class MeasuredSteps(msgspec.Struct, frozen=True):
 
     @classmethod
     def fit(cls, steps: Sequence[tuple[StepShape, float]]) -> Self:
-        """Fit steps and their seconds. Between knots that no step has reached, the line before them goes on.
+        """Fit steps and their seconds. Beyond a knot that hardly any step has reached, the line before it goes on.
         InvalidRequest if there are too few."""
         if len(steps) < MIN_SAMPLES:
             raise InvalidRequest(f"{len(steps)} steps are too few for a fit; measure at least {MIN_SAMPLES}")
         rows = [((1.0, *_ramps(step.rows), step.sampled, step.pairs, step.read), seconds) for step, seconds in steps]
-        first, *others = fit(rows, {}, len(rows)).coefficients
-        slopes, (sampled_s, pair_s, read_s) = list(others[:-3]), others[-3:]
-        most = max(step.rows for step, _ in steps)
-        for place in range(1, len(slopes)):
-            if most <= KNOTS[place]:
-                slopes[place] = slopes[place - 1]
+        as_before = {place: place - 1 for place in range(2, len(KNOTS))}
+        first, *others = fit(rows, as_before, len(rows)).coefficients
+        slopes, (sampled_s, pair_s, read_s) = others[:-3], others[-3:]
         lengths = [after - before for before, after in itertools.pairwise(KNOTS)]
         at_rows = itertools.accumulate(
             (slope * length for slope, length in zip(slopes, lengths, strict=True)), initial=first

@@ -109,6 +109,7 @@ async def test_steps_are_those_of_the_server(tmp_path: Path) -> None:
         steps = {"prefill-0": -(-len(LONG) // STEP_TOKENS), "decode-0": 7}
         await served.until(lambda: {name: each.steps for name, each in served.workers().items()} == steps)
         await asyncio.gather(*(ask(served, LONG[number:], max_tokens=20) for number in range(6)))
+        await served.until(lambda: served.workers()["decode-0"].steps >= 7 + 19)
         await served.until(lambda: all(not each.running for each in served.workers().values()))
         took_s = time.monotonic() - began_s
         assert all(0 < each.busy_s < took_s for each in served.workers().values())

@@ -282,14 +282,14 @@ async def test_given_up_while_connecting(leave: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = f"127.0.0.1:{listener.getsockname()[1]}"
         with Client(target) as client:
-            stream = client.generate("x", timeout_s=2.0)
+            stream = client.generate("x", timeout_s=4.0)
             reading = asyncio.create_task(asyncio.to_thread(stream.result))
             await asyncio.sleep(0.1)
             (client.close if leave == "close" else stream.cancel)()
             with pytest.raises(RequestAborted, match="cancelled by the client"):
                 await reading
         async with AsyncClient(target) as async_client:
-            async_stream = async_client.generate("x", timeout_s=2.0)
+            async_stream = async_client.generate("x", timeout_s=4.0)
             reading = asyncio.create_task(async_stream.result())
             await asyncio.sleep(0.1)
             if leave == "close":

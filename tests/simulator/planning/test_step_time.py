@@ -45,7 +45,8 @@ def test_a_fit_needs_steps() -> None:
 
 
 def test_steps_larger_than_the_measured_ones_go_on_as_those() -> None:
-    fitted = MeasuredSteps.fit([each for each in drawn(400, 0.0) if each[0].rows <= 600])
+    steps = [each for each in drawn(400, 0.0) if each[0].rows <= 600]
+    fitted = MeasuredSteps.fit([*steps, *((shape, PLANTED.seconds(shape)) for shape in [StepShape(1100, 1, 0, 0)] * 3)])
     low, knot, high = (fitted.seconds(StepShape(rows, 0, 0, 0)) for rows in (512, 1024, 4096))
     planted = (PLANTED.at_rows[5] - PLANTED.at_rows[4]) / (KNOTS[5] - KNOTS[4])
     assert (knot - low) / 512 == pytest.approx(planted, rel=0.1)

@@ -1,5 +1,4 @@
-"""A worker that is stopped at each wait of what ends an incarnation of its engine. (Requests that are cancelled at each
-of their waits are part of the simulated world.)"""
+"""A worker that is stopped at each wait of what ends an incarnation of its engine."""
 
 from __future__ import annotations
 
@@ -15,8 +14,6 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from tests.output_stream import QueueSink
 from tests.worker.test_requests import running, until
-
-SETTINGS: dict[str, Any] = {"engine": {"prefix_caching": True}, "transfer": {"transport": "shm"}}
 
 
 class Steps:
@@ -54,17 +51,13 @@ async def test_a_worker_that_is_stopped_while_an_incarnation_ends_stops_its_engi
             if waits == number and task is not None:
                 asyncio.get_running_loop().call_soon(task.cancel)
 
-        async with running(model, Role.DECODE, HANDLERS, **SETTINGS) as (worker, client):
+        async with running(model, Role.DECODE, HANDLERS) as (worker, client):
             client.run(request, QueueSink())
             await until(lambda: "r" in worker._table)
             engine, kv = worker.incarnation.engine, worker.incarnation.kv
-            await asyncio.gather(_stepped(worker._end_incarnation(), on_wait), return_exceptions=True)
+            await asyncio.gather(Steps(worker._end_incarnation(), on_wait), return_exceptions=True)
             assert engine.returncode is not None
             assert not kv._thread.runs
         if waits < number:
             break
     assert number > 2
-
-
-async def _stepped(work: Coroutine[Any, Any, None], on_wait: Callable[[], None]) -> None:
-    await Steps(work, on_wait)
