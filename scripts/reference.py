@@ -15,9 +15,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contract.scaling import ScalingReport
+from contract.scaling import GatewayLoad, ScalingReport
 from experiments.benchmarks.first_hour.archive import results_rows
-from gateway.load_meter import GatewayLoad
 from gateway.metrics import Metrics, scaling_metrics, service_metrics
 from ops.cli.config import documented_defaults
 from ops.launch.ports import DEFAULT_BASE, PORTS_PER_WORKER, first_port
