@@ -56,7 +56,7 @@ class Idle(Message, frozen=True):
 
 class Stepped(Message, frozen=True):
     """The steps since vLLM's start that have computed something, and the seconds that they took. Sent after a step with
-    which a request ends, before vLLM has nothing to compute, and else every `vllm_connector._STEPPED_EVERY_S`."""
+    which a request ends, after an idle step, and else at most every `vllm_connector._STEPPED_EVERY_S` seconds."""
 
     steps: int
     busy_s: float

@@ -165,6 +165,37 @@ class _Step(KVConnectorMetadata):
     idle: bool = False
 
 
+class _StepCount:
+    """Counts vLLM's steps that compute something, and their seconds, and tells the worker (`Stepped`). A step begins
+    when it is scheduled, or when the one before it ends if that is later."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+        self._scheduled_s: deque[float | None] = deque()  # of the steps on their way; None: it computes nothing
+        self._steps, self._busy_s, self._ended_s = 0, 0.0, 0.0
+        self._told_steps, self._told_s = 0, 0.0
+        self.has_finished = False
+        """Whether a request has ended since the worker was told."""
+
+    def scheduled(self, is_idle: bool) -> None:
+        """A step is scheduled."""
+        self._scheduled_s.append(None if is_idle else time.monotonic())
+
+    def ended(self) -> None:
+        """The oldest step on its way has ended."""
+        if not self._scheduled_s:
+            return
+        scheduled_s, now_s = self._scheduled_s.popleft(), time.monotonic()
+        if scheduled_s is not None:
+            self._steps += 1
+            self._busy_s += now_s - max(scheduled_s, self._ended_s)
+        self._ended_s = now_s
+        is_due = scheduled_s is None or self.has_finished or now_s - self._told_s >= _STEPPED_EVERY_S
+        if is_due and self._steps != self._told_steps:
+            self.has_finished, self._told_s, self._told_steps = False, now_s, self._steps
+            self._worker.tell("Stepped", self._steps, self._busy_s)
+
+
 class PdserveConnector(KVConnectorBase_V1):
     """See vLLM's base class."""
 
@@ -188,9 +219,7 @@ class PdserveConnector(KVConnectorBase_V1):
         self._awaited: dict[str, str] = {}  # that have not been scheduled
         self._new_waits: dict[str, _Wait] = {}  # see `_Step`
         self._is_idle = False
-        self._launched: deque[float | None] = deque()  # when the steps on their way were scheduled; None: they are idle
-        self._steps, self._busy_s, self._step_ended_s = 0, 0.0, 0.0
-        self._told_steps, self._told_s, self._has_finished = 0, 0.0, False
+        self._step_count = _StepCount(self._worker)
         self._going_on: dict[str, Request] = {}  # that get token 1 with their KV
         # Where the model runs:
         self._progress: _Worker | _GpuProgress = self._worker
@@ -392,7 +421,7 @@ class PdserveConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See `_Step`."""
         step = _Step(waits=self._new_waits, idle=not scheduler_output.total_num_scheduled_tokens)
-        self._launched.append(None if step.idle else time.monotonic())
+        self._step_count.scheduled(step.idle)
         self._new_waits = {}
         if step.idle != self._is_idle:
             self._is_idle = step.idle
@@ -420,18 +449,8 @@ class PdserveConnector(KVConnectorBase_V1):
             step.pushes.append((push.attempt_id, min(computed, push.num_tokens), push.block_ids))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """No events. It counts steps: vLLM calls this once at the end of each, in their order."""
-        if not self._launched:
-            return ()
-        scheduled_s, now_s = self._launched.popleft(), time.monotonic()
-        if scheduled_s is not None:
-            self._steps += 1
-            self._busy_s += now_s - max(scheduled_s, self._step_ended_s)
-        self._step_ended_s = now_s
-        is_due = scheduled_s is None or self._has_finished or now_s - self._told_s >= _STEPPED_EVERY_S
-        if is_due and self._steps != self._told_steps:
-            self._has_finished, self._told_s, self._told_steps = False, now_s, self._steps
-            self._worker.tell("Stepped", self._steps, self._busy_s)
+        """No events. It counts a step: vLLM calls this once at the end of each, in their order."""
+        self._step_count.ended()
         return ()
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -451,7 +470,7 @@ class PdserveConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Tell token 1 of a prompt that is pushed, and keep its blocks until they are sent."""
-        self._has_finished = True
+        self._step_count.has_finished = True
         self._considered.discard(request.request_id)
         self._awaited.pop(request.request_id, None)
         self._going_on.pop(request.request_id, None)

@@ -57,7 +57,6 @@ QUICK_WORKLOADS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {"short": ("
 _FITS = 6
 """Simulations of a load. Slower steps are larger, since more requests wait for them, so that the factor by which they
 are slower takes some to find."""
-
 _WARM_UP_S = 4.0
 
 
@@ -91,7 +90,7 @@ def plan(
         if vllm is not None:
             check(vllm, "validate-plan")
             dtype = native_dtype()
-            is_made = not quick and profile is None
+            is_made = not quick and profile is None  # a given profile names its model
             model = saved_model(Path(folder) / "model", dtype) if is_made else ROOT / "models" / "tiny"
             settings = started_by_pdserve(vllm, model, dtype, "pdserve")
         path = profile or measured_profile(Path(folder), quick, settings)
@@ -182,16 +181,13 @@ async def _send(
     before = await _steps(client)
     conversations = workload.conversations(10**6, 7, (await client.status()).vocab_size)
     load = await run_load(client, conversations, random_arrivals(rate, 7), mode=mode, duration_s=duration_s)
-    after = await _steps(client)
-    taken = {role: steps - before.get(role, Steps(0, 0.0)) for role, steps in after.items()}
-    return load, {role: steps for role, steps in taken.items() if steps.number}
+    return load, {role: steps - before[role] for role, steps in (await _steps(client)).items()}
 
 
 async def _steps(client: AsyncClient) -> Mapping[str, Steps]:
-    """The steps of each role so far, when none runs; those that report none are left out."""
+    """The steps of each role so far, when none runs."""
     await asyncio.sleep(3 * RouterConfig().heartbeat_s)
-    workers = (await client.status()).workers
-    return {worker.role: Steps(worker.steps, worker.busy_s) for worker in workers if worker.busy_s}
+    return {worker.role: Steps(worker.steps, worker.busy_s) for worker in (await client.status()).workers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +215,15 @@ def _fitted(
         if each.generation is not None
     ]
     groups = {worker.worker_id: str(worker.role) if mode is Mode.PD else "both" for worker in site.workers}
-    if mode is Mode.COLOCATED and steps:
+    if mode is Mode.COLOCATED:
         steps = {"both": reduce(Steps.__add__, steps.values())}
-        kinds = before.get(str(Role.PREFILL), 1.0), before.get(str(Role.DECODE), 1.0)
+        kinds = before[Role.PREFILL], before[Role.DECODE]
         workers = [replace(each, steps=_ByKind(each.steps, *kinds)) for each in site.workers]
         site = replace(site, workers=workers)
     factors, used = dict.fromkeys(steps, 1.0), dict.fromkeys(steps, 1.0)
-    for _ in range(_FITS if steps else 1):
+    for _ in range(_FITS):
         used = dict(factors)
-        workers = [
-            replace(each, steps=Scaled(each.steps, used.get(groups[each.worker_id], 1.0))) for each in site.workers
-        ]
+        workers = [replace(each, steps=Scaled(each.steps, used[groups[each.worker_id]])) for each in site.workers]
         run = run_service(replace(site, workers=workers), mode, requests)
         for group, measured in steps.items():
             mine = [use for use in run.workers if groups[use.worker_id] == group]

@@ -72,7 +72,7 @@ async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:
 
 
 async def test_requests_survive_the_end_of_a_server(tmp_path: Path) -> None:
-    """Of the one whose memory both workers use."""
+    """The prefill server ends, whose memory both workers use."""
     async with service(tmp_path) as served:
         await end_a_server(served, "prefill-0")
 
