@@ -54,7 +54,8 @@ def test_a_sweep_between_two_hosts(tmp_path: Path) -> None:
     assert {cell["shaping"] for cell in (slow, fast)} == {"kernel (tc)"}
     assert slow["kv_bytes"] == slow["kv_bytes_expected"] > 0
     least_ms = slow["kv_bytes"] / slow["n"] / (0.02e9 / 8) * 1e3
-    assert slow["achieved_ms"] > 0.5 * least_ms, "half of it may be in the shaper's bucket"
+    # Not the exposed time: on a slow machine, prefill hides most of the transfer.
+    assert slow["wire_ms"] > 0.5 * least_ms, "half of it may be in the shaper's bucket"
     (link,) = folder.environment["service"]["links"]
     assert link["transport"] == "tcp"
 
