@@ -31,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         "router": {"heartbeat_s": 0.1, "heartbeat_timeout_s": 3.0},
         "transfer": {"lease_s": 600.0},  # nothing here is noticed, or given back, by a lease that ends
     }
-    with local_cluster(settings, prefill=2, decode=2, gateways=2) as cluster:
+    with local_cluster(settings, decode=2, gateways=2) as cluster:
         yield cluster
 
 

@@ -76,6 +76,7 @@ def test_all_of_sampling(client: Client) -> None:
     assert apart.token_ids == together.token_ids
 
 
+@pytest.mark.parametrize("cluster", [DEGREES[0], pytest.param(DEGREES[1], marks=pytest.mark.soak)], indirect=True)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 async def test_a_rank_that_fails_ends_the_engine_of_its_worker(
     cluster: LocalCluster, model: Path, signum: signal.Signals

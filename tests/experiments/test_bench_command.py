@@ -16,7 +16,7 @@ import pytest
 
 from ops.launch.state import ServiceState, last_report
 from tests.command_line import PDSERVE
-from tests.local_cluster import local_cluster
+from tests.local_cluster import LocalCluster
 from tests.pdserve.scripted_service import ScriptedService
 
 
@@ -233,17 +233,16 @@ def test_pairs_know_what_other_processes_used(
     assert {json.loads(line)["others_cpu_s"] for line in path.read_text().splitlines()} == {None}
 
 
-def test_a_real_service_is_compared_with_itself(pdserve: Any) -> None:
+def test_a_real_service_is_compared_with_itself(pdserve: Any, tcp_service: LocalCluster) -> None:
     """A real service: pairs leave no blocks behind, and both figures of the comparison are there."""
-    with local_cluster({}) as cluster:
-        options = ("bench", "--target", cluster.target, "--input-len", "40:60", "--output-len", "4", "--json")
-        pairs = pdserve(*options, "--requests", "3", "--mode", "both", "--warmup", "1")
-        assert pairs.code == 0, pairs.err
-        assert (pairs.json["requests"], pairs.json["leaked_blocks"]) == (6, 0)
-        assert None not in pairs.json["added_ms"].values()
-        arms = pdserve(*options, "--requests", "6", "--mode", "both", "--concurrency", "3", "--slo", "ttft=60s")
-        assert arms.code == 0, arms.err
-        assert [arm["goodput"]["share"] for arm in arms.json["arms"].values()] == [1.0, 1.0]
-        talk = pdserve(*options, "--requests", "2", "--turns", "3", "--pause", "0.05", "--rate", "20")
-        assert talk.code == 0, talk.err
-        assert (talk.json["requests"], talk.json["planned"]) == (6, 6)
+    options = ("bench", "--target", tcp_service.target, "--input-len", "40:60", "--output-len", "4", "--json")
+    pairs = pdserve(*options, "--requests", "3", "--mode", "both", "--warmup", "1")
+    assert pairs.code == 0, pairs.err
+    assert (pairs.json["requests"], pairs.json["leaked_blocks"]) == (6, 0)
+    assert None not in pairs.json["added_ms"].values()
+    arms = pdserve(*options, "--requests", "6", "--mode", "both", "--concurrency", "3", "--slo", "ttft=60s")
+    assert arms.code == 0, arms.err
+    assert [arm["goodput"]["share"] for arm in arms.json["arms"].values()] == [1.0, 1.0]
+    talk = pdserve(*options, "--requests", "2", "--turns", "3", "--pause", "0.05", "--rate", "20")
+    assert talk.code == 0, talk.err
+    assert (talk.json["requests"], talk.json["planned"]) == (6, 6)

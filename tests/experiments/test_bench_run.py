@@ -23,7 +23,7 @@ from experiments.workloads.synthetic import Fixed, Synthetic
 from ops.launch.state import last_report
 from pdserve import AsyncClient
 from tests.experiments.quiet import holds, judged, told
-from tests.local_cluster import local_cluster
+from tests.local_cluster import LocalCluster
 from tests.pdserve.scripted_service import ScriptedService
 
 
@@ -155,12 +155,13 @@ def test_a_run_that_was_killed_has_the_rows_so_far() -> None:
     assert told(report.caveats, "interrupted")
 
 
-def test_a_bench_writes_its_folder_and_report_draws_it_again(tmp_path: Path, pdserve: Any) -> None:
-    with local_cluster({}) as cluster:
-        ran = pdserve(
-            "bench", "--target", cluster.target, "--requests", "6", "--rate", "20", "--mode", "both", "--input-len",
-            "40", "--output-len", "5", "--slo", "ttft=5000", "--output", str(tmp_path), "--json",
-        )  # fmt: skip
+def test_a_bench_writes_its_folder_and_report_draws_it_again(
+    tmp_path: Path, pdserve: Any, tcp_service: LocalCluster
+) -> None:
+    ran = pdserve(
+        "bench", "--target", tcp_service.target, "--requests", "6", "--rate", "20", "--mode", "both", "--input-len",
+        "40", "--output-len", "5", "--slo", "ttft=5000", "--output", str(tmp_path), "--json",
+    )  # fmt: skip
     assert ran.code == 0, ran.err
     (folder,) = (tmp_path / "bench").iterdir()
     (cell,) = RunFolder(folder).load().cells

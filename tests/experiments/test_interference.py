@@ -13,11 +13,12 @@ from experiments.interference import ALONE_BUSY, ALONE_IDLE, CALIBRATION, PD, In
 from experiments.neighbours import CANCELLED, DECODING, LONG
 from experiments.report.drawing import Picture
 from experiments.report.page import Report
-from experiments.run_folder import FinishedCell, RequestRow, RunData
+from experiments.run_folder import FinishedCell, RequestRow, RunData, RunFolder
 from pdserve import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.pb import inference_pb2 as pb
-from tests.experiments.quiet import holds, judged, measured_on_service, told
+from tests.experiments.quiet import holds, judged, measured, told
+from tests.local_cluster import LocalCluster
 
 ITL_MS = {
     "colocated-64": 12.0,
@@ -105,15 +106,20 @@ def test_failed_requests_and_few_windows_are_told() -> None:
     assert told(report.caveats, "fewer than 6")
 
 
-def test_a_run_against_a_service(tmp_path: Path) -> None:
+def test_a_run_against_a_service(tmp_path: Path, tcp_service: LocalCluster) -> None:
     given = {"model": "tiny", "prompt_len": 64, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 2}
-    folder, summary, cells = measured_on_service(tmp_path, Interference, given, {"model": {"path": "tiny"}})
-    assert cells == [CALIBRATION, "chunks-as-configured/pass-1", "chunks-as-configured/pass-2"]
+    experiment = Interference(InterferenceOptions.choose(given))
+    summary, folder, progress = measured(experiment, tmp_path, tcp_service.target)
+    assert [cell.name for cell in progress.cells] == [
+        CALIBRATION,
+        "chunks-as-configured/pass-1",
+        "chunks-as-configured/pass-2",
+    ]
     arms = summary["arms"]
     assert list(arms) == ["colocated", PD, ALONE_BUSY, ALONE_IDLE]
     assert all(arm["windows"] == 2 and arm["itl_ms"]["n"] > 0 for arm in arms.values())
     assert summary["p99_itl_ratio"] > 0
-    rows = folder.load().rows
+    rows = RunFolder(folder).load().rows
     long = [row for row in rows if row.kind == LONG]
     assert {row.arm: row.mode for row in long} == {"colocated": "colocated", PD: "pd", ALONE_BUSY: "pd"}
     assert {row.arm: bool(row.kv_bytes) for row in long} == {"colocated": False, PD: True, ALONE_BUSY: False}

@@ -65,15 +65,11 @@ async def test_a_hand_off_from_gpu_to_gpu(tmp_path: Path, transport: str, overla
         assert list((await ask(served, LONG, "colocated")).token_ids) == greedy(LONG, 8)
 
 
-async def test_more_prompts_than_the_pool_holds(tmp_path: Path) -> None:
-    """Blocks are reused at once, and links are measured beside them, in blocks that no request has."""
+async def test_reused_blocks_and_the_end_of_a_server(tmp_path: Path) -> None:
+    """Links are measured beside requests, in blocks that none has. The prefill server ends, whose memory both workers
+    use."""
     async with service(tmp_path) as served:
         await ask_more_than_the_pool_holds(served)
-
-
-async def test_requests_survive_the_end_of_a_server(tmp_path: Path) -> None:
-    """The prefill server ends, whose memory both workers use."""
-    async with service(tmp_path) as served:
         await end_a_server(served, "prefill-0")
 
 

@@ -129,6 +129,31 @@ async def test_a_hand_off_between_started_servers(tmp_path: Path) -> None:
         assert [link.transport for link in workers["prefill-0"].links] == ["nixl"]
         assert {worker.engine_pid for worker in workers.values()} == {each["pid"] for each in started(tmp_path)}
         assert not served.gateway.status().notes
+        await leave(served)
+        await take_other_roles(served)
+        await served.gateway.dismiss(["decode-0"])
+        await served.until(lambda: len([p for p in started(tmp_path) if psutil.pid_exists(p["pid"])]) == 1)  # type: ignore[arg-type]
+
+
+async def leave(served: Service[StartedServer]) -> None:
+    """A client does, which ends its request on the server."""
+    stream = served.client.generate(PROMPT, max_tokens=450, mode="pd", ignore_eos=True)
+    async for token in stream:
+        if token.index == 10:
+            break
+    assert served.decode.report("", None).load.others_requests == 1
+    await stream.aclose()
+    await served.until(lambda: served.decode.report("", None).load.others_requests == 0)
+    await served.until(lambda: served.workers()["decode-0"].running == 0)
+
+
+async def take_other_roles(served: Service[StartedServer]) -> None:
+    """Both workers do."""
+    served.gateway.expect({"prefill-0": Role.DECODE, "decode-0": Role.PREFILL}, version=2)
+    assert not await served.gateway.directory.wait_roles(["prefill-0", "decode-0"], 10.0)
+    result = await served.generate()
+    assert list(result.token_ids) == EXPECTED
+    assert (result.prefill_worker, result.decode_worker) == ("decode-0", "prefill-0")
 
 
 async def test_sglang_servers(tmp_path: Path) -> None:
@@ -195,16 +220,6 @@ async def test_servers_that_differ_are_no_pair(tmp_path: Path) -> None:
             await served.client.generate(PROMPT, max_tokens=8, mode="pd", timeout_s=5.0).result()
 
 
-async def test_a_server_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    async with service(tmp_path) as served:
-        await served.generate()
-        killed = served.workers()["decode-0"].engine_pid
-        os.kill(killed, signal.SIGKILL)
-        await served.until(lambda: served.workers()["decode-0"].engine_restarts == 1)
-        assert served.workers()["decode-0"].engine_pid != killed
-        assert list((await served.generate()).token_ids) == EXPECTED
-
-
 async def test_a_server_that_falls_silent_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started_module, "SILENT_S", 0.5)
     monkeypatch.setattr(started_module, "STOP_TIMEOUT_S", 0.1)
@@ -216,47 +231,21 @@ async def test_a_server_that_falls_silent_is_started_again(tmp_path: Path, monke
         assert list((await served.generate()).token_ids) == EXPECTED
 
 
-async def test_a_request_survives_the_end_of_its_server(tmp_path: Path) -> None:
+async def test_a_request_survives_the_end_of_its_server_which_is_started_again(tmp_path: Path) -> None:
     async with service(tmp_path) as served:
         await served.gateway.wait_serving(20.0)
+        killed = served.workers()["decode-0"].engine_pid
         stream = served.client.generate(PROMPT, max_tokens=200, mode="pd", ignore_eos=True, timeout_s=20.0)
         tokens: list[int] = []
         async for token in stream:
             tokens.append(token.token_id)
             if len(tokens) == 20:
-                os.kill(served.workers()["decode-0"].engine_pid, signal.SIGKILL)
+                os.kill(killed, signal.SIGKILL)
         assert tokens == greedy(PROMPT, 200)
         assert (await stream.result()).failures
-
-
-async def test_a_client_that_leaves_ends_the_request_on_the_server(tmp_path: Path) -> None:
-    async with service(tmp_path) as served:
-        await served.gateway.wait_serving(20.0)
-        stream = served.client.generate(PROMPT, max_tokens=450, mode="pd", ignore_eos=True)
-        async for token in stream:
-            if token.index == 10:
-                break
-        assert served.decode.report("", None).load.others_requests == 1
-        await stream.aclose()
-        await served.until(lambda: served.decode.report("", None).load.others_requests == 0)
-        await served.until(lambda: served.workers()["decode-0"].running == 0)
-
-
-async def test_workers_take_other_roles(tmp_path: Path) -> None:
-    async with service(tmp_path) as served:
-        await served.generate()
-        served.gateway.expect({"prefill-0": Role.DECODE, "decode-0": Role.PREFILL}, version=2)
-        assert not await served.gateway.directory.wait_roles(["prefill-0", "decode-0"], 10.0)
-        result = await served.generate()
-        assert list(result.token_ids) == EXPECTED
-        assert (result.prefill_worker, result.decode_worker) == ("decode-0", "prefill-0")
-
-
-async def test_a_worker_that_is_dismissed_ends(tmp_path: Path) -> None:
-    async with service(tmp_path) as served:
-        await served.generate()
-        await served.gateway.dismiss(["decode-0"])
-        await served.until(lambda: len([p for p in started(tmp_path) if psutil.pid_exists(p["pid"])]) == 1)  # type: ignore[arg-type]
+        await served.until(lambda: served.workers()["decode-0"].engine_restarts == 1)
+        assert served.workers()["decode-0"].engine_pid != killed
+        assert list((await served.generate()).token_ids) == EXPECTED
 
 
 @pytest.mark.parametrize(

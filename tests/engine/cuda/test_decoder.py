@@ -155,7 +155,7 @@ def test_tokens_of_recorded_steps(device: torch.device, tmp_path: Path) -> None:
     assert 2 in graphs.batches
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_logits_of_drafts_in_recorded_steps(batch_invariant: bool, device: torch.device, tmp_path: Path) -> None:
     """They are those of the same tokens as a chunk of a prompt, over the ends of blocks, and beside other requests."""
     save_random(tmp_path, BASE | FAMILIES["qwen2"], seed=9)
@@ -281,7 +281,9 @@ def product_in_order(a: NDArray[Any], b: NDArray[Any], dtype: Any) -> Any:
     return (a[:, :, None].astype(dtype) * b[None].astype(dtype)).sum(1)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("gemma2", "bfloat16"), ("mixtral", "float32")])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("gemma2", "bfloat16"), pytest.param("mixtral", "float32", marks=pytest.mark.soak)]
+)
 def test_logits_that_do_not_depend_on_the_batch(
     family: str, dtype: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
