@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import msgspec
+import numpy as np
 from pydantic import Field
 
 from checkpoints.source import resolve_model
@@ -50,6 +51,8 @@ _OUTPUT = 12
 _LEAST_S = 1e-4
 """Hand-offs of long prompts take at least so much longer than short ones: less cannot be told from none."""
 _WARM = 2
+_SPREAD = 100
+"""How many ratios stand for all."""
 
 
 class ProfileOptions(Options):
@@ -197,7 +200,7 @@ class Profile(Experiment):
     def summarise(self, run: RunData) -> Figures:
         """``steps``: the fit (`MeasuredSteps`), with ``error``, the median of its relative errors at the ``held_out``
         steps, and ``bias``, their mean; ``cases``, all steps with the predicted ``predicted_ms`` and the measured
-        ``measured_ms``. ``overheads``: seconds beside engines (`Overheads`). ``link``: what a link of a host carries
+        ``measured_ms``. ``overheads``: seconds beside engines (`Overheads`). ``spread``: see `PlannedWorker`. ``link``: what a link of a host carries
         (`LinkClass`). ``model``, ``device``, ``dtype``, ``chunk`` (tokens of a step), ``block_size``, ``pool_tokens``
         of a worker. ``requests``: how many there were. ``by_requests``: the steps were measured by requests to a
         service, and have the time between two steps in them. What was not measured is null."""
@@ -205,12 +208,13 @@ class Profile(Experiment):
         found: Figures = {"experiment": self.name, "steps": None, "cases": []}
         found["model"] = run.fact("model", self.options.model)
         found |= {key: run.fact(key) for key in ("device", "dtype", "chunk", "block_size", "pool_tokens")}
-        found |= {"overheads": None, "link": None, "failed": faults(SERVED, run.rows_of(SERVED))}
+        found |= {"overheads": None, "spread": None, "link": None, "failed": faults(SERVED, run.rows_of(SERVED))}
         found["by_requests"] = bool(run.fact("by_requests"))
         found["requests"] = sum(row.error is None for row in run.rows)
         if STEPS in facts:
             found |= _fitted(facts[STEPS]["steps"])
         if SERVED in facts and (BETWEEN in facts or found["by_requests"]) and found["steps"] is not None:
+            found["spread"] = _spread(run.rows_of(SERVED))
             found["overheads"] = msgspec.to_builtins(_overheads(run, facts.get(BETWEEN)))
             rates = [float(link["ceiling_gbs"]) for link in facts[SERVED].get("links", ()) if link.get("ceiling_gbs")]
             rate = 1e9 * statistics.median(rates) if rates else _handoff_rate(run)
@@ -336,6 +340,19 @@ def _overheads(run: RunData, between: Mapping[str, Any] | None) -> Overheads:
         handoff_s=sum(handed[name] for name in _HAND_OFF),
         between_s=max(0.0, statistics.median(gaps) / 1e3 - alone_s) if gaps else 0.0,
     )
+
+
+def _spread(rows: Sequence[RequestRow]) -> list[float]:
+    """Gaps between the tokens of one request at a time, over the mean of those with the same context. The first one
+    may have a hand-off in it."""
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.error is None:
+            gaps[row.kind].extend(row.itl_ms[1:])
+    ratios = [gap / statistics.fmean(mine) for mine in gaps.values() for gap in mine]
+    shares = (np.arange(_SPREAD) + 0.5) / _SPREAD
+    found = np.quantile(ratios, shares) if ratios else np.ones(1)
+    return [round(float(ratio), 4) for ratio in found / found.mean()]
 
 
 def _medians_s(rows: Sequence[RequestRow], figure: Figure) -> Mapping[str, float]:

@@ -65,7 +65,7 @@ class World:
     ) -> None:
         self.now_s, self._turn_s = BEGIN_S, turn_s
         self.turns = 0
-        self._random = chance.random
+        self.random = chance.random
         self.on_error = on_error
         self._timers: list[tuple[float, int, Callback]] = []
         self._numbers = 0
@@ -102,7 +102,7 @@ class World:
             sys.set_asyncgen_hooks(*hooks)
 
     def _run_ready(self) -> None:
-        runnable, draw, timers = self.runnable, self._random, self._timers
+        runnable, draw, timers = self.runnable, self.random, self._timers
         while runnable:
             place = int(draw() * len(runnable))
             loop = runnable[place]

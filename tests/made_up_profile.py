@@ -23,5 +23,6 @@ def write_profile(folder: Path, **changes: object) -> None:
         "steps": steps,
         "overheads": {},
         "link": {"bytes_per_s": 1e9},
+        "spread": [1.0],
     }
     (folder / "summary.json").write_text(json.dumps({**summary, **changes}))

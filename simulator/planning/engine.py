@@ -22,7 +22,7 @@ _TOKEN = (SampledToken(TOKEN_ID),)
 class PlannedEngine:
     """Steps on ``loop`` as an engine process does: it takes commands between steps, launches a step, and waits for its
     end, or with ``run_ahead`` for that of the step before. ``between_s`` passes between the end of a step and the next
-    one."""
+    one. ``spread``: see `PlannedWorker`."""
 
     def __init__(
         self,
@@ -35,10 +35,12 @@ class PlannedEngine:
         layer_groups: int = 0,
         between_s: float = 0.0,
         run_ahead: bool = False,
+        spread: Sequence[float] = (),
     ) -> None:
         self._loop, self._steps, self._layers, self._between_s = loop, steps, layout.num_layers, between_s
         connector = KVConnector(loop.world, layout, layer_groups)
         self.scheduler = Scheduler(config, loop.world, connector)
+        self._spread, self._random = spread, loop.world.random
         self._core = EngineCore(self.scheduler, self, loop.world, outbox, run_ahead)
         self._inbox: list[CoreCommand] = []
         self._ends: deque[float] = deque()
@@ -66,7 +68,10 @@ class PlannedEngine:
 
     def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
         """See `engine.core.Runner`."""
-        seconds = self._steps.seconds(StepShape.of(seqs))
+        shape = StepShape.of(seqs)
+        seconds = self._steps.seconds(shape)
+        if self._spread and not shape.pairs:
+            seconds *= self._spread[int(self._random() * len(self._spread))]
         now_s = self._loop.time()
         began_s = max(now_s, self._device_free_s)
         self._device_free_s = began_s + seconds

@@ -20,7 +20,8 @@ PROFILE = "profile"
 
 
 class Profiled(msgspec.Struct, frozen=True):
-    """A finished profile. ``chunk``: tokens of a step; ``pool_tokens``: of a worker."""
+    """A finished profile. ``chunk``: tokens of a step; ``pool_tokens``: of a worker; ``spread``: see
+    `PlannedWorker`."""
 
     path: str
     model: str
@@ -33,6 +34,7 @@ class Profiled(msgspec.Struct, frozen=True):
     error: float
     overheads: Overheads
     link: LinkClass
+    spread: tuple[float, ...]
 
     @classmethod
     def read(cls, path: Path, name: str) -> Self:
@@ -68,4 +70,6 @@ class Profiled(msgspec.Struct, frozen=True):
     def worker(self, worker_id: str, role: Role, host: str, engine: EngineConfig) -> PlannedWorker:
         """A worker on the device that was profiled."""
         num_blocks = self.pool_tokens // self.block_size
-        return PlannedWorker(worker_id, role, host, self.steps, num_blocks, self.chunk, engine.max_num_seqs)
+        return PlannedWorker(
+            worker_id, role, host, self.steps, num_blocks, self.chunk, engine.max_num_seqs, spread=self.spread
+        )

@@ -79,7 +79,8 @@ class LinkClass(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """A worker: its role, the host that it is on, what its steps take, and the limits of its engine."""
+    """A worker: its role, the host that it is on, what its steps take, and the limits of its engine. ``spread``: a step
+    without prompts takes one of so many times that, each equally likely; their mean is 1 (empty: all take that)."""
 
     worker_id: str
     role: Role
@@ -90,6 +91,7 @@ class PlannedWorker:
     max_num_seqs: int = 64
     chunk_tokens: int | None = None
     run_ahead: bool = False
+    spread: tuple[float, ...] = ()
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -607,6 +609,7 @@ class _Worker:
             layer_groups=service.layer_groups,
             between_s=service.overheads.between_s,
             run_ahead=plan.run_ahead,
+            spread=plan.spread,
         )
         self.load = Load(plan.num_blocks, 0, 0, 0)
         self.cached = CachedBlocks()
