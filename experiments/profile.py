@@ -200,10 +200,11 @@ class Profile(Experiment):
     def summarise(self, run: RunData) -> Figures:
         """``steps``: the fit (`MeasuredSteps`), with ``error``, the median of its relative errors at the ``held_out``
         steps, and ``bias``, their mean; ``cases``, all steps with the predicted ``predicted_ms`` and the measured
-        ``measured_ms``. ``overheads``: seconds beside engines (`Overheads`). ``spread``: see `PlannedWorker`. ``link``: what a link of a host carries
-        (`LinkClass`). ``model``, ``device``, ``dtype``, ``chunk`` (tokens of a step), ``block_size``, ``pool_tokens``
-        of a worker. ``requests``: how many there were. ``by_requests``: the steps were measured by requests to a
-        service, and have the time between two steps in them. What was not measured is null."""
+        ``measured_ms``. ``overheads``: seconds beside engines (`Overheads`). ``spread``: see `PlannedWorker`. ``link``:
+        what a link of a host carries (`LinkClass`). ``model``, ``device``, ``dtype``, ``chunk`` (tokens of a step),
+        ``block_size``, ``pool_tokens`` of a worker. ``requests``: how many there were. ``by_requests``: the steps were
+        measured by requests to a service, and have the time between two steps in them. What was not measured is null.
+        """
         facts = {cell.cell: cell.facts for cell in run.cells}
         found: Figures = {"experiment": self.name, "steps": None, "cases": []}
         found["model"] = run.fact("model", self.options.model)
@@ -350,8 +351,9 @@ def _spread(rows: Sequence[RequestRow]) -> list[float]:
         if row.error is None:
             gaps[row.kind].extend(row.itl_ms[1:])
     ratios = [gap / statistics.fmean(mine) for mine in gaps.values() for gap in mine]
-    shares = (np.arange(_SPREAD) + 0.5) / _SPREAD
-    found = np.quantile(ratios, shares) if ratios else np.ones(1)
+    if not ratios:
+        return []
+    found = np.quantile(ratios, (np.arange(_SPREAD) + 0.5) / _SPREAD)
     return [round(float(ratio), 4) for ratio in found / found.mean()]
 
 
