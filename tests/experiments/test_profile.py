@@ -42,7 +42,7 @@ def row(arm: str, kind: str, cell: str = "served") -> RequestRow:
     ttft = {"network": 2.0, "gateway": 1.0, "route": 0.5, "dispatch": 3.0, "prefill_queue": 0.25, "prefill": 50.0}
     decode = {**ttft, "kv_exposed": 4.0, "decode_queue": 1.0, "first_decode": 10.0}
     return RequestRow(
-        cell=cell, arm=arm, repeat=0, index=0, kind=kind, itl_ms=(3.0, 3.0, 3.0),
+        cell=cell, arm=arm, repeat=0, index=0, kind=kind, itl_ms=(3.0, 2.7, 3.3),
         stages_ms={"ttft": ttft, "ttft_decode": decode},
     )  # fmt: skip
 
@@ -62,6 +62,8 @@ def test_figures() -> None:
         {"arrive_s": 0.0025, "dispatch_s": 0.00175, "answer_s": 0.0025, "announce_s": 0.0015, "handoff_s": 0.005,
          "between_s": 0.001}
     )  # fmt: skip
+    spread = summary["spread"]
+    assert (min(spread), max(spread), sum(spread) / len(spread)) == pytest.approx((0.9, 1.1, 1.0))
     assert "6.8 ms to the time to first token" in report.answer
     assert sum(case["held_out"] for case in summary["cases"]) == 20
 

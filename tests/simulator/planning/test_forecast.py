@@ -16,7 +16,7 @@ from simulator.planning.service import LinkClass, ServiceRun, run_service
 from tests.simulator.planning.test_service import LAYOUT, OVERHEADS, STEPS
 
 P, D = Role.PREFILL, Role.DECODE
-PROFILE = Profiled("", "tiny", "bfloat16", "cpu", 256, 16, 16_000, STEPS, 0.0, OVERHEADS, LinkClass(1e9, 1e-4))
+PROFILE = Profiled("", "tiny", "bfloat16", "cpu", 256, 16, 16_000, STEPS, 0.0, OVERHEADS, LinkClass(1e9, 1e-4), ())
 """A step of 256 tokens takes 20 ms, and a prompt of 1,024 tokens four of them."""
 
 

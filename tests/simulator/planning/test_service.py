@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def test_an_idle_request_takes_what_its_parts_take() -> None:
     decode_s = STEPS.seconds(StepShape.plain(1, 1, 300))
     assert done.ttft_decode_s - done.ttft_s == pytest.approx(done.exposed_s + decode_s, abs=1e-6)
     assert done.itl_s[1] == pytest.approx(STEPS.seconds(StepShape.plain(1, 1, 301)) + OVERHEADS.between_s, abs=1e-6)
+
+
+def test_steps_without_prompts_take_times_of_the_spread() -> None:
+    asked = [PlannedRequests(0.0, (PlannedTurn((0,) * 300, 30),))]
+    plain = service()
+    spread = replace(plain, workers=[replace(worker, spread=(0.5, 1.5)) for worker in plain.workers])
+    ([same], [found]) = (run_service(each, Mode.PD, asked).requests for each in (plain, spread))
+    assert found.ttft_s == same.ttft_s
+    ratios = [
+        (gap - OVERHEADS.between_s) / STEPS.seconds(StepShape.plain(1, 1, 301 + number))
+        for number, gap in enumerate(found.itl_s[1:])
+    ]
+    assert {round(ratio, 6) for ratio in ratios} == {0.5, 1.5}
 
 
 @pytest.mark.parametrize("mode", MODES)
