@@ -14,7 +14,7 @@ from ops.launch.leftovers import clear_leftovers
 from tests.e2e.conftest import Cli
 from tests.local_cluster import ROOT, free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.cluster, pytest.mark.timeout(600)]
 RECIPE = (ROOT / "docs" / "security.md").read_text().partition("### A service for others\n")[2].partition("\n### ")[0]
 CHAT = re.findall(r"^pdserve (chat --target https.*)$", (ROOT / "docs" / "which-command.md").read_text(), re.MULTILINE)
 

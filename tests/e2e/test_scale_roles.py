@@ -13,7 +13,7 @@ from tests.e2e.conftest import RunningService, wait_for
 from tests.load import Load
 from tests.local_cluster import leaked_blocks
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.cluster, pytest.mark.timeout(600)]
 BORN = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
 PROMPTS = ["def read_lines(path):", "import os\n\n", "class Queue:\n    def __init__(self", "for name in names:\n"]
 

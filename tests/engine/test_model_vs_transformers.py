@@ -148,7 +148,7 @@ def test_chunked_prompts_mixed_with_decodes(
         assert generate(runner, prompts, TOKENS, chunk=chunk, stagger=2) == expected, f"chunks of {chunk}"
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(few, marks=pytest.mark.soak) for few in (2, 3)), 4])
 def test_tensor_parallel(case: tuple[Path, dict[str, list[int]]], expected: dict[str, list[int]], ranks: int) -> None:
     """Each rank has some of the heads; of 4 ranks, two have the same KV head."""
     folder, prompts = case
