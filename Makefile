@@ -55,7 +55,7 @@ floors: $(DEVELOPING)
 unit: $(DEVELOPING)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m 'not soak and not cluster'
 
-test-cluster: $(DEVELOPING)  ## `ray up` and what follows, on hosts made of namespaces, and the wheel elsewhere (root; about 20 minutes)
+test-cluster: $(DEVELOPING)  ## `ray up` and what follows, on hosts made of namespaces, and the wheel elsewhere (root; about 25 minutes)
 	scripts/cluster_test_tools.sh
 	$(BIN)/python -m pytest -m cluster --timeout 300 -rA --durations 10 tests
 

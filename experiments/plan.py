@@ -370,11 +370,13 @@ def _summary(values: Sequence[float | None]) -> Figures | None:
 
 
 def _binds(point: Figures) -> str:
-    """The limit that keeps a candidate from more than its best rate, and what is busiest."""
+    """What keeps a candidate from more than its best rate, a limit of the SLO or a queue that grows as long as requests
+    come, and what is busiest."""
     if not point:
         return ""
-    missed = max(point["missed"], key=lambda key: point["missed"][key])
-    what = missed.upper()
+    what = "a growing queue"
+    if point["attainment"] < ATTAINMENT:
+        what = max(point["missed"], key=lambda key: point["missed"][key]).upper()
     full = {"links": point["link"]} | {role: point.get(f"{role}_busy", 0.0) for role in Role}
     most = max(full, key=lambda key: full[key])
     busy = f"{most if most == 'links' else f'{most} workers'} {full[most]:.0%} busy"

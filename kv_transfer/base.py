@@ -94,7 +94,8 @@ class KVLink(ABC):
     """Whether payloads move from device memory to device memory. Such payloads are hashed only with
     `transfer.checksum: device`."""
     codes = False
-    """Whether payloads may be coded (`transfer.codec`): they pass through host memory at both ends, over a network."""
+    """Whether payloads may be coded (`transfer.codec`): both pools are in host memory, or payloads pass through it, and
+    there is a network between them."""
     reads_late = False
     """Whether the receiver may still read a payload after the sender has cut the link and reused the blocks. If so, a
     payload counts only with a correct checksum or, where nothing is hashed, with a `protocol.Confirm` of the sender."""

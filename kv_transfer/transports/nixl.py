@@ -137,6 +137,8 @@ class NixlLink(SocketLink):
     Where no hardware serves reads (UCX over TCP, or while UCX connects), the peer's process does so on request. For
     this, the peer needs a task that receives.
 
+    Coded payloads, which lie in no registered memory, come over the TCP connection.
+
     A read may end after the peer has cut the link, because the two travel on different paths. Therefore a payload
     counts only with a correct checksum, or if the peer confirms that it held the blocks (`reads_late`)."""
 
@@ -154,7 +156,7 @@ class NixlLink(SocketLink):
         timeout_s: float,
     ) -> None:
         super().__init__(transport, memory, stream, peer_size=peer.size)
-        self.on_device = memory.on_device
+        self.on_device, self.codes = memory.on_device, not memory.on_device
         self._agent, self._peer, self._leave, self._timeout_s = agent, peer, leave, timeout_s
         self._reading = asyncio.Lock()
         self._needs_help = False

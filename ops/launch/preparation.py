@@ -9,6 +9,7 @@ from pathlib import Path
 
 from checkpoints.draft import resolve_draft
 from checkpoints.source import ModelSource, check_weight_files, resolve_model, tokenizer_note
+from gateway.chat_template import load_chat_template
 from gateway.security import security_of
 from ops.launch.plan import roles_of
 from ops.launch.ports import free_ports
@@ -67,7 +68,8 @@ def prepare(
         (role,) = roles
         notes.append(f"all workers are {role} workers: mode pd cannot run, and auto means colocated")
     gateway = config.gateway
-    security_of(gateway, MonotonicClock())  # its files are read again by the gateway
+    security_of(gateway, MonotonicClock())  # its files are read again by the gateway, and so is the template
+    load_chat_template(source.folder, config.model.chat_template)
     plane_tls(config.cluster)  # those of this host; each worker reads its own
     port = free_ports(gateway.host, gateway.port, gateway.replicas)
     if gateway.served_http_port:

@@ -389,9 +389,9 @@ class TransferConfig(_Section):
     """checksum of every message, verified before its blocks count as received: xxh3-64 of bytes in host memory, where
     nixl always uses one; device: between GPUs, too, by a hash that these compute"""
     codec: CodecName = "none"
-    """how KV is coded on links over tcp and grpc_stream, for networks that are slower than the coding. lossless:
-    bfloat16 in three quarters of the bytes, bit for bit; int8: numbers of a head as integers with one scale, in half
-    the bytes, which changes answers a little"""
+    """how KV is coded on links over tcp, grpc_stream, and nixl between hosts' memory, for networks that are slower than
+    the coding. lossless: bfloat16 in three quarters of the bytes, bit for bit; int8: numbers of a head as integers with
+    one scale, in half the bytes, which changes answers a little"""
     message_bytes: int = Field(4 * 2**20, ge=4096, le=64 * 2**20)
     """target size of one message; blocks are coalesced up to it; between GPUs at least 32 MiB"""
     max_inflight_bytes: int = Field(16 * 2**20, ge=4096)

@@ -202,3 +202,11 @@ def test_a_thin_link_makes_disaggregation_lose() -> None:
     assert pair["rate"] == 0.0  # not even one at a time
     assert alone["rate"] > 1.0
     assert pair["binds"].startswith("TTFT_DECODE")
+
+
+def test_a_load_that_only_queues_binds_by_its_queue() -> None:
+    plan = planned(splits="1P1D")
+    limits = SLO({"ttft": 1e6})
+    found = plan._search(plan.site.candidates()[-1], Change(), limits, lambda steps: None)
+    assert found["points"][-1]["attainment"] == 1.0
+    assert found["binds"].startswith("a growing queue; decode workers ")

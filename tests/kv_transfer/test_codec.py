@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import random
 
 import numpy as np
@@ -13,7 +14,6 @@ from pdserve.core.config import CodecName
 from pdserve.core.errors import ConfigError, LayoutMismatch
 from pdserve.core.kv_layout import FP8, KVLayout
 from tests.kv_transfer.conftest import MakeEnds
-from tests.kv_transfer.test_hand_offs import NIXL
 
 BFLOAT16 = KVLayout.uniform("model", "bfloat16", block_size=16, num_layers=3, num_kv_heads=2, head_dim=64)
 
@@ -96,9 +96,13 @@ def test_what_a_codec_does_not_code_is_a_setting_that_is_wrong() -> None:
     assert isinstance(codec_of("int8", float32), Int8)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "grpc_stream"])
+@pytest.mark.parametrize("transport", ["tcp", "grpc_stream", "nixl"])
 @pytest.mark.parametrize("checksum", [True, False])
-async def test_a_hand_off_is_coded(make_ends: MakeEnds, transport: str, checksum: bool) -> None:
+async def test_a_hand_off_is_coded(
+    make_ends: MakeEnds, transport: str, checksum: bool, request: pytest.FixtureRequest
+) -> None:
+    if transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        request.getfixturevalue("fake_nixl")
     ends = await make_ends(transport, layout=BFLOAT16, codec="lossless", checksum=checksum, message_bytes=2**16)
     ends.source.data[:] = normal_numbers(len(ends.source.data) // 2)
     blocks, slots = [5, 6, 7, 20, 21, 9], [40, 3, 17, 18, 19, 60]
@@ -113,7 +117,7 @@ async def test_a_hand_off_is_coded(make_ends: MakeEnds, transport: str, checksum
     ends.check_nothing_left()
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch_dist", NIXL])
+@pytest.mark.parametrize("transport", ["shm", "torch_dist"])
 async def test_a_link_that_does_not_code_says_so(make_ends: MakeEnds, transport: str) -> None:
     ends = await make_ends(transport, layout=BFLOAT16, codec="lossless")
     ends.source.data[:] = normal_numbers(len(ends.source.data) // 2)

@@ -9,7 +9,7 @@ import pytest
 
 from ops.launch.preparation import Preparation, prepare
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.core.errors import ConfigError, InvalidRequest, ModelError
 from tests.conftest import ROOT
 from tests.made_up_profile import write_profile
 
@@ -43,6 +43,14 @@ def test_a_context_longer_than_the_models_is_refused_before_anything_starts() ->
     config = PdserveConfig.parse({"engine": {"max_model_len": 4096}, "gateway": {"port": 0, "http_port": 0}})
     with pytest.raises(ConfigError, match=r"^engine\.max_model_len: 4096 exceeds the model's context of 2048 tokens$"):
         prepare(config)
+
+
+def test_a_chat_template_is_compiled_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% if %}")
+    given = {"model": {"chat_template": str(path)}, "gateway": {"port": 0, "http_port": 0}}
+    with pytest.raises(ModelError, match=r"^chat template: it cannot be compiled"):
+        prepare(PdserveConfig.parse(given))
 
 
 def test_a_profile_of_the_controller_is_read_before_anything_starts(tmp_path: Path) -> None:
