@@ -182,7 +182,7 @@ class Planner(Experiment):
     def _search(
         self, candidate: Candidate, change: Change, slo: SLO, advance: Callable[[int], None], near: float = 0.0
     ) -> Figures:
-        """The largest rate that a candidate sustains, how it does at that rate, and what misses the SLO beyond it. The
+        """The largest rate that a candidate sustains, how it does at that rate, and what keeps it from more. The
         search begins at the rate ``near``, if that is known."""
         limits, seed = change.slo(slo), self.options.seed
         points: dict[float, Figures] = {}
@@ -224,7 +224,7 @@ class Planner(Experiment):
         """``slo_ms``, ``devices``, ``workload``.
 
         ``candidates``, the best first: ``name``, its parameters, ``rate`` (requests/s within the SLO), ``per_device``,
-        ``per_cost``, ``at_rate`` (the figures at that rate), ``binds`` (what misses the SLO beyond it), ``points`` (the
+        ``per_cost``, ``at_rate`` (the figures at that rate), ``binds`` (what keeps it from more), ``points`` (the
         rates that were simulated). ``best``, ``best_pd``, ``best_colocated``: names. ``changes``: rates per cost with
         one thing changed. ``settings``: those of the best one."""
         facts = {cell.cell: cell for cell in run.cells}
@@ -370,9 +370,9 @@ def _summary(values: Sequence[float | None]) -> Figures | None:
 
 
 def _binds(point: Figures) -> str:
-    """What keeps a candidate from more than its best rate, a limit of the SLO or a queue that grows as long as requests
-    come, and what is busiest."""
-    if not point:
+    """What keeps a candidate from a higher rate (a limit of the SLO, or a queue that grows without end), and what is
+    busiest. ``point`` is the lowest rate that it does not sustain; empty if none was simulated."""
+    if not point or (point["attainment"] >= ATTAINMENT and point["keeps_up"]):
         return ""
     what = "a growing queue"
     if point["attainment"] < ATTAINMENT:
@@ -485,7 +485,8 @@ def _candidate_table(rows: Sequence[Figures]) -> TableBlock:
         "beyond that | binds",
     )
     caption = (
-        "Figures at the rate of the first column. Beyond that: the limit that most requests miss, and what is busiest."
+        "Figures at the rate of the first column. Beyond that: the limit that most requests miss, or a growing queue; "
+        "and what is busiest."
     )
     return table("Candidates", rows, columns, caption)
 

@@ -52,7 +52,7 @@ _LEAST_S = 1e-4
 """Hand-offs of long prompts take at least so much longer than short ones: less cannot be told from none."""
 _WARM = 2
 _SPREAD = 100
-"""How many ratios stand for all."""
+"""Number of quantiles that are kept."""
 
 
 class ProfileOptions(Options):
@@ -344,12 +344,12 @@ def _overheads(run: RunData, between: Mapping[str, Any] | None) -> Overheads:
 
 
 def _spread(rows: Sequence[RequestRow]) -> list[float]:
-    """Gaps between the tokens of one request at a time, over the mean of those with the same context. The first one
-    may have a hand-off in it."""
-    gaps: dict[str, list[float]] = defaultdict(list)
+    """Gaps between the tokens of requests that were alone, divided by their mean in the same mode and at the same
+    prompt length. The first gap is left out, since it may contain a hand-off."""
+    gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows:
         if row.error is None:
-            gaps[row.kind].extend(row.itl_ms[1:])
+            gaps[row.arm, row.kind].extend(row.itl_ms[1:])
     ratios = [gap / statistics.fmean(mine) for mine in gaps.values() for gap in mine]
     if not ratios:
         return []

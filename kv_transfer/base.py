@@ -94,8 +94,7 @@ class KVLink(ABC):
     """Whether payloads move from device memory to device memory. Such payloads are hashed only with
     `transfer.checksum: device`."""
     codes = False
-    """Whether payloads may be coded (`transfer.codec`): both pools are in host memory, or payloads pass through it, and
-    there is a network between them."""
+    """Whether payloads may be coded (`transfer.codec`): the link can send bytes that lie in no pool."""
     reads_late = False
     """Whether the receiver may still read a payload after the sender has cut the link and reused the blocks. If so, a
     payload counts only with a correct checksum or, where nothing is hashed, with a `protocol.Confirm` of the sender."""
@@ -110,12 +109,14 @@ class KVLink(ABC):
         """Whether payloads are hashed on this link, where `transfer.checksum` is ``configured``. Both ends agree."""
         return configured == "device" if self.on_device else bool(configured) or self.reads_late
 
-    async def payload(self, regions: Sequence[Region]) -> Payload:
+    async def payload(self, regions: Sequence[Region], *, by_value: bool = False) -> Payload:
         """A payload of regions of the memory, copied to the host if it lies on a device and the link is not
-        ``on_device``. ValueError if the memory is closed."""
+        ``on_device``. ``by_value``: the peer does not read the memory itself, as it does not read coded bytes.
+        ValueError if the memory is closed."""
         if isinstance(self.memory, DeviceMemory) and not self.on_device:
             return await staged(self.memory, regions)
-        return Payload(self.memory, regions)
+        payload = Payload(self.memory, regions)
+        return Payload(None, (), payload.parts) if by_value else payload
 
     @property
     def least_message_bytes(self) -> int:

@@ -71,12 +71,14 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
     answer.layout.check_source(me.layout)
 
 
-async def measure(link: KVLink, pool: Pool, announced: list[Announce], clock: Clock) -> float:
+async def measure(
+    link: KVLink, pool: Pool, announced: list[Announce], clock: Clock, *, by_value: bool = False
+) -> float:
     """Measure the ceiling of the link (`kv_transfer.link_rate`), in 10^9 bytes per second, with growing trains of
     probes. Takes 25 ms; on a slow link about 0.1 s, or three round trips and 68 KiB. Sends no part of the
     probe area twice, because a part that was just used is in the processor's cache. Announcements that arrive meanwhile
-    are added to ``announced``."""
-    prober = _Prober(link, pool, announced, clock)
+    are added to ``announced``. ``by_value``: see `KVLink.payload`."""
+    prober = _Prober(link, pool, announced, clock, by_value)
     await prober.train(_WARM_UP_BYTES)
     started_s, unused_bytes = clock.now(), pool.probe_bytes
 
@@ -137,8 +139,11 @@ async def survey(link: KVLink, pool: Pool, for_s: float, clock: Clock) -> LinkFi
 class _Prober:
     """Sends trains of probes over a link, from the pool's probe area."""
 
-    def __init__(self, link: KVLink, pool: Pool, announced: list[Announce], clock: Clock) -> None:
+    def __init__(
+        self, link: KVLink, pool: Pool, announced: list[Announce], clock: Clock, by_value: bool = False
+    ) -> None:
         self._link, self._pool, self._announced, self._clock = link, pool, announced, clock
+        self._by_value = by_value
         self.ceiling_gbs = 0.0
         """The link's ceiling, according to the receiver."""
 
@@ -147,7 +152,8 @@ class _Prober:
         according to the receiver."""
         count = _TRAIN if num_bytes > _FIRST_BYTES else 1
         for left in reversed(range(count)):
-            payload = await self._link.payload(self._pool.next_probe(num_bytes // count))
+            regions = self._pool.next_probe(num_bytes // count)
+            payload = await self._link.payload(regions, by_value=self._by_value)
             await self._link.send(encode(Probe(round(self._clock.now() * 1e6), left)), payload)
         while isinstance(answer := decode((await self._link.recv()).header), Announce):
             self._announced.append(answer)

@@ -145,7 +145,8 @@ class KVSender:
                 name: CodecName = "none" if codec is None else codec.name
                 hello = Hello(self._worker_id, peer.epoch, self._pool.layout, checksums, self._eos_token_ids, name)
                 await introduce(link, hello, peer.worker_id)
-                ceiling_gbs = await measure(link, self._pool, announced, self._clock)
+                by_value = codec is not None  # probes go the way of coded payloads
+                ceiling_gbs = await measure(link, self._pool, announced, self._clock, by_value=by_value)
         except BaseException as error:
             await link.aclose()
             if isinstance(error, TimeoutError):

@@ -1,5 +1,5 @@
-"""What is checked and chosen before a service starts anything. This module imports neither Ray nor the gateway, so that
-a Ray of the service's own can start while they are imported."""
+"""What is checked and chosen before a service starts anything. This module imports neither Ray nor the gateway's
+servers, so that a Ray of the service's own can start while they are imported."""
 
 from __future__ import annotations
 

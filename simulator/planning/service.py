@@ -79,8 +79,9 @@ class LinkClass(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """A worker: its role, the host that it is on, what its steps take, and the limits of its engine. ``spread``: a step
-    without prompts takes one of so many times that, each equally likely; their mean is 1 (empty: all take that)."""
+    """A worker: its role, the host that it is on, what its steps take, and the limits of its engine. The
+    duration of a step that computes one token of each request is multiplied by a factor of ``spread``, drawn at random;
+    their mean is 1. Empty: it is as ``steps`` says."""
 
     worker_id: str
     role: Role

@@ -18,12 +18,13 @@ from tests.local_cluster import LocalCluster, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 
 BLOCK, TOKENS = 16, 12
-DEGREES = [
-    (1, 2),
-    (4, 2),
-    *(pytest.param(each, marks=pytest.mark.soak) for each in ((2, 1), (2, 2), (2, 4), (1, 4))),
-]
+DEGREES = [(1, 2), (4, 2), (2, 1), (2, 2), (2, 4), (1, 4)]
 """Processes of a prefill and of a decode worker. The model has two KV heads."""
+
+
+def first(count: int) -> list[Any]:
+    """So many degrees, and the others in `make soak`."""
+    return [*DEGREES[:count], *(pytest.param(each, marks=pytest.mark.soak) for each in DEGREES[count:])]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
 
 
-@pytest.fixture(scope="module", params=DEGREES, ids=str)
+@pytest.fixture(scope="module", params=first(2), ids=str)
 def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
     prefill, decode = request.param
     engine: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 64, "max_num_batched_tokens": 64}
@@ -76,7 +77,7 @@ def test_all_of_sampling(client: Client) -> None:
     assert apart.token_ids == together.token_ids
 
 
-@pytest.mark.parametrize("cluster", [DEGREES[0], pytest.param(DEGREES[1], marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize("cluster", first(1), indirect=True, ids=str)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 async def test_a_rank_that_fails_ends_the_engine_of_its_worker(
     cluster: LocalCluster, model: Path, signum: signal.Signals

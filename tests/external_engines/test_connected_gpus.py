@@ -66,8 +66,8 @@ async def test_a_hand_off_from_gpu_to_gpu(tmp_path: Path, transport: str, overla
 
 
 async def test_reused_blocks_and_the_end_of_a_server(tmp_path: Path) -> None:
-    """Links are measured beside requests, in blocks that none has. The prefill server ends, whose memory both workers
-    use."""
+    """Links are measured beside requests, in blocks that belong to no request. The prefill server ends, whose memory
+    both workers use."""
     async with service(tmp_path) as served:
         await ask_more_than_the_pool_holds(served)
         await end_a_server(served, "prefill-0")

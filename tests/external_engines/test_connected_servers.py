@@ -58,7 +58,13 @@ async def service(
 
 
 shared = pytest.mark.asyncio(loop_scope="module")
-"""Of a test with ``serving``."""
+"""Marks the tests that share ``serving``. Each has prompts of its own, since the servers cache them."""
+
+
+def drawn(seed: int) -> list[int]:
+    """A prompt as long as `LONG` that no other test has."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 200) for _ in LONG]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -94,7 +100,9 @@ async def end_a_server(served: Service[Worker], name: str) -> None:
     await served.until(lambda: served.workers()[name].engine_restarts == 1)
 
 
-@pytest.mark.parametrize(("transport", "overlap"), [("tcp", "chunk"), ("shm", "layer")])
+@pytest.mark.parametrize(
+    ("transport", "overlap"), [("tcp", "chunk"), ("shm", "layer"), pytest.param("shm", "none", marks=pytest.mark.soak)]
+)
 async def test_a_hand_off_by_our_transports(tmp_path: Path, transport: str, overlap: str) -> None:
     async with service(tmp_path, None, **{"transfer.transport": transport, "transfer.overlap": overlap}) as served:
         await served.ready()
@@ -123,12 +131,14 @@ async def test_steps_are_those_of_the_server(serving: Service[Worker]) -> None:
     def numbers() -> dict[str, int]:
         return {name: steps for name, (steps, _) in since(before).items()}
 
+    prompt = drawn(1)
+    await serving.until(lambda: all(not each.running for each in serving.workers().values()))
     before = {name: (each.steps, each.busy_s) for name, each in serving.workers().items()}
     began_s = time.monotonic()
-    await ask(serving, LONG)
-    steps = {"prefill-0": -(-len(LONG) // STEP_TOKENS), "decode-0": 7}
+    await ask(serving, prompt)
+    steps = {"prefill-0": -(-len(prompt) // STEP_TOKENS), "decode-0": 7}
     await serving.until(lambda: numbers() == steps)
-    await asyncio.gather(*(ask(serving, LONG[number:], max_tokens=20) for number in range(6)))
+    await asyncio.gather(*(ask(serving, prompt[number:], max_tokens=20) for number in range(6)))
     await serving.until(lambda: numbers()["decode-0"] >= 7 + 19)
     await serving.until(lambda: all(not each.running for each in serving.workers().values()))
     took_s = time.monotonic() - began_s
@@ -152,7 +162,7 @@ async def test_ranks_share_blocks(tmp_path: Path, ranks: tuple[int, int]) -> Non
 @shared
 async def test_prompts_that_decode_has_cached(serving: Service[Worker]) -> None:
     """Only what it lacks is sent; after a prompt that it has cached as a whole, only token 1."""
-    whole = LONG[::-1]
+    whole = drawn(2)
     for prompt, cached in ((whole[:32], 0), (whole[:40], 32), (whole[:96], 32), (whole[:96], 96), (whole, 96)):
         result = await ask(serving, prompt)
         assert list(result.token_ids) == greedy(prompt, 8)
@@ -185,7 +195,7 @@ async def test_a_prompt_that_vllm_preempts_is_computed_again(tmp_path: Path) -> 
 @shared
 async def test_a_client_that_leaves(serving: Service[Worker]) -> None:
     for leaves_after in (0, 10):
-        stream = serving.client.generate(LONG, max_tokens=300, mode="pd", ignore_eos=True)
+        stream = serving.client.generate(drawn(3), max_tokens=300, mode="pd", ignore_eos=True)
         async for token in stream:
             if token.index == leaves_after:
                 break
@@ -195,15 +205,15 @@ async def test_a_client_that_leaves(serving: Service[Worker]) -> None:
 
 @shared
 async def test_a_deadline_passes_while_decode_waits_for_kv(serving: Service[Worker]) -> None:
-    pid = serving.workers()["prefill-0"].engine_pid
+    pid, prompt = serving.workers()["prefill-0"].engine_pid, drawn(4)
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineExceeded):
-            await serving.client.generate(LONG, max_tokens=8, mode="pd", timeout_s=1.0).result()
+            await serving.client.generate(prompt, max_tokens=8, mode="pd", timeout_s=1.0).result()
     finally:
         os.kill(pid, signal.SIGCONT)
     await serving.until(lambda: {worker.free_blocks for worker in serving.workers().values()} == {64})
-    assert list((await ask(serving, LONG)).token_ids) == greedy(LONG, 8)
+    assert list((await ask(serving, prompt)).token_ids) == greedy(prompt, 8)
 
 
 async def asked_when_linked(served: Service[Worker]) -> None:

@@ -136,7 +136,7 @@ async def test_a_hand_off_between_started_servers(tmp_path: Path) -> None:
 
 
 async def leave(served: Service[StartedServer]) -> None:
-    """A client does, which ends its request on the server."""
+    """Leave a stream, which ends its request on the server."""
     stream = served.client.generate(PROMPT, max_tokens=450, mode="pd", ignore_eos=True)
     async for token in stream:
         if token.index == 10:
@@ -148,7 +148,7 @@ async def leave(served: Service[StartedServer]) -> None:
 
 
 async def take_other_roles(served: Service[StartedServer]) -> None:
-    """Both workers do."""
+    """Have the two workers change their roles."""
     served.gateway.expect({"prefill-0": Role.DECODE, "decode-0": Role.PREFILL}, version=2)
     assert not await served.gateway.directory.wait_roles(["prefill-0", "decode-0"], 10.0)
     result = await served.generate()
@@ -245,6 +245,8 @@ async def test_a_request_survives_the_end_of_its_server_which_is_started_again(t
         assert (await stream.result()).failures
         await served.until(lambda: served.workers()["decode-0"].engine_restarts == 1)
         assert served.workers()["decode-0"].engine_pid != killed
+        os.kill(served.workers()["decode-0"].engine_pid, signal.SIGKILL)  # while it is idle
+        await served.until(lambda: served.workers()["decode-0"].engine_restarts == 2)
         assert list((await served.generate()).token_ids) == EXPECTED
 
 
