@@ -75,7 +75,7 @@ def run_experiment(
     Ctrl-C, SIGTERM and SIGHUP end the run in the middle of its cell; finished cells are kept and reported. A service
     that does not answer any more ends the run with NotReady; its cell is not finished."""
     interrupted = False
-    with _signals_interrupt(), _deployment(experiment, progress.stage, **service) as deployment:
+    with signals_interrupt(), _deployment(experiment, progress.stage, **service) as deployment:
         cells = _planned(experiment, deployment)
         finished = _resumed(cells, folder, progress)
         missing = [cell for cell in cells if cell.name not in finished]
@@ -107,7 +107,7 @@ def run_experiment(
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """Have SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does, so that no service is left behind. Only on the
     main thread; signals that are ignored (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():

@@ -29,6 +29,7 @@ from experiments.deployment import Deployment
 from experiments.load import run_load
 from experiments.report.drawing import frame_of
 from experiments.run_folder import RequestRow
+from experiments.runner import signals_interrupt
 from experiments.workloads.arrivals import Schedule
 from experiments.workloads.conversation import Conversation
 from gateway.token_file import digest_of
@@ -47,11 +48,13 @@ _progress = Console(stderr=True, highlight=False)
 
 
 def run(measure: Callable[..., Mapping[str, Any]]) -> None:
-    """The program of a benchmark. The parameters of ``measure`` are its options."""
+    """The program of a benchmark. The parameters of ``measure`` are its options. Ctrl-C, SIGTERM and SIGHUP end it, and
+    the services that it has started."""
 
     @functools.wraps(measure)
     def program(**options: Any) -> None:
-        figures = _plain(measure(**options))
+        with signals_interrupt():
+            figures = _plain(measure(**options))
         _show(figures)
         print(json.dumps(figures))  # noqa: T201 - the last line is for programs
 

@@ -306,6 +306,30 @@ def test_every_target_is_run_here() -> None:
     assert set(targets) == PROGRAMS.keys() == FIGURES.keys()
 
 
+ENDLESS = """
+import time
+from experiments.benchmarks.frame import run
+
+def measure():
+    print("began", flush=True)
+    try:
+        time.sleep(600)
+    finally:
+        print("stopped its services", flush=True)
+
+run(measure)
+"""
+
+
+def test_a_benchmark_that_is_ended_stops_its_services() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "began\n"
+        program.terminate()
+        assert program.stdout.read() == "stopped its services\n"
+        assert program.wait(30) != 0
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", sorted(FIGURES.keys() - {"vllm"}))
 @pytest.mark.ray
