@@ -109,13 +109,16 @@ def run_experiment(
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
     """Have SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does, so that no service is left behind. Only on the
-    main thread; signals that are ignored (nohup) stay ignored."""
+    main thread. A SIGTERM or SIGHUP that is ignored (nohup) stays ignored; an ignored Ctrl-C, as of a program that a
+    script has put in the background, makes no difference."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.raise_signal(signal.SIGINT)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)  # asyncio has a handler of its own for it
 
     usual = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in usual.items():

@@ -111,8 +111,8 @@ class KVLink(ABC):
 
     async def payload(self, regions: Sequence[Region], *, by_value: bool = False) -> Payload:
         """A payload of regions of the memory, copied to the host if it lies on a device and the link is not
-        ``on_device``. ``by_value``: the peer does not read the memory itself, as it does not read coded bytes.
-        ValueError if the memory is closed."""
+        ``on_device``. ``by_value``: the message has the bytes in it, as it has coded ones, even where the link lets
+        the peer read the memory. ValueError if the memory is closed."""
         if isinstance(self.memory, DeviceMemory) and not self.on_device:
             return await staged(self.memory, regions)
         payload = Payload(self.memory, regions)

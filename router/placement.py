@@ -235,9 +235,7 @@ def _place_pair(needs: Needs, view: ClusterView) -> Placed | Wait:
         return _wait_for_pair(needs, view, free, roomy)
     # For a retry, take a prefill worker with a peer that has not failed the request.
     good = {worker_id for worker_id, worker in roomy.items() if not _is_to_avoid(worker, needs)}
-    useful = able
-    if len(good) < len(roomy):
-        useful = [worker for worker in able if not worker.linked.keys().isdisjoint(good)] or able
+    useful = [worker for worker in able if not worker.linked.keys().isdisjoint(good)] or able
     prefill, why_prefill = _choose(useful, needs, view, Role.PREFILL, prefer=needs.prefer)
     peers = [worker for worker_id, worker in roomy.items() if worker_id in prefill.linked]
     decode, why_decode = _choose(peers, needs, view, Role.DECODE, source=prefill)

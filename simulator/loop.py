@@ -66,6 +66,7 @@ class World:
         self.now_s, self._turn_s = BEGIN_S, turn_s
         self.turns = 0
         self.random = chance.random
+        """Draws a number from 0 to 1."""
         self.on_error = on_error
         self._timers: list[tuple[float, int, Callback]] = []
         self._numbers = 0

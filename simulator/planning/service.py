@@ -79,9 +79,10 @@ class LinkClass(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """A worker: its role, the host that it is on, what its steps take, and the limits of its engine. The
-    duration of a step that computes one token of each request is multiplied by a factor of ``spread``, drawn at random;
-    their mean is 1. Empty: it is as ``steps`` says."""
+    """A worker: its role, the host that it is on, what its steps take, and the limits of its engine.
+
+    The duration of a step that computes one token of each request is multiplied by a factor of ``spread``, which is
+    drawn at random; their mean is 1. If ``spread`` is empty, all steps take what ``steps`` says."""
 
     worker_id: str
     role: Role

@@ -23,7 +23,7 @@ DEGREES = [(1, 2), (4, 2), (2, 1), (2, 2), (2, 4), (1, 4)]
 
 
 def first(count: int) -> list[Any]:
-    """So many degrees, and the others in `make soak`."""
+    """The first ``count`` degrees; the others run in `make soak`."""
     return [*DEGREES[:count], *(pytest.param(each, marks=pytest.mark.soak) for each in DEGREES[count:])]
 
 

@@ -115,7 +115,7 @@ async def service(
         assert not [each for each in started(folder) if psutil.pid_exists(each["pid"])]  # type: ignore[arg-type]
 
 
-async def test_a_hand_off_between_started_servers(tmp_path: Path) -> None:
+async def test_a_hand_off_a_client_that_leaves_other_roles_and_a_dismissed_worker(tmp_path: Path) -> None:
     async with service(tmp_path) as served:
         result = await served.generate()
         assert list(result.token_ids) == EXPECTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -253,3 +254,9 @@ def fake_nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
     network = FakeNetwork()
     network.install(monkeypatch)
     return network
+
+
+def with_nixl(transport: str, request: pytest.FixtureRequest) -> None:
+    """Have a stand-in for NIXL if the transport needs it and it is not installed."""
+    if transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        request.getfixturevalue("fake_nixl")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 
 import numpy as np
@@ -13,7 +12,7 @@ from kv_transfer.codec import Codec, Int8, Lossless, codec_of
 from pdserve.core.config import CodecName
 from pdserve.core.errors import ConfigError, LayoutMismatch
 from pdserve.core.kv_layout import FP8, KVLayout
-from tests.kv_transfer.conftest import MakeEnds
+from tests.kv_transfer.conftest import MakeEnds, with_nixl
 
 BFLOAT16 = KVLayout.uniform("model", "bfloat16", block_size=16, num_layers=3, num_kv_heads=2, head_dim=64)
 
@@ -94,12 +93,6 @@ def test_what_a_codec_does_not_code_is_a_setting_that_is_wrong() -> None:
             codec_of(name, KVLayout.uniform("model", FP8, 16, 3, 2, 64))
     assert codec_of("none", float32) is None
     assert isinstance(codec_of("int8", float32), Int8)
-
-
-def with_nixl(transport: str, request: pytest.FixtureRequest) -> None:
-    """Have a stand-in for NIXL where it is needed and not installed."""
-    if transport == "nixl" and importlib.util.find_spec("nixl") is None:
-        request.getfixturevalue("fake_nixl")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc_stream", "nixl"])

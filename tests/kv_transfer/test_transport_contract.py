@@ -20,7 +20,7 @@ from pdserve.core.errors import ConfigError, PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
 from tests.host_pool import inline
-from tests.kv_transfer.conftest import answering
+from tests.kv_transfer.conftest import answering, with_nixl
 from tests.loopback import create_transport
 
 NIXL = pytest.param(
@@ -82,8 +82,7 @@ async def receive(link: KVLink) -> tuple[bytes, bytes]:
 async def name(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """A transport's name (nixl: over a stand-in where it is not installed); afterwards none of its threads may be
     left."""
-    if request.param == "nixl" and importlib.util.find_spec("nixl") is None:
-        request.getfixturevalue("fake_nixl")
+    with_nixl(request.param, request)
     before = set(threading.enumerate())
     yield request.param
     for thread in set(threading.enumerate()) - before:

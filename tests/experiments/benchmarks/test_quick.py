@@ -321,8 +321,11 @@ run(measure)
 """
 
 
-def test_a_benchmark_that_is_ended_stops_its_services() -> None:
-    with subprocess.Popen([sys.executable, "-c", ENDLESS], cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+@pytest.mark.parametrize("shell", ["", "trap '' INT;"], ids=["terminal", "background"])
+def test_a_benchmark_that_is_ended_stops_its_services(shell: str) -> None:
+    """Also one that a script has put in the background, which ignores Ctrl-C."""
+    command = ["sh", "-c", f'{shell} exec "$0" -c "$1"', sys.executable, ENDLESS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "began\n"
         program.terminate()
