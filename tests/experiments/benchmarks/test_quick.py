@@ -327,10 +327,13 @@ def test_a_benchmark_that_is_ended_stops_its_services(shell: str) -> None:
     command = ["sh", "-c", f'{shell} exec "$0" -c "$1"', sys.executable, ENDLESS]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
-        assert program.stdout.readline() == "began\n"
-        program.terminate()
-        assert program.stdout.read() == "stopped its services\n"
-        assert program.wait(30) != 0
+        try:
+            assert program.stdout.readline() == "began\n"
+            program.terminate()
+            assert program.stdout.read() == "stopped its services\n"
+            assert program.wait(30) != 0
+        finally:
+            program.kill()
 
 
 @pytest.mark.timeout(600)
