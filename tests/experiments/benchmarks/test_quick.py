@@ -311,8 +311,8 @@ import time
 from experiments.benchmarks.frame import run
 
 def measure():
-    print("began", flush=True)
     try:
+        print("began", flush=True)
         time.sleep(600)
     finally:
         print("stopped its services", flush=True)
