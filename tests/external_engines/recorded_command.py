@@ -17,7 +17,6 @@ from pathlib import Path
 import uvicorn
 import yaml
 
-from tests.external_engines.connected_vllm import ConnectedVLLM
 from tests.external_engines.recorded_sglang import DistantRooms, RecordedSGLang
 from tests.external_engines.recorded_vllm import RecordedVLLM
 
@@ -104,6 +103,8 @@ def vllm(folder: str) -> None:
     name = f"engine-{os.getpid()}"
     config = json.loads(arguments.kv_transfer_config)
     if config["kv_connector"] == "PdserveConnector":
+        from tests.external_engines.connected_vllm import ConnectedVLLM  # torch, which other servers do not need
+
         connected = ConnectedVLLM(name, block_size=arguments.block_size, start_s=time.time())
         connected.preempts, connected.attention = arguments.preempts, arguments.attention_backend
         connected.begin(config, arguments.tensor_parallel_size, Path(folder))

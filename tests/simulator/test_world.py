@@ -14,7 +14,7 @@ from tests.simulator.mutants import MUTANTS, Mutant, seeds_until_found
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 500
-QUICK_MUTANTS = (MUTANTS[5], MUTANTS[27])
+QUICK_MUTANTS = (MUTANTS[1], MUTANTS[5])
 
 
 def pdserve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ def test_a_seed_gives_the_same_run() -> None:
 
 @pytest.mark.parametrize("mutant", QUICK_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_planted_fault_is_found(mutant: Mutant) -> None:
-    """A few of them; `make soak` plants all."""
+    """Two that few seeds find; `make soak` plants all."""
     seeds, _ = seeds_until_found(mutant, 300)
     assert seeds > 0
 
