@@ -37,7 +37,7 @@ from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from runtime.logs import set_up_logging
-from runtime.process import end_with_parent, freeze_heap
+from runtime.process import end_with_parent, freeze_heap, no_collection
 
 _READ_BYTES = 2**20
 _MAX_MESSAGE_CHARS = 1000
@@ -152,8 +152,8 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
             os.sched_setaffinity(0, spec.cores_of(0))
         except OSError as error:
             raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
-    # After binding: torch counts the cores when it is imported.
-    from engine.process.build import build_engine, make_connector
+    with no_collection():  # after binding: torch counts the cores when it is imported
+        from engine.process.build import build_engine, make_connector
 
     def pool_memory(num_bytes: int) -> list[Any]:
         pipe.send(WantsPool(num_bytes))

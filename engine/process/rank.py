@@ -12,7 +12,7 @@ from contract.engine import FrameReader
 from engine.process.ranks import PoolReady, RankStep, SharedSums, scheduled
 from engine.spec import EngineSpec
 from runtime.logs import set_up_logging
-from runtime.process import end_with_parent, freeze_heap
+from runtime.process import end_with_parent, freeze_heap, no_collection
 
 _READ_BYTES = 2**20
 
@@ -31,7 +31,8 @@ def main() -> NoReturn:
     rank, pool_fd, sums_fd, steps_fd = map(int, sys.argv[2:])
     if spec.cores:
         os.sched_setaffinity(0, spec.cores_of(rank))
-    from engine.process.build import build_rank  # after binding: torch counts the cores when it is imported
+    with no_collection():  # after binding: torch counts the cores when it is imported
+        from engine.process.build import build_rank
 
     sums = SharedSums(sums_fd, rank, spec.tensor_parallel)
     build = build_rank(spec, rank, sums)

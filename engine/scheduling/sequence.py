@@ -11,7 +11,7 @@ from contract.engine import KVRole, Submit
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.structures import Matcher
 from pdserve.core.prefix_digests import PrefixDigests
-from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
+from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, Request, check_transition
 from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -74,6 +74,13 @@ class PromptLogprobs:
         return positions, self._token_ids[positions.start + 1 : positions.stop + 1]
 
 
+def _history(request: Request, matcher: Matcher | None) -> TokenHistory | None:
+    if request.sampling.penalises:
+        return TokenHistory(request.token_ids, len(request.prompt_token_ids), matcher)
+    # Without penalties nothing reads the tokens, and each guess of a draft copies them.
+    return None if matcher is None else TokenHistory((), 0, matcher)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The state of one request. Compared by identity."""
@@ -133,9 +140,7 @@ class Sequence:
             params=sampling,
             stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids.union(eos_token_ids),
             num_prefix_tokens=submit.prefix_tokens,
-            history=TokenHistory(token_ids, len(request.prompt_token_ids), matcher)
-            if sampling.penalises or matcher is not None
-            else None,
+            history=_history(request, matcher),
             prompt_logprobs=None
             if sampling.prompt_logprobs is None or submit.kv_role is KVRole.RECEIVE
             else PromptLogprobs(request.prompt_token_ids, sampling.prompt_logprobs),

@@ -186,7 +186,7 @@ def test_each_host_downloads_the_commit_that_the_first_one_has(
 
 def test_a_start_that_downloads_can_be_interrupted(cli: Cli, folder: Path, hub: Hub, tmp_path: Path) -> None:
     with (folder / "model.safetensors").open("ab") as file:
-        file.truncate(1_000_000_000)
+        file.truncate(300_000_000)
     hub.pause_s = 0.3
     env = {**cli.env, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
     command = [*PDSERVE, "up", "--model", "org/model", "--port", str(free_port())]
