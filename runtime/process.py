@@ -18,8 +18,8 @@ def end_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage within the block. An import of torch makes a million objects that stay: it takes a tenth less
-    time if the collector does not look at them again and again."""
+    """Collect no garbage within the block. An import of torch leaves 250,000 objects, and takes a tenth less time if
+    the collector does not look at them again and again."""
     gc.disable()
     try:
         yield
