@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -142,7 +142,7 @@ class WaitingLine:
         after ``router.patience_s``, or never without one.
         """
         mode = waiting.needs.mode
-        decision = self._decide(waiting)
+        decision = self._decide(waiting, behind=bool(self._queue.lengths[mode]))
         if isinstance(decision, Never):
             raise decision.error
         if isinstance(decision, Placed) and not self._queue.lengths[mode]:
@@ -170,13 +170,16 @@ class WaitingLine:
                 waiting.placed.result().end()
             raise
 
-    def _decide(self, waiting: Waiting) -> Decision:
-        """Where the request can go now."""
+    def _decide(self, waiting: Waiting, behind: bool = False) -> Decision:
+        """Where the request can go now. If it is ``behind`` others, it waits even if a worker that is not drawn is
+        free, so that an arrival does not cost more the more workers there are."""
         if waiting.prompt is not None and (cached := waiting.prompt.cached()) is not waiting.needs.cached:
             waiting.needs = msgspec.structs.replace(waiting.needs, cached=cached)
         part = self._registry.sample(waiting.needs)
-        if part is not None and isinstance(decision := place(waiting.needs, part), Placed):
-            return decision
+        if part is not None:
+            decision = place(waiting.needs, part)
+            if isinstance(decision, Placed) or (behind and isinstance(decision, Wait) and decision.error is None):
+                return decision
         return place(waiting.needs, self._registry.view())
 
     def _assign(self, waiting: Waiting, placed: Placed) -> Assignment:
@@ -280,20 +283,27 @@ def earliest_finish_s(needs: Needs, view: ClusterView, tokens_before: int = 0) -
     if not lines:
         return 0.0
     # A cached prompt is not computed. How much of this one is cached is not known: as much as of any request lately.
-    own_s = min([_least_s(line, 1, costs.least_uncached * needs.prompt_tokens, 0, 0) for line in lines])
-    each_s = [_least_s(line, 0, 1, 0, 0) for line in lines]
+    own_s = min([_least_s(line, 1, costs.least_uncached * needs.prompt_tokens, 0, 0) for line, _ in lines])
     queued_s = 0.0
-    if tokens_before and min(each_s) > 0:
-        queued_s = costs.uncached * tokens_before / sum([1 / seconds for seconds in each_s])
+    if tokens_before:
+        token_s = [_least_s(line, 0, 1, 0, 0) for line, _ in lines]
+        if min(token_s) > 0:
+            tokens_per_s = sum([number / each_s for (_, number), each_s in zip(lines, token_s, strict=True)])
+            queued_s = costs.uncached * tokens_before / tokens_per_s
+    if needs.min_output_tokens <= 1:
+        return own_s + queued_s
     # The outputs that are sure, on a worker that does nothing else.
-    token_s = min([_least_s(line, 1, 1) for line in _lines(needs, view, Role.DECODE, costs.decode)], default=0.0)
-    return own_s + queued_s + (needs.min_output_tokens - 1) * token_s
+    output_s = min([_least_s(line, 1, 1) for line, _ in _lines(needs, view, Role.DECODE, costs.decode)], default=0.0)
+    return own_s + queued_s + (needs.min_output_tokens - 1) * output_s
 
 
-def _lines(needs: Needs, view: ClusterView, role: Role, known: Mapping[str, Line]) -> list[Line]:
-    """The line of each worker that may do what ``role`` is for; none if one is missing."""
-    kinds = [w.kind for w in view.workers if w.ready and (needs.mode is not Mode.PD or w.role is role)]
-    return [known[kind] for kind in kinds] if all(kind in known for kind in kinds) else []
+def _lines(needs: Needs, view: ClusterView, role: Role, known: Mapping[str, Line]) -> list[tuple[Line, int]]:
+    """The lines of the workers that may do what ``role`` is for, and how many have each; none if one is missing."""
+    pair = needs.mode is Mode.PD
+    numbers = Counter([w.kind for w in view.workers if w.ready and (not pair or w.role is role)])
+    if not numbers.keys() <= known.keys():
+        return []
+    return [(known[kind], number) for kind, number in numbers.items()]
 
 
 def _least_s(line: Line, *features: float) -> float:

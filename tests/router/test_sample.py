@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 from pdserve.core.clock import FakeClock
 from pdserve.core.config import RouterConfig
+from pdserve.core.errors import CapacityExceeded
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role, WorkerLoad
 from router.fair_queue import Waiting
@@ -90,6 +92,26 @@ async def test_what_a_request_has_a_reason_for_is_seen() -> None:
             assignment = await placed(registry, needs)
             assert assignment.prefill.worker.worker_id == "p5"
             assignment.end()
+
+
+async def test_a_request_behind_others_is_compared_with_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = registry_of()
+    line = WaitingLine(registry, RouterConfig(), FakeClock(100.0))
+    taken = [registry.begin(worker.worker_id, 10**6, 10**6) for worker in registry.workers]
+    first = asyncio.create_task(line.wait(Waiting(1, needs_of(1))))
+    await asyncio.sleep(0)
+    assert line.length == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "view", lambda: pytest.fail("all workers are compared"))
+        second = asyncio.create_task(line.wait(Waiting(2, needs_of(2))))
+        await asyncio.sleep(0)
+    assert line.length == 2
+    with pytest.raises(CapacityExceeded):  # what no worker can hold is refused at once
+        await line.wait(Waiting(3, Needs(Mode.PD, 10**6, 8, ticket=3)))
+    for share in taken:
+        share.end()
+    for each in (first, second):
+        await each
 
 
 async def test_lost_workers_and_new_roles_are_known() -> None:
