@@ -142,10 +142,11 @@ class WaitingLine:
         after ``router.patience_s``, or never without one.
         """
         mode = waiting.needs.mode
-        decision = self._decide(waiting, behind=bool(self._queue.lengths[mode]))
+        behind = self._queue.lengths[mode] > 0
+        decision = self._decide(waiting, behind)
         if isinstance(decision, Never):
             raise decision.error
-        if isinstance(decision, Placed) and not self._queue.lengths[mode]:
+        if isinstance(decision, Placed) and not behind:
             return self._assign(waiting, decision)
         if not waiting.patient:
             if isinstance(decision, Wait) and decision.error and not self._may_come_back(mode, decision.error):
@@ -171,8 +172,8 @@ class WaitingLine:
             raise
 
     def _decide(self, waiting: Waiting, behind: bool = False) -> Decision:
-        """Where the request can go now. If it is ``behind`` others, it waits even if a worker that is not drawn is
-        free, so that an arrival does not cost more the more workers there are."""
+        """Where the request can go now. A request ``behind`` others has to wait anyway: it is compared with all workers
+        only if those that are drawn for it could not take it later either."""
         if waiting.prompt is not None and (cached := waiting.prompt.cached()) is not waiting.needs.cached:
             waiting.needs = msgspec.structs.replace(waiting.needs, cached=cached)
         part = self._registry.sample(waiting.needs)
@@ -286,10 +287,9 @@ def earliest_finish_s(needs: Needs, view: ClusterView, tokens_before: int = 0) -
     own_s = min([_least_s(line, 1, costs.least_uncached * needs.prompt_tokens, 0, 0) for line, _ in lines])
     queued_s = 0.0
     if tokens_before:
-        token_s = [_least_s(line, 0, 1, 0, 0) for line, _ in lines]
-        if min(token_s) > 0:
-            tokens_per_s = sum([number / each_s for (_, number), each_s in zip(lines, token_s, strict=True)])
-            queued_s = costs.uncached * tokens_before / tokens_per_s
+        each_s = [(number, _least_s(line, 0, 1, 0, 0)) for line, number in lines]
+        if all(token_s > 0 for _, token_s in each_s):
+            queued_s = costs.uncached * tokens_before / sum([number / token_s for number, token_s in each_s])
     if needs.min_output_tokens <= 1:
         return own_s + queued_s
     # The outputs that are sure, on a worker that does nothing else.
@@ -298,7 +298,7 @@ def earliest_finish_s(needs: Needs, view: ClusterView, tokens_before: int = 0) -
 
 
 def _lines(needs: Needs, view: ClusterView, role: Role, known: Mapping[str, Line]) -> list[tuple[Line, int]]:
-    """The lines of the workers that may do what ``role`` is for, and how many have each; none if one is missing."""
+    """The lines of the workers that may do what ``role`` is for, each with their number; none if one is missing."""
     pair = needs.mode is Mode.PD
     numbers = Counter([w.kind for w in view.workers if w.ready and (not pair or w.role is role)])
     if not numbers.keys() <= known.keys():

@@ -21,7 +21,8 @@ class TokenHistory:
 
     ``seen_ids`` are the distinct ids of prompt and outputs, ``output_ids`` those of the outputs, and ``output_counts``
     how often each of these occurred. All are arrays of type code ``q``, in order of first appearance. ``matcher`` has
-    followed the outputs if these have to match a structure.
+    followed the outputs if these have to match a structure. A request without penalties has a history for its
+    ``matcher`` alone, which starts without tokens.
     """
 
     def __init__(self, token_ids: Seq[int], num_prompt_tokens: int, matcher: Matcher | None = None) -> None:
@@ -77,7 +78,7 @@ class PromptLogprobs:
 def _history(request: Request, matcher: Matcher | None) -> TokenHistory | None:
     if request.sampling.penalises:
         return TokenHistory(request.token_ids, len(request.prompt_token_ids), matcher)
-    # Without penalties nothing reads the tokens, and each guess of a draft copies them.
+    # Nothing reads the tokens without penalties, and each guess of a draft would copy them.
     return None if matcher is None else TokenHistory((), 0, matcher)
 
 
