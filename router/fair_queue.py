@@ -230,9 +230,11 @@ class FairQueue:
     ) -> Sequence[Waiting] | None:
         """The same for a request of so many ``tokens``: those that are refused have at least ``excess`` tokens together
         with those in ``besides``, or are all that may be refused."""
-        most = max(self._token_shares, key=self._token_shares.__getitem__, default=holder)
         excess -= sum([each.tokens for each in besides])
-        if excess > 0 and self._token_shares[most] - excess < self._token_shares[holder] + tokens:
+        if excess <= 0:
+            return ()
+        most = max(self._token_shares, key=self._token_shares.__getitem__, default=holder)
+        if self._token_shares[most] - excess < self._token_shares[holder] + tokens:
             return None
         way: list[Waiting] = []
         for waiting in self._newest(most):

@@ -166,11 +166,16 @@ class Share:
     """The load of one request on one worker, until `end`. It counts what is still to be computed.
 
     The worker has to compute ``tokens``, of which ``prompt_tokens`` are prefilled first (0: it receives the KV). It
-    holds the KV of ``kv_tokens`` at first. ``changed`` is called when the worker may take more requests.
+    holds the KV of ``kv_tokens`` at first. ``changed`` is called with the worker when it may take more requests.
     """
 
     def __init__(
-        self, worker: RegisteredWorker, tokens: int, prompt_tokens: int, kv_tokens: int, changed: Callable[[], None]
+        self,
+        worker: RegisteredWorker,
+        tokens: int,
+        prompt_tokens: int,
+        kv_tokens: int,
+        changed: Callable[[RegisteredWorker], None],
     ) -> None:
         self.worker = worker
         self._kv_tokens = kv_tokens
@@ -196,7 +201,7 @@ class Share:
             self._less(self._prompt_tokens)
             self.worker.prompt_tokens -= self._prompt_tokens
             self._prompt_tokens = 0
-            self._changed()
+            self._changed(self.worker)
 
     def token_made(self) -> None:
         """Note one output token."""
@@ -219,7 +224,7 @@ class Share:
             self.worker.prompt_tokens -= self._prompt_tokens
             self._prompt_tokens = 0
             self.worker.breaker.left(self.round)
-            self._changed()
+            self._changed(self.worker)
 
     def _less(self, tokens: int) -> None:
         tokens = min(tokens, self._tokens)

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 SAMPLE = 32
 """Limit: workers of each role among which one is chosen for a request, where there are more; all others only if none of
 these can take it."""
+FREED = 8
+"""Of the workers whose load changed last, so many are among them."""
 
 _NO_LINKS: Links = MappingProxyType({})
 
@@ -88,6 +90,7 @@ class WorkerRegistry:
         self._worker_listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
         self._were_available: set[Mode] = set()
+        self._freed: deque[str] = deque(maxlen=FREED)  # the workers whose load changed last
         self._live: frozenset[WorkerEpoch] = frozenset()
         self._look_for_late_s = float("-inf")  # no heartbeat becomes overdue before
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
@@ -140,7 +143,7 @@ class WorkerRegistry:
             self._note_roles()
             self._came()
         else:
-            self.notify_load()
+            self._load_changed(worker)
         return True
 
     def lost(self, worker_id: str, why: str = "its control connection broke", *, epoch: str | None = None) -> None:
@@ -343,8 +346,9 @@ class WorkerRegistry:
 
     def sample(self, needs: Needs) -> ClusterView | None:
         """A part of `view` in which a request may be placed, so that placement does not take longer the more workers
-        there are: `SAMPLE` workers of each role, drawn by its ticket, that of its last attempt, and those that have its
-        prefix cached. None if there are few workers, or a policy compares all."""
+        there are: `SAMPLE` workers of each role, drawn by its ticket, that of its last attempt, those that have its
+        prefix cached, and those that may just have become free. None if there are few workers, or a policy compares
+        all."""
         if not self._samples or len(self._workers) <= len(Role) * SAMPLE:
             return None
         self._note_late()
@@ -355,7 +359,8 @@ class WorkerRegistry:
             drawn = workers[start : start + SAMPLE]
             for worker in drawn + workers[: SAMPLE - len(drawn)]:
                 chosen[worker.worker_id] = worker
-        for worker_id in (needs.prefer, *heapq.nlargest(SAMPLE, needs.cached, key=needs.cached.__getitem__)):
+        cached = heapq.nlargest(SAMPLE, needs.cached, key=needs.cached.__getitem__)
+        for worker_id in (needs.prefer, *cached, *self._freed):
             if (known := self._workers.get(worker_id)) is not None:
                 chosen[worker_id] = known
         return self._view_of(chosen.values())
@@ -379,7 +384,7 @@ class WorkerRegistry:
         """Add a request to the load of a worker (see `Share`). KeyError for an unknown worker."""
         worker = self._workers[worker_id]
         worker.last_used = next(self._choices)
-        return Share(worker, tokens, prompt_tokens, kv_tokens, self.notify_load)
+        return Share(worker, tokens, prompt_tokens, kv_tokens, self._load_changed)
 
     def assign(self, needs: Needs, placed: Placed) -> Assignment:
         """Add a placed request to the load of its workers. KeyError for an unknown worker."""
@@ -418,8 +423,11 @@ class WorkerRegistry:
         self._worker_listeners.append(listener)
         return lambda: self._worker_listeners.remove(listener)
 
-    def notify_load(self) -> None:
-        """Call the listeners after a change of the load."""
+    def _load_changed(self, worker: RegisteredWorker) -> None:
+        self._freed.append(worker.worker_id)
+        self._notify_load()
+
+    def _notify_load(self) -> None:
         for listener in list(self._listeners):
             listener()
 
@@ -428,7 +436,7 @@ class WorkerRegistry:
         self._spare_the_last()
         for listener in list(self._worker_listeners):
             listener()
-        self.notify_load()
+        self._notify_load()
 
     def _came(self) -> None:
         """Note that a worker or a link may have become ready."""

@@ -28,6 +28,8 @@ MAX_RETRY_AFTER_S = 30.0
 """Limit: `retry-after` of a full queue."""
 LOOK_AHEAD_S = 60.0  # a deadline further away is not compared while nothing waits
 LOOK_FOR_AGED_S = 1.0
+COMPARE_ALL_S = 0.02
+"""How often the next request is compared with all workers, where a part of them is compared after each change."""
 CAUTION = 0.5
 """A prediction, less its margin, counts by this share: only requests that are sure to be late are refused."""
 
@@ -44,6 +46,7 @@ class WaitingLine:
         self._short_of: dict[WaitMode, Role | None] = {}  # what the next request waited for the last time
         self._unavailable_since_s: dict[WaitMode, float] = {}
         self._check_s: dict[WaitMode, float] = {}  # when to check the patience of requests again
+        self._compare_all_s: dict[WaitMode, float] = {}  # when to compare the next request with all workers again
         self._drained: deque[tuple[float, int]] = deque(maxlen=DRAIN_SAMPLES)  # when requests were placed, and tokens
         self._serving = False
         self._served_since_aged = 0
@@ -142,8 +145,8 @@ class WaitingLine:
         after ``router.patience_s``, or never without one.
         """
         mode = waiting.needs.mode
-        behind = self._queue.lengths[mode] > 0
-        decision = self._decide(waiting, behind)
+        behind = self._queue.lengths[mode] > 0  # it has to wait anyway
+        decision = self._decide(waiting, part_only=behind)
         if isinstance(decision, Never):
             raise decision.error
         if isinstance(decision, Placed) and not behind:
@@ -171,17 +174,21 @@ class WaitingLine:
                 waiting.placed.result().end()
             raise
 
-    def _decide(self, waiting: Waiting, behind: bool = False) -> Decision:
-        """Where the request can go now. A request ``behind`` others has to wait anyway: it is compared with all workers
-        only if those that are drawn for it could not take it later either."""
+    def _decide(self, waiting: Waiting, part_only: bool = False) -> Decision:
+        """Where the request can go now. With ``part_only`` it is compared with all workers only if those that are drawn
+        for it could not take it later either."""
         if waiting.prompt is not None and (cached := waiting.prompt.cached()) is not waiting.needs.cached:
             waiting.needs = msgspec.structs.replace(waiting.needs, cached=cached)
         part = self._registry.sample(waiting.needs)
         if part is not None:
             decision = place(waiting.needs, part)
-            if isinstance(decision, Placed) or (behind and isinstance(decision, Wait) and decision.error is None):
+            if isinstance(decision, Placed) or (part_only and isinstance(decision, Wait) and decision.error is None):
                 return decision
-        return place(waiting.needs, self._registry.view())
+        decision = place(waiting.needs, self._registry.view())
+        if part is not None and isinstance(decision, Wait) and decision.error is None:
+            self._compare_all_s[waiting.needs.mode] = self._clock.now() + COMPARE_ALL_S
+            asyncio.get_running_loop().call_later(COMPARE_ALL_S + 0.001, self._serve)
+        return decision
 
     def _assign(self, waiting: Waiting, placed: Placed) -> Assignment:
         self._drained.append((self._clock.now(), waiting.tokens))
@@ -198,7 +205,8 @@ class WaitingLine:
             while (waiting := self._queue.head(modes)) is not None:
                 priority = waiting.priority
                 waiting = self._find_aged(modes, priority) or waiting
-                mode, decision = waiting.needs.mode, self._decide(waiting)
+                mode = waiting.needs.mode
+                decision = self._decide(waiting, part_only=self._clock.now() < self._compare_all_s.get(mode, 0.0))
                 if isinstance(decision, Wait):
                     self._short_of[mode] = decision.short_of
                     modes.remove(mode)

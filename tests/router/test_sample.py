@@ -16,15 +16,16 @@ from pdserve.core.worker import Role, WorkerLoad
 from router.fair_queue import Waiting
 from router.registry import SAMPLE, Assignment, WorkerRegistry
 from router.view import Needs, WaitMode
-from router.waiting_line import WaitingLine
+from router.waiting_line import COMPARE_ALL_S, WaitingLine
 from tests.fake_worker import FakeWorker, fake_info, fake_links
 
 EACH = 5 * SAMPLE
 """Workers of each role."""
 
 
-def registry_of(policy: str = "kv_aware", each: int = EACH) -> WorkerRegistry:
-    registry = WorkerRegistry(FakeClock(100.0), RouterConfig(policy=policy, heartbeat_timeout_s=8e4))
+def registry_of(policy: str = "kv_aware", each: int = EACH, **settings: int) -> WorkerRegistry:
+    config = RouterConfig(policy=policy, heartbeat_timeout_s=8e4, **settings)
+    registry = WorkerRegistry(FakeClock(100.0), config)
     decoders = [f"d{n}" for n in range(each)]
     for worker_id in (*(f"p{n}" for n in range(each)), *decoders):
         role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
@@ -112,6 +113,44 @@ async def test_a_request_behind_others_is_compared_with_a_part(monkeypatch: pyte
         share.end()
     for each in (first, second):
         await each
+
+
+async def test_one_that_waits_is_compared_with_those_that_become_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = registry_of(prefill_backlog_tokens=64)
+    line = WaitingLine(registry, RouterConfig(), FakeClock(100.0))
+    taken = {worker.worker_id: registry.begin(worker.worker_id, 10**6, 10**6) for worker in registry.workers}
+    tickets = range(20)
+    requests = [asyncio.create_task(line.wait(Waiting(ticket, needs_of(ticket)))) for ticket in tickets]
+    await asyncio.sleep(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "view", lambda: pytest.fail("all workers are compared"))
+        for ticket in tickets:
+            registry.heartbeat(f"d{ticket}", WorkerLoad(free_blocks=1000))
+            taken[f"p{ticket}"].end()
+            assert line.length == len(tickets) - 1 - ticket
+    given = [(await request).prefill.worker.worker_id for request in requests]
+    assert given == [f"p{ticket}" for ticket in tickets]
+
+
+async def test_one_that_waits_is_compared_with_all_again_before_long() -> None:
+    registry, clock = registry_of(), FakeClock(100.0)
+    line = WaitingLine(registry, RouterConfig(), clock)
+    for worker in registry.workers:
+        registry.begin(worker.worker_id, 10**6, 10**6)
+    first = asyncio.create_task(line.wait(Waiting(1, needs_of(1))))
+    await asyncio.sleep(0)
+    free = next(w for w in registry.workers if w.role is Role.PREFILL and w.worker_id not in drawn(registry, 1))
+    free.outstanding_tokens = free.prompt_tokens = 0  # without a change that the line is told of
+    await asyncio.sleep(0)
+    assert line.length == 1
+    clock.advance(2 * COMPARE_ALL_S)
+    assert (await first).prefill.worker is free
+
+
+def drawn(registry: WorkerRegistry, ticket: int) -> set[str]:
+    part = registry.sample(needs_of(ticket))
+    assert part is not None
+    return {each.worker_id for each in part.workers}
 
 
 async def test_lost_workers_and_new_roles_are_known() -> None:
