@@ -21,6 +21,7 @@ from experiments.modes import (
     ATTAINMENT,
     CALIBRATION_TOKENS,
     COLOCATED,
+    MARGINS,
     PD,
     SLO,
     ArmLoads,
@@ -156,8 +157,10 @@ class ModeMatrix(Experiment):
             differing = [pair for pair in pairs_of(rows) if getattr(pair[0], field) != getattr(pair[1], field)]
             if differing:
                 ids = " and ".join(row.request_id for row in differing[0])
+                margin = cell.facts.get(MARGINS, {}).get(str(differing[0][0].index))
                 failed.append(
                     f"{cell.cell}: {what} between the arms in {len(differing)} pairs, first in requests {ids}"
+                    + ("" if margin is None else f", whose two likeliest tokens are at least {margin} apart")
                 )
             failed += faults(cell.cell, rows, failing=not loaded)
         return {"experiment": self.name, "cells": cells, **self.found(cells, run), "failed": failed}

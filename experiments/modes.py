@@ -33,7 +33,7 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.request import Prompt
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.errors import InvalidRequest, ModelError, PdserveError
 from pdserve.core.interval import CONFIDENCE, MIN_VALUES, Interval, median_interval
 from pdserve.core.kv_layout import FP8, KVLayout
 from pdserve.core.request import Mode
@@ -53,6 +53,8 @@ CHECK_PAIRS = 4
 """Whether the intervals are narrow is checked each time that so many pairs were added."""
 SPARE = "spare_pairs_s"
 """The fact of a cell of pairs: seconds for pairs that it and the cells before it had and did not need."""
+MARGINS = "margins"
+"""The fact of a cell of pairs: by pair whose tokens differ, how far apart its two likeliest tokens are at least."""
 _WARM_UP_PAIRS = 2
 _MAX_FAILED = 10
 """Requests that fail in a row after which no more pairs are sent: the service is gone."""
@@ -88,6 +90,18 @@ class PairOptions(Options):
         )
 
 
+async def _least_margin(client: AsyncClient, prompt: Prompt, output_len: int) -> float | None:
+    """How far apart the log-probabilities of the two likeliest tokens are where they are closest, generated once more
+    on one worker; None if that fails. In bfloat16, another batch may round a small margin away."""
+    options: dict[str, Any] = {"mode": Mode.COLOCATED, "max_tokens": output_len, "ignore_eos": True, "logprobs": 2}
+    try:
+        tokens = (await client.generate(prompt, **options).result()).tokens
+    except PdserveError:
+        return None
+    likeliest = [token.top_logprobs[:2] for token in tokens]
+    return round(min([first.logprob - second.logprob for first, second in likeliest]), 4)
+
+
 async def send_pairs(
     bench: Bench, client: AsyncClient, requests: Iterator[tuple[Prompt, int]], options: PairOptions
 ) -> None:
@@ -109,6 +123,8 @@ async def send_pairs(
             place: dict[str, Any] = {"arm": arm, "repeat": 0, "index": number, "mode": arm}
             salt = f"pairs/{secrets.token_hex(8)}"
             rows.append(await bench.send(client, prompt, max_tokens=output_len, salt=salt, **place))
+        if any(pd.token_hash != colocated.token_hash for pd, colocated in pairs_of(rows[-len(ARMS) :])):
+            bench.facts.setdefault(MARGINS, {})[str(number)] = await _least_margin(client, prompt, output_len)
         if len(rows) >= _MAX_FAILED and all(row.error is not None for row in rows[-_MAX_FAILED:]):
             break
         if number < least:

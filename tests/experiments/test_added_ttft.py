@@ -223,6 +223,9 @@ def test_counters_of_a_cell_tell_whether_decode_has_fetched_its_prompts(
 def test_bytes_and_tokens_are_compared_request_by_request() -> None:
     (failure,) = summary_of([*pairs(5), *pairs(6, token_hash="other")[10:]])["failed"]
     assert failure == f"{CELL}: tokens differ between the arms in 1 pairs, first in requests pd-5 and colocated-5"
+    differing = run_of([*pairs(5), *pairs(6, token_hash="other")[10:]], margins={"5": 0.0031})
+    (failure,) = judged(AddedTtft, differing)[0]["failed"]
+    assert failure.endswith("in requests pd-5 and colocated-5, whose two likeliest tokens are at least 0.0031 apart")
     rows = pairs(6)
     for index, off in ((4, 1), (6, -1)):  # as many bytes in all as expected
         rows[index] = replace(rows[index], kv_bytes=KV_BYTES + off)

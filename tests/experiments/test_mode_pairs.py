@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from experiments.experiment import Bench, Cell
-from experiments.modes import PairOptions, send_pairs
+from experiments.modes import MARGINS, PairOptions, send_pairs
 from experiments.run_folder import RequestRow
 from experiments.warm_up import requests_of
 from experiments.workloads.synthetic import Fixed, Synthetic
 from pdserve.client.async_client import AsyncClient
 from pdserve.core.interval import median_interval
+from pdserve.pb import inference_pb2 as pb
 from tests.pdserve.scripted_service import ScriptedService
 
 
@@ -40,6 +41,19 @@ async def test_pairs_are_added_until_narrow_or_the_time_is_over(
     assert [(row.index, row.arm) for row in rows[:4]] == [(0, "pd"), (0, "colocated"), (1, "colocated"), (1, "pd")]
     assert sum(steps) == 6
     assert all(row.others_cpu_s is not None and row.others_cpu_s >= 0 for row in rows)
+
+
+async def test_margins_of_pairs_whose_tokens_differ_are_noted(service: ScriptedService) -> None:
+    rows: list[RequestRow] = []
+    bench = Bench(Cell("x", {}, work=3), service.target, rows.append, lambda steps: None)
+    async with AsyncClient(service.target) as client:
+        requests, options = requests_of(Synthetic(Fixed(8), Fixed(4)), 0, 100), PairOptions.choose({"pairs_s": 0.0})
+        await send_pairs(bench, client, requests, options)
+        assert MARGINS not in bench.facts
+        service.servicer.token_shift[pb.MODE_PD] = 1
+        await send_pairs(bench, client, requests, options)
+    assert bench.facts[MARGINS] == {"0": 1.0, "1": 1.0, "2": 1.0}
+    assert len(rows) == 12
 
 
 async def test_pairs_end_with_a_service_that_serves_no_more(service: ScriptedService) -> None:
