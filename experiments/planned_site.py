@@ -30,9 +30,9 @@ _MOST_CANDIDATES = 32
 _MOST_DEGREE = 4096
 _CHUNKS = (512,)
 """Token budgets of colocated workers that are tried beside the usual one."""
-_CODED, _CODING_BYTES_PER_S = 4 / 3, 0.5e9
-"""How many bytes of KV in bfloat16 become one without loss, and how many per second a worker codes (`make bench-codec`,
-2 virtual cores of a Xeon, 2026-11-28)."""
+_CODED, _CODING_BYTES_PER_S, _DECODING_BYTES_PER_S = 4 / 3, 0.5e9, 0.8e9
+"""How many bytes of KV in bfloat16 become one without loss, and how many per second a core codes and decodes
+(`make bench-codec`, 2 virtual cores of a Xeon, 2026-11-28)."""
 _SLOW = 2.0
 _GPU_OVERHEADS = Overheads(0.002, 0.001, 0.001, 0.001, 0.001, 0.0)
 """Assumed where no profile says what a service adds."""
@@ -278,7 +278,8 @@ class Site:
             between = within
         wan = _wan(self.options.wan, change.link)
         if change.coded and self.layout.dtype == "bfloat16":
-            between, wan = _coded(between), None if wan is None else _coded(wan)
+            on_cpu = profiled is not None and profiled.device == "cpu"
+            between, wan = _coded(between, on_cpu), None if wan is None else _coded(wan, on_cpu)
         return PlannedService(
             workers,
             self.layout,
@@ -344,10 +345,11 @@ def _wan(text: str | None, factor: float) -> LinkClass | None:
     return LinkClass(rate * factor, latency_s)
 
 
-def _coded(link: LinkClass) -> LinkClass:
-    """The link, counted in bytes of KV before they are coded."""
+def _coded(link: LinkClass, on_cpu: bool) -> LinkClass:
+    """The link, counted in bytes of KV before they are coded. Coding takes the time of an engine ``on_cpu``."""
     most = min(link.most_bytes_per_s, _CODING_BYTES_PER_S)
-    return LinkClass(link.bytes_per_s * _CODED, link.latency_s, most)
+    engines = (_CODING_BYTES_PER_S, _DECODING_BYTES_PER_S) if on_cpu else ()
+    return LinkClass(link.bytes_per_s * _CODED, link.latency_s, most, *engines)
 
 
 def _shares_prefixes(options: WorkloadOptions) -> bool:

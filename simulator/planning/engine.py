@@ -57,6 +57,10 @@ class PlannedEngine:
         """End it at once: it computes and sends nothing more."""
         self.is_over = True
 
+    def occupy(self, seconds: float) -> None:
+        """Have something else use the device for so long, once it has computed what it was given."""
+        self._device_free_s = max(self._loop.time(), self._device_free_s) + seconds
+
     def take(self, command: CoreCommand) -> None:
         """Give the engine a command."""
         if self.is_over:

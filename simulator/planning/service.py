@@ -70,11 +70,14 @@ class Overheads(msgspec.Struct, frozen=True):
 
 class LinkClass(msgspec.Struct, frozen=True):
     """What links of a kind carry: bytes per second in each direction, one message after ``latency_s``, and for one
-    hand-off at most ``most_bytes_per_s``."""
+    hand-off at most ``most_bytes_per_s``. What is sent keeps the device of the sender from computing at
+    ``sender_bytes_per_s``, and that of the receiver at ``receiver_bytes_per_s``."""
 
     bytes_per_s: float
     latency_s: float = 0.0
-    most_bytes_per_s: float = float("inf")
+    most_bytes_per_s: float = math.inf
+    sender_bytes_per_s: float = math.inf
+    receiver_bytes_per_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,6 +538,8 @@ class _HandOff:
         if ready > self._sent_bytes:
             num_bytes, self._sent_bytes = ready - self._sent_bytes, ready
             self._flow.add(num_bytes)
+            self._prefill.engine.occupy(num_bytes / self._link.sender_bytes_per_s)
+            self._decode.engine.occupy(num_bytes / self._link.receiver_bytes_per_s)
         elif self._computed_s >= 0 and not self._flow.is_busy:
             self._drained()
 
@@ -573,10 +578,13 @@ class _Pipes:
             pipes = [self._pipe(f"{source.host} out", link), self._pipe(f"{target.host} in", link)]
         if service.shared is not None:
             pipes.append(self._pipe("shared", service.shared))
+            shared = service.shared
             link = LinkClass(
-                service.shared.bytes_per_s,
-                link.latency_s + service.shared.latency_s,
-                min(link.most_bytes_per_s, service.shared.most_bytes_per_s),
+                shared.bytes_per_s,
+                link.latency_s + shared.latency_s,
+                min(link.most_bytes_per_s, shared.most_bytes_per_s),
+                min(link.sender_bytes_per_s, shared.sender_bytes_per_s),
+                min(link.receiver_bytes_per_s, shared.receiver_bytes_per_s),
             )
         return pipes, link
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -136,6 +137,22 @@ def test_a_slower_link_exposes_more_and_a_shared_one_is_shared() -> None:
     last_s = max(done.ttft_s + done.exposed_s for done in slow.requests)
     assert last_s > num_bytes / 1e7  # both go over one link
     assert slow.links["shared"] == pytest.approx(num_bytes / 1e7 / slow.duration_s, rel=1e-6)
+
+
+def test_what_a_link_takes_of_the_devices_lengthens_their_steps() -> None:
+    def means(**rates: float) -> tuple[float, float]:
+        link = LinkClass(1e9, 1e-4, **rates)
+        run = run_service(replace(service(), within=link), Mode.PD, list(requests(40, rate=5.0)))
+        gaps = [gap for each in run.requests for gap in each.itl_s[1:]]
+        return statistics.fmean(each.ttft_s for each in run.requests), statistics.fmean(gaps)
+
+    ttft_s, gap_s = means()
+    assert means(sender_bytes_per_s=1e12, receiver_bytes_per_s=1e12) == pytest.approx((ttft_s, gap_s), rel=1e-3)
+    slow_ttft_s, same_gap_s = means(sender_bytes_per_s=2e7)
+    assert slow_ttft_s > 1.1 * ttft_s
+    same_ttft_s, slow_gap_s = means(receiver_bytes_per_s=2e7)
+    assert slow_gap_s > 1.1 * gap_s
+    assert (same_ttft_s, same_gap_s) == pytest.approx((ttft_s, gap_s), rel=0.05)
 
 
 def test_turns_of_a_conversation_find_their_prefix_in_the_cache() -> None:
