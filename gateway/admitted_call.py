@@ -30,6 +30,8 @@ class AdmittedCall:
     """The request ids that it uses or has used."""
     requests: int = 0
     """As how many requests it counts against the caller's quota, until it ends."""
+    has_prompt: bool = False
+    """Whether a prompt of it was counted against the caller's quota."""
     prompt_logprobs: int = 0
     """Log-probabilities of prompts that it has asked for."""
 
@@ -38,6 +40,14 @@ class AdmittedCall:
         if requests:
             self.caller.quota.take(requests, self.requests)
             self.requests += requests
+
+    def spend_prompt(self, tokens: int) -> None:
+        """Count the tokens of a prompt. `CapacityExceeded` if nothing is left for the first one of the call: a call
+        may exceed what is left, with all its outputs."""
+        if not self.has_prompt:
+            self.caller.quota.check_tokens()
+            self.has_prompt = True
+        self.caller.quota.spend(tokens)
 
     def tell_prompt(self, tokens: int, likeliest: int | None) -> None:
         """Have the answer contain log-probabilities of so many tokens of a prompt, and of the ``likeliest`` ones beside

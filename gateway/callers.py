@@ -74,10 +74,11 @@ class Quota:
             retry_after_s = STREAM_RETRY_S if held + requests <= most else None
             raise self._exceeded("concurrent", f"{counted(most, 'request')} at the same time", retry_after_s)
         most = limits.requests_per_minute
-        if most is not None and (wait_s := self._requests.wait_s(requests, most)):
-            retry_after_s = wait_s if held + requests <= most else None
+        if most is not None and self._requests.wait_s(requests, most):
+            # The call counts anew when it is sent again, with what it holds now.
+            retry_after_s = self._requests.wait_s(held + requests, most) if held + requests <= most else None
             raise self._exceeded("requests_per_minute", f"{counted(most, 'request')} per minute", retry_after_s)
-        self._check_tokens()
+        self.check_tokens()
         if limits.requests_per_minute is not None:
             self._requests.spend(requests, limits.requests_per_minute)
         self.running += requests
@@ -85,11 +86,6 @@ class Quota:
     def give_back(self, requests: int) -> None:
         """Count the end of ``requests``."""
         self.running -= requests
-
-    def spend_prompt(self, tokens: int) -> None:
-        """Count the tokens of a prompt. `CapacityExceeded` if nothing is left for it by now."""
-        self._check_tokens()
-        self.spend(tokens)
 
     def spend(self, tokens: int) -> None:
         """Count tokens that were read or generated."""
@@ -102,7 +98,8 @@ class Quota:
         if priority < (lowest := self.limits.min_priority):
             raise InvalidRequest(f"priority: {priority} is below {lowest}, the lowest that the token allows; raise it")
 
-    def _check_tokens(self) -> None:
+    def check_tokens(self) -> None:
+        """`CapacityExceeded` if no tokens are left."""
         most = self.limits.tokens_per_minute
         if most is not None and (wait_s := self._tokens.wait_s(1, most)):
             raise self._exceeded("tokens_per_minute", f"{most} tokens per minute", wait_s)

@@ -28,7 +28,7 @@ from gateway.http_api.app import make_app
 from gateway.http_api.bodies import Bodies
 from gateway.http_api.exchange import ServedModel
 from gateway.http_api.server import HttpServer
-from gateway.inference import Inference, Observer
+from gateway.inference import STOPPING, Inference, Observer
 from gateway.live import LastRequests, live_view
 from gateway.load_meter import LOOK_EVERY_S, LoadMeter
 from gateway.metrics import Metrics, scaling_metrics, service_metrics
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_S = 5.0  # time for running requests when the gateway stops
-STOPPING = "the service is being stopped; send the request to another one"
 
 
 class Gateway:
@@ -310,7 +309,7 @@ class Gateway:
             self._security.host_names,
             config.report,
         )
-        return HttpServer(app, config)
+        return HttpServer(app, config, served.over)
 
     def _state(self) -> Iterator[Metric]:
         about = {"version": self._version, "model": self._model}

@@ -42,6 +42,7 @@ from router.router import Router
 from router.session import RoutingResult, Session
 from runtime.logs import bind_request
 
+STOPPING = "the service is being stopped; send the request to another one"
 _RESUMED_AT_ONCE = 256
 """Tokens of a resumed request that are detokenized without a pause."""
 _FIGURES = tuple(Figure)
@@ -57,6 +58,8 @@ class OutputToken:
     token_id: int
     text: str
     index: int
+    start: int
+    """Characters of the output before its own, shown or not."""
     last: bool
     logprobs: TokenLogprobs | None
 
@@ -309,7 +312,7 @@ class Inference:
         call.tell_prompt(len(prompt), fitted.prompt_logprobs)
         resume = check_resume(submission.resume, fitted, limits)
         sampling = seeded(fitted, request_id)
-        call.caller.quota.spend_prompt(len(prompt) + len(resume))  # tokens to resume after are prefilled as well
+        call.spend_prompt(len(prompt) + len(resume))  # tokens to resume after are prefilled as well
         salt = keyed_salt(call.caller.salt_of(submission.salt), self._cache_key)
         return Request(
             request_id,
@@ -374,7 +377,8 @@ class Inference:
                     for observer in self._observers:
                         observer.first(record, now_s - call.received_s)
                 before_s = token.arrived_s
-                yield OutputToken(record, token.token_id, text, index, finish_reason is not None, token.logprobs)
+                last = finish_reason is not None
+                yield OutputToken(record, token.token_id, text, index, output.last_start, last, token.logprobs)
                 index += 1
                 if output.stopped and token.finish_reason is None:
                     record.stopped = True

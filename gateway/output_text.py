@@ -86,6 +86,11 @@ class OutputText:
         end = sum(map(len, self._shown))
         return [token_id for token_id, start in zip(self._token_ids, self._starts, strict=True) if start < end]
 
+    @property
+    def last_start(self) -> int:
+        """Number of characters before the last token's."""
+        return self._starts[-1]
+
     def add(self, token_id: int) -> str:
         """The text to show with this token."""
         self._token_ids.append(token_id)

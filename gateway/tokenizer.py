@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ USUAL_TOKEN_BYTES = 4
 """A text with more bytes for each token that is allowed is not encoded before its tokens have been counted."""
 PIECE_CHARACTERS = 2**16
 """Length of the pieces in which they are counted. Shorter texts are not counted."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte of a character that it lacks
 WORD_BEGIN = "\u2581"  # how sentencepiece writes the space before a word
 CONTEXT_TOKENS = 4  # tokens of the prompt that the text of the first output token depends on
 
@@ -193,6 +195,17 @@ class Tokenizer:
         if self._is_byte_level and token_id not in self._special_ids:
             return self._token_bytes(token_id).decode(errors="replace")
         return token.replace(WORD_BEGIN, " ")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 of a single token, which may be a part of a character."""
+        token: str = self._tokenizer.id_to_token(token_id) or ""
+        if token_id in self._special_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return self._token_bytes(token_id)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        return token.replace(WORD_BEGIN, " ").encode()
 
     def _token_bytes(self, token_id: int) -> bytes:
         if (known := self._bytes.get(token_id)) is None:

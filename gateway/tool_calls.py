@@ -204,4 +204,9 @@ class ToolCallParser:
         name, arguments = (call.get("name"), call.get(self.form.arguments, {})) if isinstance(call, dict) else ("", "")
         if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
             return None
-        return name, json.dumps(arguments, ensure_ascii=False)
+        try:
+            told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            told.encode()
+        except ValueError:  # it has no number, or half of a surrogate pair
+            return None
+        return name, told

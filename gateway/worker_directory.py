@@ -15,7 +15,7 @@ from contract.message import encode
 from pdserve.core.chance import SYSTEM
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
-from pdserve.core.worker import Role, WorkerEpoch, WorkerInfo
+from pdserve.core.worker import Role, WorkerInfo
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
 
@@ -59,17 +59,19 @@ class WorkerDirectory:
     async def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
         """Wait until these workers have the roles that they should have, and the links that follow from them. Returns
         those that do not after ``timeout_s``."""
-        await self._wait(lambda: all(map(self._has_its_role, worker_ids)), timeout_s)
-        return [worker_id for worker_id in worker_ids if not self._has_its_role(worker_id)]
+        await self._wait(lambda: not self._without_roles(worker_ids), timeout_s)
+        return self._without_roles(worker_ids)
 
-    def _has_its_role(self, worker_id: str) -> bool:
-        worker = self._registry.get(worker_id)
-        if worker is None or worker.lost or worker.role is not self._members.get(worker_id):
-            return False
-        return not any(
-            prefill.role is Role.PREFILL and not prefill.lost and self._missing_links(prefill)
-            for prefill in self._registry.workers
-        )
+    def _without_roles(self, worker_ids: Collection[str]) -> list[str]:
+        """Those of the workers that have not their role; all of them as long as any links are missing."""
+        if self._without_links():
+            return list(worker_ids)
+        workers = {worker_id: self._registry.get(worker_id) for worker_id in worker_ids}
+        return [
+            worker_id
+            for worker_id, worker in workers.items()
+            if worker is None or worker.lost or worker.role is not self._members.get(worker_id)
+        ]
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Serve one worker's stream: each heartbeat registers the worker, or renews its registration, and is answered
@@ -209,14 +211,19 @@ class WorkerDirectory:
     def _request_heartbeats(self) -> None:
         """Request a heartbeat from every prefill worker that lacks links to live decode workers. The answer names
         them."""
-        for worker in self._registry.workers:
-            if worker.role is Role.PREFILL and not worker.lost and self._missing_links(worker):
-                worker.handle.request_heartbeat()
+        for worker in self._without_links():
+            worker.handle.request_heartbeat()
 
-    def _missing_links(self, prefill: RegisteredWorker) -> set[WorkerEpoch]:
-        """The live decode workers of which a prefill worker has reported neither a link nor why there is none."""
+    def _without_links(self) -> list[RegisteredWorker]:
+        """The prefill workers that have reported neither a link to a live decode worker nor why there is none."""
         wanted = {(peer.worker_id, peer.epoch) for peer in self._decode_peers()}
-        return wanted - prefill.linked.keys() - prefill.failed.keys()
+        return [
+            worker
+            for worker in self._registry.workers
+            if worker.role is Role.PREFILL
+            and not worker.lost
+            and not all(key in worker.linked or key in worker.failed for key in wanted)
+        ]
 
     def _log_failures(self, worker_id: str) -> None:
         """Log the workers that this worker cannot be paired with, each once."""

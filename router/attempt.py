@@ -208,8 +208,9 @@ class Attempt:
         arrival = await self._first_of(prefilling, decoding)
         if arrival.output.hand_off:
             decode.handle.hand_over(request.attempt_id, arrival.output.hand_off)
-        self._handing_off = share.worker
-        share.worker.hand_offs += 1
+        if not self._left:
+            self._handing_off = share.worker
+            share.worker.hand_offs += 1
         share.end()
         if self._hold_first_token and arrival.output.finish_reason is None:
             arrival = arrival._replace(time_s=await self._until_ready(prefilling, decoding))

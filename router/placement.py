@@ -20,13 +20,15 @@ from router.view import ClusterView, Needs, WorkerView
 
 class Placed(msgspec.Struct, frozen=True):
     """The request goes to these workers. ``decode`` is None if one worker does both. ``explores``: it goes there so
-    that this is measured. ``fetch``: the worker that computes the prompt gets KV of its beginning from another one."""
+    that this is measured. ``fetch``: the worker that computes the prompt gets KV of its beginning from another one.
+    ``unpaired``: it goes to one worker only because none of these pairs could ever take it."""
 
     prefill: str
     decode: str | None
     reason: str
     explores: bool = False
     fetch: Fetch | None = None
+    unpaired: bool = False
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -72,7 +74,8 @@ def _place(needs: Needs, view: ClusterView) -> Decision:
         apart = decision.error or _capacity_error(needs, Mode.PD, view)
         # Workers with different models or layouts would give different answers.
         if apart is not None and not isinstance(apart, LayoutMismatch):
-            return _place_one(needs, view, f"mode auto: {_first_clause(apart)}")
+            alone = _place_one(needs, view, f"mode auto: {_first_clause(apart)}")
+            return msgspec.structs.replace(alone, unpaired=True) if isinstance(alone, Placed) else alone
     return _place_by_costs(needs, view, decision)
 
 

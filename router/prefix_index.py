@@ -15,8 +15,9 @@ class PrefixIndex:
 
     A block's hash covers everything before it (`pdserve.core.prefix_digests`), so that a walk along the hashes of a
     prompt, while any worker has the block, is a walk down a radix tree of prompts. Of each worker at most
-    ``max_blocks`` are kept; a further one replaces the one that was announced first. The index lags behind the caches
-    by a heartbeat.
+    ``max_blocks`` are kept; a further one replaces the one that was announced first, of those in no prompt lately: the
+    blocks that begin many prompts are old, and nothing is found without them. The index lags behind the caches by a
+    heartbeat.
 
     Workers are bits of a number, so a step of the walk costs the same for any number of them.
     """
@@ -26,6 +27,7 @@ class PrefixIndex:
         self._workers: dict[str, _Announced] = {}
         self._names: dict[int, str] = {}  # worker ids by bit
         self._holders: dict[int, int] = {}  # the bits of the workers that have a block, by its hash
+        self._used: set[int] = set()  # blocks of prompts that were looked up lately, at most max_blocks
         self.version = 0
         """Grows with every change."""
 
@@ -58,8 +60,15 @@ class PrefixIndex:
         for block in unpack(update.added):
             blocks[block] = None
             holders[block] = holders.get(block, 0) | bit
+        spared = 0
         while len(blocks) > self._max_blocks:
-            self._drop(worker, next(iter(blocks)))
+            block = next(iter(blocks))
+            if block in self._used and spared < self._max_blocks:
+                spared += 1
+                del blocks[block]
+                blocks[block] = None  # as if it were announced now
+            else:
+                self._drop(worker, block)
         self.version += 1
 
     def remove(self, worker_id: str) -> None:
@@ -75,6 +84,8 @@ class PrefixIndex:
         further than the first block that nobody has."""
         found: dict[str, int] = {}
         holders, holding, count = self._holders, -1, 0
+        if len(self._used) > self._max_blocks:
+            self._used.clear()
         for block in hashes:
             still = holding & holders.get(block, 0)
             if still != holding and count:
@@ -82,6 +93,7 @@ class PrefixIndex:
             holding = still
             if not holding:
                 return found
+            self._used.add(block)
             count += 1
         if count:
             self._note(holding, count, found)

@@ -231,8 +231,9 @@ class WorkerRegistry:
 
     def suspect(self, worker: RegisteredWorker) -> None:
         """Give the worker no more requests until its next heartbeat, because a request lost its connection."""
-        worker.breaker.suspect = True
-        self._breaker_changed(worker.worker_id)
+        if self._workers.get(worker.worker_id) is worker:  # its next incarnation has the same breaker
+            worker.breaker.suspect = True
+            self._breaker_changed(worker.worker_id)
 
     def failed(self, share: Share, error: PdserveError) -> None:
         """Count a request as failed by its worker. If that opens the breaker, the worker pauses; the last ready worker
@@ -344,12 +345,17 @@ class WorkerRegistry:
         views = tuple([worker.cached_view or worker.view(live) for worker in workers])
         return ClusterView(views, self._config, self._gateways, self.cost_model.costs)
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether requests are compared with a part of the workers."""
+        return self._samples and len(self._workers) > len(Role) * SAMPLE
+
     def sample(self, needs: Needs) -> ClusterView | None:
         """A part of `view` in which a request may be placed, so that placement does not take longer the more workers
         there are: `SAMPLE` workers of each role, drawn by its ticket, that of its last attempt, those that have its
         prefix cached, and those that may just have become free. None if there are few workers, or a policy compares
         all."""
-        if not self._samples or len(self._workers) <= len(Role) * SAMPLE:
+        if not self.is_sampled:
             return None
         self._note_late()
         number = xxhash.xxh3_64_intdigest(needs.ticket.to_bytes(8, "little"))

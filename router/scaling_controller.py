@@ -177,6 +177,8 @@ class ScalingController:
             self._refusal = self.verdict
             return None
         self._tried.add(tried)
+        if action.kind == "remove":  # the worker is not there again because it had not helped
+            self._tried.discard((action.after(seen.counts), "add", action.role))
         self._tried_under = load
         self._expected = None if action.expected is None else (action.after(seen.counts), action.expected)
         self.acted(seen.end_s)

@@ -182,13 +182,11 @@ class WaitingLine:
         part = self._registry.sample(waiting.needs)
         if part is not None:
             decision = place(waiting.needs, part)
-            if isinstance(decision, Placed) or (part_only and isinstance(decision, Wait) and decision.error is None):
+            if isinstance(decision, Placed) and not decision.unpaired:
                 return decision
-        decision = place(waiting.needs, self._registry.view())
-        if part is not None and isinstance(decision, Wait) and decision.error is None:
-            self._compare_all_s[waiting.needs.mode] = self._clock.now() + COMPARE_ALL_S
-            asyncio.get_running_loop().call_later(COMPARE_ALL_S + 0.001, self._serve)
-        return decision
+            if part_only and isinstance(decision, Wait) and decision.error is None:
+                return decision
+        return place(waiting.needs, self._registry.view())
 
     def _assign(self, waiting: Waiting, placed: Placed) -> Assignment:
         self._drained.append((self._clock.now(), waiting.tokens))
@@ -205,9 +203,13 @@ class WaitingLine:
             while (waiting := self._queue.head(modes)) is not None:
                 priority = waiting.priority
                 waiting = self._find_aged(modes, priority) or waiting
-                mode = waiting.needs.mode
-                decision = self._decide(waiting, part_only=self._clock.now() < self._compare_all_s.get(mode, 0.0))
+                mode, now_s = waiting.needs.mode, self._clock.now()
+                compares_all = now_s >= self._compare_all_s.get(mode, 0.0)
+                decision = self._decide(waiting, part_only=not compares_all)
                 if isinstance(decision, Wait):
+                    if compares_all and self._registry.is_sampled:
+                        self._compare_all_s[mode] = now_s + COMPARE_ALL_S
+                        asyncio.get_running_loop().call_later(COMPARE_ALL_S + 0.001, self._serve)
                     self._short_of[mode] = decision.short_of
                     modes.remove(mode)
                     self._refuse_impatient(mode, decision.error)

@@ -47,7 +47,7 @@ class Answer(ABC):
         # The body itself is not kept: it may be large.
         options = body.stream_options or StreamOptions()
         self.id = answer_id
-        self.streams = body.stream
+        self.streams = bool(body.stream)
         self.ends_with_usage = options.include_usage
         self._counts = options.continuous_usage_stats
         self._per_prompt = body.n or 1
@@ -143,13 +143,15 @@ class CompletionAnswer(Answer):
         self, index: int, record: Session, text: str, tokens: Sequence[OutputToken], part: OutputToken | None
     ) -> Object:
         """Text and log-probabilities."""
-        told = [(token.token_id, token.text, token.logprobs) for token in tokens]
+        echo = self._echoes.get(index, "")
+        told = [(token.token_id, len(echo) + token.start, token.logprobs) for token in tokens]
         wanted = record.request.sampling.logprobs is not None
         if self._echoes and (part is None or part.index == 0):
-            text = self._echoes[index] + text
+            text = echo + text
             if wanted:
                 prompt = record.request.prompt_token_ids
-                told = [*zip(prompt, self._pieces(prompt), (None, *record.prompt_logprobs), strict=True), *told]
+                starts = accumulate([len(piece) for piece in self._pieces(prompt)[:-1]], initial=0)
+                told = [*zip(prompt, starts, (None, *record.prompt_logprobs), strict=True), *told]
         return {"text": text, "logprobs": self._logprobs(told) if wanted and told else None}
 
     def _pieces(self, token_ids: Sequence[int]) -> list[str]:
@@ -157,16 +159,17 @@ class CompletionAnswer(Answer):
         detokenizer = self._tokenizer and self._tokenizer.detokenizer(())
         return [detokenizer.add(token_id) if detokenizer else "" for token_id in token_ids]
 
-    def _logprobs(self, told: Sequence[tuple[int, str, TokenLogprobs | None]]) -> Object:
-        """Of tokens with the texts that they add; the first token of a prompt has no log-probability."""
+    def _logprobs(self, told: Sequence[tuple[int, int, TokenLogprobs | None]]) -> Object:
+        """Of tokens with the offsets of their texts; the first token of a prompt has no log-probability. Of top tokens
+        with the same text, such as parts of characters, the likeliest one is shown."""
         return {
             "tokens": [self._token_text(token_id) for token_id, _, _ in told],
             "token_logprobs": [None if each is None else each.logprob for _, _, each in told],
             "top_logprobs": [
-                None if each is None else {self._token_text(token_id): value for token_id, value in each.top}
+                None if each is None else {self._token_text(token_id): value for token_id, value in reversed(each.top)}
                 for _, _, each in told
             ],
-            "text_offset": list(accumulate((len(text) for _, text, _ in told[:-1]), initial=0)),
+            "text_offset": [start for _, start, _ in told],
         }
 
 
@@ -227,5 +230,5 @@ class ChatAnswer(Answer):
         return {**self._logprob(token_id, logprobs.logprob), "top_logprobs": top}
 
     def _logprob(self, token_id: int, logprob: float) -> Object:
-        text = self._token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        told = list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None
+        return {"token": self._token_text(token_id), "logprob": logprob, "bytes": told}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,8 +19,8 @@ from gateway.failures import error_object, http_failure, sent_in_time, statuses_
 from gateway.http_api.access import caller_of
 from gateway.http_api.bodies import Bodies, Body
 from gateway.http_api.requests import CallBody, parsed
-from gateway.inference import Inference
-from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, RequestAborted
+from gateway.inference import STOPPING, Inference
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, NotReady, PdserveError, RequestAborted
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class ServedModel:
     """The name that the model is served under."""
     chat_template: ChatTemplate | None
     bodies: Bodies
+    over: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    """Done when the service ends: calls that still run are refused."""
 
     def check_model(self, asked: str | None) -> None:
         """`InvalidRequest` unless ``asked`` is the served model, or None."""
@@ -88,9 +90,10 @@ class Exchange(Response):
                 responding = asyncio.create_task(self._run(body, call))
                 leaving = asyncio.create_task(_left(receive))
                 try:
-                    await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
+                    over = self._served.over
+                    await asyncio.wait((responding, leaving, over), return_when=asyncio.FIRST_COMPLETED)
                     if not responding.done():
-                        raise RequestAborted("the client has left")
+                        raise NotReady(STOPPING) if over.done() else RequestAborted("the client has left")
                     responding.result()
                 finally:
                     for task in (responding, leaving):

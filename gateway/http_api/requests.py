@@ -165,7 +165,7 @@ class Structure(_Body):
 class GenerationBody(CallBody):
     """Fields that both kinds of generation have."""
 
-    stream: bool = Field(False, description="send server-sent events, one for each token")
+    stream: bool | None = Field(False, description="send server-sent events, one for each token")
     stream_options: StreamOptions | None = None
     max_completion_tokens: Count | None = Field(None, description="the same as max_tokens")
     temperature: float | None = Field(None, description="0 is greedy; default 1")
@@ -246,7 +246,9 @@ class CompletionBody(GenerationBody):
     prompt: Prompts = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     max_tokens: Count | None = Field(None, description="default 16")
     logprobs: Count | None = Field(None, description="with each token that many likeliest ones (at most 20)")
-    echo: bool = Field(False, description="begin text and logprobs with the prompt; with max_tokens 0 nothing follows")
+    echo: bool | None = Field(
+        False, description="begin text and logprobs with the prompt; with max_tokens 0 nothing follows"
+    )
     best_of: Count | None = Field(None, description="only the value of n")
     suffix: Literal[""] | None = None
 
@@ -259,7 +261,7 @@ class CompletionBody(GenerationBody):
     @property
     def is_prompt_alone(self) -> bool:
         """Whether the answer has the prompt and no output."""
-        return self.echo and 0 in (self.max_tokens, self.max_completion_tokens)
+        return bool(self.echo) and 0 in (self.max_tokens, self.max_completion_tokens)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

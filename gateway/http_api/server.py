@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import ssl
 from collections import deque
@@ -154,9 +155,10 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """An HTTP server for ``app``, with the TLS of ``gateway``. `LaunchError` if the port is in use."""
+    """An HTTP server for ``app``, with the TLS of ``gateway``. `stop` sets ``over``, which ends the calls.
+    `LaunchError` if the port is in use."""
 
-    def __init__(self, app: FastAPI, gateway: GatewayConfig) -> None:
+    def __init__(self, app: FastAPI, gateway: GatewayConfig, over: asyncio.Future[None]) -> None:
         host, port = gateway.host, gateway.served_http_port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # asyncio sends small writes at once only on sockets whose protocol is named; else each token waits for an ACK.
@@ -188,6 +190,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._serving: asyncio.Task[None] | None = None
+        self._over = over
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -204,12 +207,14 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.001)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new connections, let running calls go on for ``grace_s``, then cancel them."""
+        """Refuse new connections, let running calls go on for ``grace_s``, then end them with an error. Cancel those
+        whose clients do not read it."""
         if self._serving is None:
             self._socket.close()
             return
-        self.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self.config.timeout_graceful_shutdown = math.ceil(grace_s + 1)
         self.should_exit = True
+        asyncio.get_running_loop().call_later(grace_s, self._over.set_result, None)
         await self._serving
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # its client does not read

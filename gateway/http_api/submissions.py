@@ -111,12 +111,16 @@ def _plain(message: ChatMessage, arguments: JsonCount) -> dict[str, Any]:
     plain = {key: value for key, value in message.model_dump().items() if value is not None or key == "content"}
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)
-    for call in plain.get("tool_calls") or ():
+    calls = plain.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise InvalidRequest("messages: tool_calls is no list; give the calls as OpenAI's API does, or leave it out")
+    for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             arguments.add_text(function["arguments"])
             try:
                 function["arguments"] = json.loads(function["arguments"])
+                json.dumps(function["arguments"], ensure_ascii=False).encode()  # half of a surrogate pair is no text
             except ValueError:
                 raise InvalidRequest("messages: the arguments of a tool call are not valid JSON") from None
     return plain

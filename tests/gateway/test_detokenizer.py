@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,3 +102,9 @@ def test_window_costs_the_same_per_token_however_long_the_output(sentencepiece: 
 def test_window_ignores_a_context_that_ends_in_half_a_character(sentencepiece: HFTokenizer) -> None:
     half = spell(sentencepiece, "日")[:-1]
     assert stream(WindowDetokenizer(sentencepiece.decode, half), spell(sentencepiece, "ab")) == ["a", "b", ""]
+
+
+def test_the_bytes_of_sentencepieces(sentencepiece: HFTokenizer, tmp_path: Path) -> None:
+    sentencepiece.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert b"".join(map(tokenizer.token_bytes, spell(sentencepiece, " a😀"))) == " a😀".encode()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.callers import Quota
+from gateway.admitted_call import AdmittedCall
+from gateway.callers import Caller, Quota
 from gateway.token_file import TokenLimits
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded
+from router.deadline import Deadline
 
 
 def refusal(quota: Quota, requests: int = 1) -> CapacityExceeded:
@@ -20,7 +22,7 @@ def test_without_limits_nothing_is_refused() -> None:
     quota = Quota(TokenLimits(), FakeClock())
     for _ in range(10_000):
         quota.take(1)
-        quota.spend_prompt(10**6)
+        quota.spend(10**6)
     assert quota.running == 10_000
 
 
@@ -74,17 +76,41 @@ def test_tokens_are_charged_when_they_are_known() -> None:
     clock = FakeClock()
     quota = Quota(TokenLimits(tokens_per_minute=600), clock)
     quota.take(1)
-    quota.spend_prompt(900)  # more than is left: it is not known before
+    quota.check_tokens()
+    quota.spend(900)  # more than is left: it is not known before
     error = refusal(quota)
     assert str(error).startswith("tokens_per_minute: the token allows 600 tokens per minute")
     assert error.retry_after_s == pytest.approx(30.1)
     with pytest.raises(CapacityExceeded):
-        quota.spend_prompt(1)  # of a request that had begun before
+        quota.check_tokens()  # of a request that had begun before
     clock.advance(31.0)
     quota.take(1)
     for _ in range(10):
         quota.spend(1)
     refusal(quota)
+
+
+async def test_all_outputs_of_a_call_may_exceed_what_is_left() -> None:
+    clock = FakeClock()
+    caller = Caller("a", Quota(TokenLimits(tokens_per_minute=1000), clock))
+    call = AdmittedCall(caller, 0.0, Deadline(60.0, clock))
+    for _ in range(3):
+        call.spend_prompt(600)
+    with pytest.raises(CapacityExceeded):
+        AdmittedCall(caller, 0.0, Deadline(60.0, clock)).spend_prompt(1)
+
+
+def test_a_call_with_several_outputs_fits_when_it_comes_back_as_it_was_told() -> None:
+    clock = FakeClock()
+    quota = Quota(TokenLimits(requests_per_minute=10), clock)
+    quota.take(7)
+    quota.take(1)
+    with pytest.raises(CapacityExceeded) as caught:
+        quota.take(4, held=1)
+    assert caught.value.retry_after_s is not None
+    clock.advance(caught.value.retry_after_s)
+    quota.take(1)
+    quota.take(4, held=1)
 
 
 def test_a_refused_request_costs_nothing() -> None:

@@ -127,6 +127,12 @@ def test_broken_files_are_named(model_folder: Path, tmp_path: Path, name: str, c
         load_tokenizer(tmp_path)
 
 
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
+    text = "größer 日本語 😀"
+    assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(text)) == text.encode()
+    assert tokenizer.token_bytes(0) == b"<s>"
+
+
 def test_the_text_of_one_token(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("größer 日本語 😀")
     assert all(tokenizer.token_text(i) == tokenizer.decode([i]) for i in ids)

@@ -27,6 +27,8 @@ OUTPUTS = [
     (LLAMA, '{"name": "add", "parameters": 5}', '{"name": "add", "parameters": 5}', []),
     (LLAMA, 'See: {"name": "add", "parameters": {}}', 'See: {"name": "add", "parameters": {}}', []),
     (LLAMA, " ", " ", []),
+    (LLAMA, *[r'{"name": "add", "parameters": {"a": "\ud83d"}}'] * 2, []),  # no text
+    (LLAMA, *['{"name": "add", "parameters": {"a": NaN}}'] * 2, []),
 ]
 
 

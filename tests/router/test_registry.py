@@ -113,6 +113,16 @@ def linked(registry: WorkerRegistry, worker_id: str = "p0") -> set[str]:
     return set(seen.linked)
 
 
+async def test_a_late_error_of_an_earlier_incarnation_suspends_no_other(registry: WorkerRegistry) -> None:
+    earlier = registry.add(worker("p0"))
+    registry.lost("p0")
+    later = registry.add(worker("p0", epoch="2"))
+    registry.suspect(earlier)
+    assert later.state == "ready"
+    registry.suspect(later)
+    assert later.state == "suspect"
+
+
 async def test_the_long_dead_are_forgotten(registry: WorkerRegistry, clock: FakeClock) -> None:
     registry.add(worker("p0"))
     registry.add(worker("d0"))

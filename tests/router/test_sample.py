@@ -122,6 +122,7 @@ async def test_one_that_waits_is_compared_with_those_that_become_free(monkeypatc
     tickets = range(20)
     requests = [asyncio.create_task(line.wait(Waiting(ticket, needs_of(ticket)))) for ticket in tickets]
     await asyncio.sleep(0)
+    registry.heartbeat("d0", WorkerLoad(free_blocks=9))
     with monkeypatch.context() as patch:
         patch.setattr(registry, "view", lambda: pytest.fail("all workers are compared"))
         for ticket in tickets:
@@ -141,10 +142,47 @@ async def test_one_that_waits_is_compared_with_all_again_before_long() -> None:
     await asyncio.sleep(0)
     free = next(w for w in registry.workers if w.role is Role.PREFILL and w.worker_id not in drawn(registry, 1))
     free.outstanding_tokens = free.prompt_tokens = 0  # without a change that the line is told of
+    registry.heartbeat("d0", WorkerLoad(free_blocks=9))
+    assert line.length == 0, "all are compared after the first change"
+    assert (await first).prefill.worker is free
+    (await first).prefill.worker.prompt_tokens = 10**6
+    second = asyncio.create_task(line.wait(Waiting(2, needs_of(2))))
     await asyncio.sleep(0)
+    registry.heartbeat("d0", WorkerLoad(free_blocks=9))
+    free = next(w for w in registry.workers if w.role is Role.PREFILL and w.worker_id not in drawn(registry, 2))
+    free.outstanding_tokens = free.prompt_tokens = 0
+    registry.heartbeat("d0", WorkerLoad(free_blocks=9))
     assert line.length == 1
     clock.advance(2 * COMPARE_ALL_S)
-    assert (await first).prefill.worker is free
+    assert (await second).prefill.worker is free
+
+
+async def test_changes_while_one_waits_add_no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = registry_of()
+    line = WaitingLine(registry, RouterConfig(), FakeClock(100.0))
+    part = drawn(registry, 1)
+    for worker in registry.workers:
+        registry.begin(worker.worker_id, 10**6, 10**6)
+        if worker.worker_id in part:
+            registry.retire(worker.worker_id)  # what is drawn says that no worker is ready
+    first = asyncio.create_task(line.wait(Waiting(1, needs_of(1))))
+    await asyncio.sleep(0)
+    timers: list[float] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda after_s, call: timers.append(after_s))
+    for _ in range(100):
+        registry.heartbeat("d0", WorkerLoad(free_blocks=9))
+    assert (line.length, len(timers)) == (1, 1)
+    monkeypatch.undo()
+    first.cancel()
+
+
+async def test_without_a_pair_among_those_that_are_drawn_others_are_found() -> None:
+    registry = registry_of()
+    for worker_id in drawn(registry, 1):
+        if worker_id.startswith("p"):
+            registry.retire(worker_id)
+    assignment = await placed(registry, needs_of(1, Mode.AUTO))
+    assert assignment.decode is not None, assignment.reason
 
 
 def drawn(registry: WorkerRegistry, ticket: int) -> set[str]:

@@ -346,6 +346,17 @@ def test_an_action_that_was_taken_before_stays_the_verdict() -> None:
     assert figures.controller.verdict.endswith("the action was taken before with these workers under this load")
 
 
+def test_a_worker_that_was_removed_may_be_added_again_and_then_stays() -> None:
+    figures = Figures(controller="workers", max_workers=4)
+    busy: dict[str, Any] = {**SATURATED, "decode": {"load": 0.6}}
+    calm: dict[str, Any] = {"decode": {"load": 0.6}, "prefill": {"load": 0.1}}
+    done = []
+    for workers, changes in [((1, 2), busy), ((2, 2), calm), ((1, 2), busy), ((2, 2), calm)]:
+        actions = figures.look(60, workers=workers, **changes)
+        done += [(action.kind, action.role) for action in actions[:1]]
+    assert done == [("add", P), ("remove", P), ("add", P)]
+
+
 def test_a_queue_that_drains_asks_for_nothing() -> None:
     model = Forecasts(lambda counts: (0.0, 0.0))
     (action,) = Figures(model).look(8, **{**SATURATED, "requests": 0})

@@ -159,6 +159,23 @@ def test_of_a_large_cache_the_last_blocks_are_announced_and_known(monkeypatch: p
     assert list(unpack(announced.since(SNAPSHOT).added)) == [6, 7, 9, 10]
 
 
+def test_what_begins_many_prompts_stays_known_however_old_it_is() -> None:
+    index = PrefixIndex(4)
+    index.apply("w", "e", update(SNAPSHOT, 2, 1, 2))
+    index.apply("v", "e", update(SNAPSHOT, 1, 1))
+    for number in range(10, 30):
+        assert index.cached([1, 99]) == {"w": 1, "v": 1}
+        position = index.position("w", "e")
+        index.apply("w", "e", update(position, position + 1, number))
+        assert len(index._workers["w"].blocks) <= 4
+    assert set(index._workers["w"].blocks) == {1, 27, 28, 29}
+    for number in range(30, 40):  # all that it has is used
+        index.cached(list(index._workers["w"].blocks))
+        position = index.position("w", "e")
+        index.apply("w", "e", update(position, position + 1, number))
+        assert len(index._workers["w"].blocks) == 4
+
+
 def test_the_longest_update_fits_into_a_heartbeat() -> None:
     announced = CachedBlocks()
     announced.change(pack(range(MAX_UPDATE_BLOCKS)), b"")

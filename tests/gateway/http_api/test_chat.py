@@ -99,6 +99,11 @@ async def test_a_template_of_the_users_own(start_http: StartHttp, model_folder: 
         ({"messages": MESSAGES, "tools": TOOLS, "response_format": JSON}, "tools"),
         ({"messages": MESSAGES, "tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"messages": MESSAGES, "max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "messages"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": '{"a": "\\ud800"}'}}]}]},
+            "messages",
+        ),
     ],
 )
 async def test_bad_bodies_name_the_field(shared_http: Http, body: dict[str, Any], param: str) -> None:

@@ -110,6 +110,32 @@ async def test_an_echo_with_log_probabilities(http: Http) -> None:
         assert len(others) == max(0, max_tokens - 1)
 
 
+async def test_calls_that_do_not_end_before_the_service_are_told_why(http: Http) -> None:
+    http.service.fleet["d0"].hangs = {"decode"}
+    body = {"prompt": [60], "max_tokens": 4, "ignore_eos": True}
+    whole = asyncio.create_task(http.post(PATH, **body))
+    stream = asyncio.create_task(http.events(PATH, **body))
+    await http.service.until(lambda: len(http.service.fleet["d0"].requests) == 2)
+    await asyncio.wait_for(http.service.gateway.stop(0.1), 3.0)
+    answer = await whole
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "NotReady")
+    *_, failure, end = await stream
+    assert (json.loads(failure)["error"]["code"], end) == ("NotReady", "[DONE]")
+
+
+async def test_offsets_of_a_stream_count_from_the_beginning_of_the_text(http: Http) -> None:
+    body: dict[str, Any] = {"prompt": "the quick 日", "echo": True, "logprobs": 0, "ignore_eos": True, "max_tokens": 6}
+    offsets = (await http.complete(**body))["choices"][0]["logprobs"]["text_offset"]
+    events = await http.events(PATH, **body)
+    told = [json.loads(event)["choices"][0]["logprobs"]["text_offset"] for event in events[:-1]]
+    assert [offset for each in told for offset in each] == offsets
+    assert offsets[-1] > len("the quick 日")
+
+
+async def test_null_is_the_default(http: Http) -> None:
+    assert (await http.complete(prompt=[60], max_tokens=1, stream=None, echo=None))["choices"]
+
+
 async def test_log_probabilities_of_prompts_are_bounded(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all prompts of a call."""
     monkeypatch.setattr(admitted_call, "MAX_PROMPT_LOGPROBS", 12)
